@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = peers.missing(wanted)
     for peer, reason in missing.items():
         print(f"missing peer: {LABELS[peer]}: {reason}", flush=True)
-    chosen = {*OURS, *LESS, *wanted} - set(missing)
+    chosen = {*OURS, *(set(LESS) - set(peers.PROBES)), *wanted} - set(missing)
     machine: dict[str, Any] = {"versions": results.versions(), "gpu_before": results.gpu_state()}
     print(f"{gpu}, {machine['gpu_before']}", flush=True)
     measured = ceilings.measure()

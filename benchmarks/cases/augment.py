@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.ndimage import map_coordinates
 
-from benchmarks.run.case import BEST_PEER, Arrays, Bar, Case, functions, torch_compiled
+from benchmarks.run.case import (
+    BEST_PEER,
+    ONE_DRAW,
+    Arrays,
+    Bar,
+    Case,
+    functions,
+    torch_compiled,
+)
 from jaxfused import augment
 from jaxfused.augment.transform import Drawn
 
@@ -29,7 +37,7 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
 
 
 def _case(name: str, shape: Shape) -> Case:
-    ours, xla, torch, inputs = _CHAINS[name]
+    ours, xla, torch, library, kornia, inputs = _CHAINS[name]
     count = shape[0]
     size = shape[1] * shape[2] if name == WARP else SIZE * SIZE
     # Contrast reads the images twice; the blur's pass reads and writes one more byte per value.
@@ -44,7 +52,11 @@ def _case(name: str, shape: Shape) -> Case:
         **functions(
             ours,
             {"xla": xla},
-            {"torch_compile": partial(torch_compiled, torch)},
+            {
+                "torch_compile": partial(torch_compiled, torch),
+                "kornia": partial(torch_compiled, kornia),
+                ONE_DRAW: partial(_one_draw, library),
+            },
             differentiable=0,
             cotangents=0,
         ),
@@ -62,6 +74,18 @@ def _images(key: jax.Array, shape: Shape) -> jax.Array:
     levels = 255 * jax.image.resize(small, shape, "bilinear")
     levels += jax.random.uniform(noise, shape, minval=-8, maxval=8)
     return jnp.clip(levels, 0, 255).astype(jnp.uint8)
+
+
+def _one_draw(transform: Callable) -> Callable:
+    """Returns a function that gives all images the draws of the first, which it reads once."""
+    read: list[list] = []
+
+    def run(images, *draws):
+        if not read:
+            read.extend(draw[0].tolist() for draw in draws)
+        return transform(images.movedim(-1, 1), *read).movedim(1, -1)
+
+    return run
 
 
 def _on(values: Any, count: int) -> Drawn:
@@ -132,6 +156,32 @@ def _warp_torch(images, degrees, scale, brightness, contrast):
     x = (share * x + (1 - share) * mean).clamp(0, 1)
     mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (MEAN, STD))
     return ((x - mean) / std).bfloat16().movedim(1, -1)
+
+
+def _warp_torchvision(x, degrees, scale, brightness, contrast):
+    import torch
+    from torchvision.transforms.v2 import InterpolationMode, functional
+
+    x = functional.affine(x, -degrees, [0, 0], scale, [0.0], InterpolationMode.BILINEAR)
+    x = functional.adjust_contrast(functional.adjust_brightness(x, brightness), contrast)
+    x = functional.to_dtype(x, torch.float32, scale=True)
+    return functional.normalize(x, list(MEAN), list(STD)).bfloat16()
+
+
+def _warp_kornia(images, degrees, scale, brightness, contrast):
+    import torch
+    from kornia import enhance
+    from kornia.geometry import get_rotation_matrix2d, warp_affine
+
+    x = images.movedim(-1, 1).float() / 255
+    size = (x.shape[2], x.shape[3])
+    center = torch.tensor([(n - 1) / 2 for n in size[::-1]], device=x.device).expand(len(x), 2)
+    matrix = get_rotation_matrix2d(center, degrees, scale[:, None].expand(-1, 2))
+    x = warp_affine(x, matrix, size, align_corners=True)
+    x = enhance.adjust_brightness_accumulative(x, brightness)
+    x = enhance.adjust_contrast_with_mean_subtraction(x, contrast)
+    mean, std = (torch.tensor(v, device=x.device) for v in (MEAN, STD))
+    return enhance.normalize(x, mean, std).bfloat16().movedim(1, -1)
 
 
 # --- crop, flip, saturation, hue, blur ------------------------------------------------------------
@@ -246,7 +296,39 @@ def _crop_torch(images, boxes, flip, saturation, hue, sigma):
     return x.bfloat16().movedim(1, -1)
 
 
-_CHAINS: dict[str, tuple[Callable, Callable, Callable, Callable]] = {
-    WARP: (_warp, _warp_xla, _warp_torch, _warp_inputs),
-    CROP: (_crop, _crop_xla, _crop_torch, _crop_inputs),
+def _crop_torchvision(x, box, flip, saturation, hue, sigma):
+    import torch
+    from torchvision.transforms.v2 import functional
+
+    left, top, width, height = (round(number) for number in box)
+    x = functional.resized_crop(x, top, left, height, width, [SIZE, SIZE], antialias=True)
+    if flip < 0.5:
+        x = functional.horizontal_flip(x)
+    x = functional.adjust_hue(functional.adjust_saturation(x, saturation), hue)
+    x = functional.gaussian_blur(x, [BLUR, BLUR], [sigma, sigma])
+    return functional.to_dtype(x, torch.float32, scale=True).bfloat16()
+
+
+def _crop_kornia(images, boxes, flip, saturation, hue, sigma):
+    import torch
+    from kornia import enhance, filters
+    from kornia.geometry.transform import crop_and_resize
+
+    x = images.movedim(-1, 1).float() / 255
+    left, top, width, height = boxes.T
+    right, bottom = left + width - 1, top + height - 1
+    left, right = torch.where(flip < 0.5, right, left), torch.where(flip < 0.5, left, right)
+    corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+    corners = torch.stack([torch.stack(corner, -1) for corner in corners], 1)
+    x = crop_and_resize(x, corners, (SIZE, SIZE), align_corners=True)
+    x = enhance.adjust_hue(
+        enhance.adjust_saturation_with_gray_subtraction(x, saturation), 2 * torch.pi * hue
+    )
+    x = filters.gaussian_blur2d(x, (BLUR, BLUR), sigma[:, None].expand(-1, 2))
+    return x.bfloat16().movedim(1, -1)
+
+
+_CHAINS: dict[str, tuple[Callable, ...]] = {
+    WARP: (_warp, _warp_xla, _warp_torch, _warp_torchvision, _warp_kornia, _warp_inputs),
+    CROP: (_crop, _crop_xla, _crop_torch, _crop_torchvision, _crop_kornia, _crop_inputs),
 }

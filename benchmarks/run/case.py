@@ -22,9 +22,11 @@ BARE = "bare"
 """Name of the matrix product alone, in XLA."""
 UNROTATED = "unrotated"
 """Name of qkv_projection without rope, by the default implementation."""
+ONE_DRAW = "torchvision"
+"""Name of torchvision's transforms of a batch, which draw once for all of its images."""
 
-LESS = (BARE, UNROTATED)
-"""Names of programs that do less than the others, so that their results are not compared."""
+LESS = (BARE, UNROTATED, ONE_DRAW)
+"""Names of programs that do less than the others: their results are not compared."""
 
 LABELS = {
     MIXED: "jaxfused",
@@ -38,6 +40,8 @@ LABELS = {
     "torch_cudnn": "cuDNN, torch",
     "torch_flash": "torch flash",
     "liger": "Liger",
+    "kornia": "kornia, compiled",
+    ONE_DRAW: "torchvision, one draw",
     "tokamax": "tokamax",
     "tokamax_triton": "tokamax Triton",
     BARE: "bare product",

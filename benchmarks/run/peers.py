@@ -16,6 +16,16 @@ def _liger() -> None:
     importlib.import_module("liger_kernel.ops")
 
 
+def _torchvision() -> None:
+    _torch()
+    importlib.import_module("torchvision")
+
+
+def _kornia() -> None:
+    _torch()
+    importlib.import_module("kornia")
+
+
 def _tokamax() -> None:
     importlib.import_module("tokamax")
 
@@ -31,6 +41,8 @@ PROBES: dict[str, Callable[[], object]] = {
     "torch_compile": _torch,
     "torch_cudnn": _torch,
     "torch_flash": _torch,
+    "torchvision": _torchvision,
+    "kornia": _kornia,
     "liger": _liger,
     "tokamax": _tokamax,
     "tokamax_triton": _tokamax,

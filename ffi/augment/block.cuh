@@ -1,55 +1,47 @@
-// State that the threads of a block share: map, steps and blur of its image, and the statistics of
-// its tile.
+// What a block of a pass knows of its image, and the statistics of a tile.
 #pragma once
 
 #include "augment/staged.cuh"
 #include "augment/writing.cuh"
 
-constexpr int kBlocks = 3;  // fewest blocks of a pass over bytes that an SM holds
-constexpr int kPixels = 4;  // pixels that a thread changes at a time
-
 // Shared memory of a block: map, steps and blur weights of its image, and its sums.
-struct Shared {
+template <int kChannels>
+struct alignas(16) Shared {
   float map[kMapSize];
   float steps[kMaxSteps * kStepSize];
+  int operations[kMaxSteps];
+  float statistics[kSums];
   float blur[2][kBlurWeights];  // weights along columns, weights along rows
   float sums[kWarps][kSums];
-  int counts[3 * 256];
   Box box;
+  // Of a pass that counts levels, or that writes pixels.
+  union {
+    int counts[3 * 256];
+    uint4 stages[kWarps][32 * kChannels];  // a warp's pixels, 4 bytes a value
+  };
 };
 
-struct Tile {
-  int image, row, column;
-  int rows, columns;  // rows and columns inside of the result
-
-  __device__ explicit Tile(const Args& args) {
-    image = blockIdx.x / args.tiles;
-    const int tile = blockIdx.x - image * args.tiles;
-    const int down = tile / args.tiles_across;
-    row = down * kTile;
-    column = (tile - down * args.tiles_across) * kTile;
-    rows = min(kTile, args.out_height - row);
-    columns = min(kTile, args.out_width - column);
-  }
-
-  // Returns the tile's rows from `line` on in steps of `step`, as the place of a warp's pixels.
-  template <int kChannels>
-  __device__ __forceinline__ Place place(const Args& args, int line, int step) const {
-    const int64_t pixel = (int64_t{image} * args.out_height + row + line) * args.out_width + column;
-    return {pixel * kChannels, int64_t{step} * args.out_width * kChannels,
-            (rows - line + step - 1) / step, columns};
-  }
-};
-
-template <bool kBlur>
-__device__ __forceinline__ void load(const Args& args, int image, Shared* shared) {
-  const int step_values = args.steps * kStepSize;
-  if (threadIdx.x < kMapSize) {
-    shared->map[threadIdx.x] = args.maps[int64_t{image} * kMapSize + threadIdx.x];
-  }
-  for (int i = threadIdx.x; i < step_values; i += kThreads) {
-    shared->steps[i] = args.rows[int64_t{image} * step_values + i];
-  }
+template <bool kBlur, int kChannels>
+__device__ __forceinline__ void load(const Args& args, int image, Shared<kChannels>* shared) {
+  // All loads are under way before the first value is stored.
+  const int i = threadIdx.x, step_values = args.steps * kStepSize;
+  const float* rows = args.rows + int64_t{image} * step_values;
+  const float place = i < kMapSize ? args.maps[int64_t{image} * kMapSize + i] : 0.0f;
+  const float statistic = i < kSums && i < args.statistics_size
+                              ? args.statistics[int64_t{image} * args.statistics_size + i]
+                              : 0.0f;
+  const float first = i < step_values ? rows[i] : 0.0f;
+  const float second = i + kThreads < step_values ? rows[i + kThreads] : 0.0f;
+  static_assert(kMaxSteps * kStepSize <= 2 * kThreads);
+  const auto store_step = [&](int at, float value) {
+    if (at >= step_values) return;
+    shared->steps[at] = value;
+    if (at % kStepSize == 0) shared->operations[at / kStepSize] = static_cast<int>(value);
+  };
+  if (i < kMapSize) shared->map[i] = place;
+  if (i < kSums) shared->statistics[i] = statistic;
+  store_step(i, first);
+  store_step(i + kThreads, second);
   if constexpr (kBlur) {
     if (args.sharpens) {
       // Sharpening sums 3 x 3 pixels. The factor stands after the three weights.
@@ -64,26 +56,33 @@ __device__ __forceinline__ void load(const Args& args, int image, Shared* shared
   }
 }
 
+template <int kChannels>
+__device__ __forceinline__ Statistics statistics_of(const Args& args, int image,
+                                                    const Shared<kChannels>& shared) {
+  const float* table = args.statistics + int64_t{image} * args.statistics_size + kSums;
+  return {shared.statistics, args.statistics_size > kSums ? table : nullptr};
+}
+
 // Applies the steps from `first` to `last`; with kUntilStatistics it stops before the step that
 // needs statistics.
-template <bool kFinite, bool kUntilStatistics, int kChannels>
-__device__ __forceinline__ void run(const Shared& shared, int first, int last,
-                                    const Statistics& statistics, const int (&rows)[kPixels],
-                                    const int (&columns)[kPixels],
-                                    float (&values)[kPixels][kChannels]) {
+template <bool kFinite, bool kUntilStatistics, typename Where, int kChannels>
+__device__ __forceinline__ void run(const Shared<kChannels>& shared, int first, int last,
+                                    const Statistics& statistics, const Where& where,
+                                    float (&values)[kHeld][kChannels]) {
   for (int step = first; step < last; ++step) {
-    const float* row = shared.steps + step * kStepSize;
-    if (kUntilStatistics && is_statistical(row[0])) return;
-    apply<kFinite>(row, statistics, rows, columns, values);
+    const int operation = shared.operations[step];
+    if (kUntilStatistics && is_statistical(operation)) return;
+    apply<kFinite>(operation, shared.steps + step * kStepSize, statistics, where, values);
   }
 }
 
 // Returns the operation of the image's step that needs statistics, or kIdentity.
-__device__ __forceinline__ int statistical(const Args& args, const Shared& shared) {
+template <int kChannels>
+__device__ __forceinline__ int statistical(const Args& args, const Shared<kChannels>& shared) {
   for (int step = 0; step < args.steps; ++step) {
-    const float operation = shared.steps[step * kStepSize];
+    const int operation = shared.operations[step];
     if (operation == kEqualize && args.counts == nullptr) continue;
-    if (is_statistical(operation)) return static_cast<int>(operation);
+    if (is_statistical(operation)) return operation;
   }
   return kIdentity;
 }
@@ -95,7 +94,8 @@ class Counted {
   static constexpr int kColours = kChannels == 4 ? 3 : kChannels;
 
  public:
-  __device__ Counted(int operation, Shared* shared) : operation_(operation), shared_(shared) {
+  __device__ Counted(int operation, Shared<kChannels>* shared)
+      : operation_(operation), shared_(shared) {
     if (operation_ == kAutocontrast) {
 #pragma unroll
       for (int c = 0; c < 3; ++c) {
@@ -110,14 +110,18 @@ class Counted {
   }
 
   // Adds the values of a thread's pixels that lie inside the image's result.
-  __device__ __forceinline__ void add(const Args& args, const Map& map, const int (&rows)[kPixels],
-                                      const int (&columns)[kPixels],
-                                      const float (&values)[kPixels][kChannels]) {
+  __device__ __forceinline__ void add(const Args& args, const Map& map, const Spots& spots,
+                                      const float (&values)[kHeld][kChannels]) {
     const float height = fminf(map.result(1), static_cast<float>(args.out_height));
     const float width = fminf(map.result(0), static_cast<float>(args.out_width));
+    if (spots.row(kHeld - 1) < height && spots.column(kHeld - 1) < width) {
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      if (rows[i] < height && columns[i] < width) add(values[i]);
+      for (int i = 0; i < kHeld; ++i) add(values[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (spots.row(i) < height && spots.column(i) < width) add(values[i]);
+      }
     }
   }
 
@@ -126,6 +130,10 @@ class Counted {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
+      if (i > 0 && operation_ != kAutocontrast) {
+        if (lane == 0) shared_->sums[warp][i] = 0.0f;
+        continue;
+      }
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) {
         const float other = __shfl_xor_sync(0xffffffffu, sums_[i], lanes);
@@ -168,7 +176,7 @@ class Counted {
   }
 
   int operation_;
-  Shared* shared_;
+  Shared<kChannels>* shared_;
   float sums_[kSums] = {};
 };
 

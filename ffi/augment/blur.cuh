@@ -1,71 +1,69 @@
-// A blur of a region of uint8 pixels in shared memory, along its rows and then along its columns.
+// A blur of a region of levels in shared memory, along its rows and then along its columns.
 #pragma once
 
 #include "augment/staged.cuh"
 
-// Adjacent values of a line per thread, which share most of the pixels that they read.
-constexpr int kAcross = 2;
-
-// Blurs along rows: from words [row][columns] to values [row][kTile, channel].
+// Blurs a region along rows, to lines of kTile pixels.
 template <int kReach, int kChannels>
-__device__ __forceinline__ void blur_rows(const uint32_t* words, const Region& region,
+__device__ __forceinline__ void blur_rows(const float* levels, const Region& region,
                                           const float* weights, int reach, float* blurred) {
   if constexpr (kReach > 0) reach = kReach;
-  float w[kReach > 0 ? 2 * kReach + 1 : 1];
-  if constexpr (kReach > 0) {
+  const int pitch = region.width() * kChannels;
+  for (int quad = threadIdx.x; quad < region.rows * kQuads; quad += kThreads) {
+    const int row = quad / kQuads, column = quad % kQuads * kPixels;
+    if (column + 2 * reach >= region.columns) continue;
+    const float* from = levels + row * pitch + column * kChannels;
+    float sums[kPixels][kChannels] = {};
+    const auto add = [&](const float (&pixel)[kChannels], int k) {
 #pragma unroll
-    for (int k = 0; k < 2 * kReach + 1; ++k) w[k] = weights[k];
-  }
-  const int count = region.columns - 2 * reach;
-  constexpr int kGroups = kTile / kAcross;
-  for (int i = threadIdx.x; i < region.rows * kGroups; i += kThreads) {
-    const int row = i / kGroups, column = i % kGroups * kAcross;
-    if (column >= count) continue;
-    const uint32_t* from = words + row * region.columns + column;
-    float sums[kAcross][kChannels] = {};
+      for (int i = 0; i < kPixels; ++i) {
+        if (k - i < 0 || k - i > 2 * reach) continue;
+        const float weight = weights[k - i];
 #pragma unroll
-    for (int k = 0; k < 2 * reach + kAcross; ++k) {
-      // A pair of columns with a single one does not need the last pixel.
-      if (k == 2 * reach + 1 && column + 1 >= count) break;
-      float pixel[kChannels];
-      levels_of(from[k], pixel);
+        for (int c = 0; c < kChannels; ++c) sums[i][c] += weight * pixel[c];
+      }
+    };
+    if constexpr (kReach > 0) {
+      float line[round_up(kPixels + 2 * kReach, kPixels)][kChannels];
+      load_floats(from, line);
 #pragma unroll
-      for (int j = 0; j < kAcross; ++j) {
-        if (k - j < 0 || k - j > 2 * reach) continue;
-        const float weight = kReach > 0 ? w[kReach > 0 ? k - j : 0] : weights[k - j];
+      for (int k = 0; k < kPixels + 2 * kReach; ++k) add(line[k], k);
+    } else {
+      // The last pixels of a line may lack those behind them, and then do not matter.
+      const int count = min(kPixels + 2 * reach, region.width() - column);
+      for (int k = 0; k < count; ++k) {
+        float pixel[kChannels];
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) sums[j][c] += weight * pixel[c];
+        for (int c = 0; c < kChannels; ++c) pixel[c] = from[k * kChannels + c];
+        add(pixel, k);
       }
     }
-#pragma unroll
-    for (int j = 0; j < kAcross; ++j) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        blurred[(row * kTile + column + j) * kChannels + c] = sums[j][c];
-      }
-    }
+    store_floats(sums, blurred + quad * (kPixels * kChannels));
   }
 }
 
-// Blurs along a column, for adjacent rows from `row` on. Values of rows beyond the region are not
-// used.
-template <int kReach, int kPixels, int kChannels>
-__device__ __forceinline__ void blur_column(const float* blurred, const float* weights, int reach,
-                                            int row, int column,
-                                            float (&values)[kPixels][kChannels]) {
+constexpr int kRows = kHeld / kPixels;  // that a thread blurs at a time
+
+// Blurs along columns the pixels of kRows lines from `line` on; those beyond the region do not
+// matter.
+template <int kReach, int kChannels>
+__device__ __forceinline__ void blur_columns(const float* blurred, int lines, const float* weights,
+                                             int reach, int line, int column,
+                                             float (&values)[kHeld][kChannels]) {
   if constexpr (kReach > 0) reach = kReach;
 #pragma unroll
-  for (int k = 0; k < 2 * reach + kPixels; ++k) {
-    const float* from = blurred + ((row + k) * kTile + column) * kChannels;
-    float pixel[kChannels];
+  for (int k = 0; k < 2 * reach + kRows; ++k) {
+    float pixels[kPixels][kChannels];
+    load_floats(blurred + (min(line + k, lines - 1) * kTile + column) * kChannels, pixels);
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) pixel[c] = from[c];
-#pragma unroll
-    for (int j = 0; j < kPixels; ++j) {
+    for (int j = 0; j < kRows; ++j) {
       if (k - j < 0 || k - j > 2 * reach) continue;
       const float weight = weights[k - j];
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) values[j][c] += weight * pixel[c];
+      for (int i = 0; i < kPixels; ++i) {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) values[j * kPixels + i][c] += weight * pixels[i][c];
+      }
     }
   }
 }
@@ -73,10 +71,8 @@ __device__ __forceinline__ void blur_column(const float* blurred, const float* w
 // Turns the sum of 3 x 3 pixels into a blend of the middle pixel with their mean, in which the
 // middle pixel has weight 5 of 13. The outermost pixels of an image, and opacity, stay as they are.
 template <int kChannels>
-__device__ __forceinline__ void sharpen(uint32_t word, float factor, bool is_inner,
+__device__ __forceinline__ void sharpen(const float* middle, float factor, bool is_inner,
                                         float (&values)[kChannels]) {
-  float middle[kChannels];
-  levels_of(word, middle);
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
     const float mean = (values[c] + 4.0f * middle[c]) * (1.0f / 13.0f);

@@ -5,82 +5,43 @@
 #include "augment/block.cuh"
 #include "augment/blur.cuh"
 
-// Reads a value from global memory. The function is not inlined, because it is rarely called and
-// would take registers.
+// Reads pixels of a thread from global memory, which is rare and so must not take registers.
 template <int kChannels>
-__device__ __noinline__ float4 read_directly(const Args& args, const float* map_values, int image,
-                                             int row, int column) {
+__device__ __noinline__ void read_directly(const Args& args, const float* map_values, int image,
+                                           int row, int4 columns, float* values) {
   const Image<uint8_t, kChannels> pixels = {
       static_cast<const uint8_t*>(args.x) + int64_t{image} * args.height * args.width * kChannels,
       args.width};
-  float values[kChannels] = {};
-  read(args, Map{map_values}, pixels, row, column, values);
-  float4 all = {};
-  all.x = values[0];
-  if constexpr (kChannels > 1) {
-    all.y = values[1];
-    all.z = values[2];
+  for (int i = 0; i < kPixels; ++i) {
+    float value[kChannels] = {};
+    const int column = i == 0 ? columns.x : i == 1 ? columns.y : i == 2 ? columns.z : columns.w;
+    read(args, Map{map_values}, pixels, row, column, value);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) values[i * kChannels + c] = value[c];
   }
-  if constexpr (kChannels > 3) all.w = values[3];
-  return all;
 }
-
-// Pixels of a region, divided among the threads; a thread has kPixels at a time.
-template <bool kBlur>
-class Pixels {
- public:
-  __device__ Pixels(const Region& region, const Map& map)
-      : region_(region),
-        by_columns_(kBlur ? region.columns : kTile),
-        height_(kBlur ? static_cast<int>(map.result(1)) : 0),
-        width_(kBlur ? static_cast<int>(map.result(0)) : 0) {}
-
-  // Computes the position of the thread's i-th pixel, counted from pixel `start` of the region:
-  // line and place in the region, row and column in the result. Returns false beyond the region.
-  __device__ __forceinline__ bool place(int start, int i, int* line, int* place, int* row,
-                                        int* column) const {
-    const int number = start + i * kThreads + static_cast<int>(threadIdx.x);
-    *line = kBlur ? by_columns_.quotient(number) : number / kTile;
-    *place = kBlur ? number - *line * region_.columns : number % kTile;
-    *row = kBlur ? region_.row(*line, height_) : region_.first_row + *line;
-    *column = kBlur ? region_.column(*place, width_) : region_.first_column + *place;
-    return *line < region_.rows && *place < region_.columns;
-  }
-
-  // Returns the number of pixels that the threads of a block cover together.
-  __device__ __forceinline__ int count() const {
-    return region_.rows * (kBlur ? region_.columns : kTile);
-  }
-
- private:
-  const Region& region_;
-  Divider by_columns_;
-  int height_, width_;
-};
 
 // Weights of an upright reading, in shared memory. All threads must synchronise after `set`.
 struct Tables {
   Table across, down;
 
   __device__ Tables(const Args& args, const Region& region, uint32_t* words)
-      : across{region.columns, words},
-        down{region.rows, words + (2 + args.taps) * region.columns} {}
+      : across{region.width(), words},
+        down{region.rows, words + (2 + args.taps) * region.width()} {}
 
   template <bool kBlur>
   __device__ __forceinline__ void set(const Args& args, const Map& map, const Box& box,
                                       const Region& region) const {
-    for (int i = threadIdx.x; i < region.columns + region.rows; i += kThreads) {
-      const bool is_column = i < region.columns;
-      const int place = is_column ? i : i - region.columns;
-      int u = region.first_column + place, v = region.first_row + place;
-      if (kBlur) {
-        u = region.column(place, static_cast<int>(map.result(0)));
-        v = region.row(place, static_cast<int>(map.result(1)));
-      }
+    for (int i = threadIdx.x; i < across.entries + down.entries; i += kThreads) {
+      const bool is_column = i < across.entries;
+      const int place = is_column ? i : i - across.entries;
       float x, y;
-      map.move(is_column ? 0 : v, is_column ? u : 0, &x, &y);
+      map.move(is_column ? 0 : region.row<kBlur>(place, map),
+               is_column ? region.column<kBlur>(place, map) : 0, &x, &y);
       const Axis axis(args, map, is_column ? 0 : 1, is_column ? x : y);
-      (is_column ? across : down).set(axis, is_column ? box.taps_x : box.taps_y, place);
+      const Table table = {is_column ? across.entries : down.entries,
+                           is_column ? across.words : down.words};
+      table.set(axis, is_column ? box.taps_x : box.taps_y, is_column ? 1.0f : kScale, place);
     }
   }
 };
@@ -91,151 +52,187 @@ __host__ __device__ constexpr bool reads_by(Reading reading, Reading only) {
   return only == Reading::kDirect || reading == only;
 }
 
-// Reads kPixels pixels of a thread, as values from 0 to 255.
-template <Reading kOnly, bool kBlur, int kChannels>
-__device__ __forceinline__ void read_levels(const Args& args, const Shared& shared, int image,
-                                            const Pixels<kBlur>& pixels, const Tables& tables,
-                                            const uint32_t* words, const float* middle, int start,
-                                            int (&rows)[kPixels], int (&columns)[kPixels],
-                                            float (&values)[kPixels][kChannels]) {
-  const Map map = {shared.map};
-  const Box& box = shared.box;
-  const auto each = [&](auto f) {
+// Computes the positions in the image of adjacent pixels.
+template <bool kBlur>
+__device__ __forceinline__ void places(const Map& map, const Within<kBlur>& spot,
+                                       float (&x)[kPixels], float (&y)[kPixels]) {
+  if (map.is_affine()) {
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
-      int line, place;
-      if (pixels.place(start, i, &line, &place, &rows[i], &columns[i])) f(i, line, place);
+      Map::move_by(map.values, spot.row(), spot.column(i), &x[i], &y[i]);
     }
-  };
-  if (reads_by(Reading::kBetweenFour, kOnly) && box.reading == Reading::kBetweenFour) {
-    each([&](int i, int, int) {
-      float x, y;
-      map.move(rows[i], columns[i], &x, &y);
-      read_between(box, words, x, y, values[i]);
-    });
-  } else if (reads_by(Reading::kUpright, kOnly) && box.reading == Reading::kUpright) {
-    each([&](int i, int line, int place) {
-      read_upright(args, box, tables.across, tables.down, middle, line, place, values[i]);
-    });
-  } else if (reads_by(Reading::kNearest, kOnly) && box.reading == Reading::kNearest) {
-    each([&](int i, int, int) {
-      float x, y;
-      map.move(rows[i], columns[i], &x, &y);
-      const int row = static_cast<int>(floorf(y + 0.5f)) - box.top;
-      const int column = static_cast<int>(floorf(x + 0.5f)) - box.left;
-      levels_of(words[row * box.pitch + column], values[i]);
-    });
-  } else if (reads_by(Reading::kInPlace, kOnly) && box.reading == Reading::kInPlace) {
-    each([&](int i, int, int) {
-      levels_of(words[(rows[i] - box.top) * box.pitch + columns[i] - box.left], values[i]);
-    });
   } else {
-    each([&](int i, int, int) {
-      const float4 all = read_directly<kChannels>(args, shared.map, image, rows[i], columns[i]);
-      values[i][0] = all.x;
-      if constexpr (kChannels > 1) {
-        values[i][1] = all.y;
-        values[i][2] = all.z;
-      }
-      if constexpr (kChannels > 3) values[i][3] = all.w;
-    });
-  }
-}
-
-// Rounds a pixel's values of 0 to 1 to bytes, packed in a word.
-template <int kChannels>
-__device__ __forceinline__ uint32_t packed(const float (&values)[kChannels]) {
-  uint32_t word = 0;
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-    // Adding kBias rounds to the nearest level, halves to even; the sum's last bits hold the level.
-    const float level = __fmul_rn(__saturatef(values[c]), 255.0f) + kBias;
-    word |= (__float_as_uint(level) & 0xffu) << (8 * c);
+    for (int i = 0; i < kPixels; ++i) {
+      const float2 place = Map::move_in_perspective(map.values, spot.row(), spot.column(i));
+      x[i] = place.x;
+      y[i] = place.y;
+    }
   }
-  return word;
 }
 
-// Part of a block's shared memory whose size does not depend on the image. The box and its filtered
-// values follow.
-template <int kChannels>
-struct alignas(16) Fixed {
-  Shared shared;
-  uint4 stages[kWarps * 8 * kChannels];  // a warp's pixels, 4 bytes per value
-};
+// Reads adjacent pixels, as 0 to 1.
+template <Reading kOnly, bool kBlur, int kChannels>
+__device__ __forceinline__ void read_values(const Args& args, const Map& map, const Box& box,
+                                            int image, const Tables& tables, uint32_t* words,
+                                            const float* middle, const Within<kBlur>& spot,
+                                            float (&values)[kPixels][kChannels]) {
+  if (reads_by(Reading::kBetweenFour, kOnly) && box.reading == Reading::kBetweenFour) {
+    float x[kPixels], y[kPixels];
+    places(map, spot, x, y);
+    if (args.is_precise) {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) Between(box, words, x[i], y[i]).precisely(values[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) Between(box, words, x[i], y[i]).quickly(values[i]);
+    }
+  } else if (reads_by(Reading::kUpright, kOnly) && box.reading == Reading::kUpright) {
+    read_upright(args, box, tables.across, tables.down, middle, spot.line, spot.place, values);
+  } else if (reads_by(Reading::kNearest, kOnly) && box.reading == Reading::kNearest) {
+    float x[kPixels], y[kPixels];
+    places(map, spot, x, y);
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      const int row = static_cast<int>(floorf(y[i] + 0.5f)) - box.top;
+      const int column = static_cast<int>(floorf(x[i] + 0.5f)) - box.left;
+      values_of(words[row * box.pitch + column], values[i]);
+    }
+  } else if (kBlur && reads_by(Reading::kInPlace, kOnly) && box.reading == Reading::kInPlace) {
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      values_of(words[(spot.row() - box.top) * box.pitch + spot.column(i) - box.left], values[i]);
+    }
+  } else if (!kBlur && reads_by(Reading::kInPlace, kOnly) && box.reading == Reading::kInPlace) {
+    // Those beyond the result do not matter.
+    const int row = min(spot.row(), args.height - 1);
+    const int column = min(spot.column(0), args.has_words ? args.width - kPixels : args.width - 1);
+    const int64_t pixel = (int64_t{image} * args.height + row) * args.width + column;
+    const uint8_t* from = static_cast<const uint8_t*>(args.x) + pixel * kChannels;
+    Quad<kChannels> quad;
+    if (args.has_words) {
+      quad.template load<true>(args, from);
+    } else {
+      quad.template load<false>(args, from);
+    }
+    const uint4 pixels = quad.pixels();
+    values_of(pixels.x, values[0]);
+    values_of(pixels.y, values[1]);
+    values_of(pixels.z, values[2]);
+    values_of(pixels.w, values[3]);
+  } else {
+    // The box has room for this, and has nothing else in it.
+    float* read = reinterpret_cast<float*>(words) + threadIdx.x * (kPixels * kChannels);
+    read_directly<kChannels>(
+        args, map.values, image, spot.row(),
+        make_int4(spot.column(0), spot.column(1), spot.column(2), spot.column(3)), read);
+    load_floats(read, values);
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) values[i][c] *= kScale;
+    }
+  }
+}
 
-// Blurs or sharpens a region of pixels, applies the steps after the blur, and writes the tile.
+// Blurs a region of levels, or sharpens it, and writes the tile after the steps that are left.
 template <int kChannels>
 __device__ __forceinline__ void blur(const Args& args, const Tile& tile, const Region& region,
-                                     const Fixed<kChannels>& fixed, const Statistics& statistics,
-                                     const uint32_t* words, float* middle, uint4* stage) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Shared& shared = fixed.shared;
+                                     const Statistics& statistics, const float* levels,
+                                     float* middle, Shared<kChannels>& shared) {
+  const int warp = threadIdx.x / 32;
   const Map map = {shared.map};
   const bool is_followed = args.steps_before < args.steps;
   with_reach(args.reach_x, [&](auto reach) {
-    blur_rows<reach.value, kChannels>(words, region, shared.blur[1], args.reach_x, middle);
+    blur_rows<reach.value, kChannels>(levels, region, shared.blur[1], args.reach_x, middle);
   });
   __syncthreads();
-  for (int line = warp * kPixels; line < tile.rows; line += kWarps * kPixels) {
-    int rows[kPixels], columns[kPixels];
-    float values[kPixels][kChannels] = {};
+#pragma unroll 1
+  for (int pair = threadIdx.x; pair < kTile / kRows * kQuads; pair += kThreads) {
+    const int line = pair / kQuads * kRows, place = pair % kQuads * kPixels;
+    float values[kHeld][kChannels] = {};
     with_reach(args.reach_y, [&](auto reach) {
-      blur_column<reach.value>(middle, shared.blur[0], args.reach_y, line, lane, values);
+      blur_columns<reach.value>(middle, region.rows, shared.blur[0], args.reach_y, line, place,
+                                values);
     });
+    const Spots spots = {tile.row + line, 1, tile.column + place};
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      rows[i] = tile.row + line + i;
-      columns[i] = tile.column + lane;
-      if (args.sharpens && lane < tile.columns && line + i < tile.rows) {
-        const bool is_inner = rows[i] > 0 && columns[i] > 0 && rows[i] < map.result(1) - 1.0f &&
-                              columns[i] < map.result(0) - 1.0f;
-        sharpen(words[(line + i + 1) * region.columns + lane + 1], shared.blur[0][3], is_inner,
-                values[i]);
+    for (int i = 0; i < kHeld; ++i) {
+      const int row = spots.row(i), column = spots.column(i);
+      if (args.sharpens && row < args.out_height && column < args.out_width) {
+        const bool is_inner =
+            row > 0 && column > 0 && row < map.result(1) - 1.0f && column < map.result(0) - 1.0f;
+        const int at = (line + i / kPixels + 1) * region.width() + place + i % kPixels + 1;
+        sharpen(levels + at * kChannels, shared.blur[0][3], is_inner, values[i]);
       }
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         // Steps after the blur read bytes, so values are rounded here.
         if (is_followed) values[i][c] = rintf(values[i][c]);
-        values[i][c] *= 1.0f / 255.0f;
+        values[i][c] *= kScale;
       }
     }
-    run<true, false>(shared, args.steps_before, args.steps, statistics, rows, columns, values);
-    write(args, tile.place<kChannels>(args, line, 1), values, stage);
+    run<true, false>(shared, args.steps_before, args.steps, statistics, spots, values);
+    write(args, tile, line, 1, values, shared.stages[warp]);
   }
 }
 
+// Where two quads of a region are in the result.
+struct WithinTwo {
+  Within<true> quads[kHeld / kPixels];
+
+  __device__ __forceinline__ int row(int i) const { return quads[i / kPixels].row(); }
+  __device__ __forceinline__ int column(int i) const {
+    return quads[i / kPixels].column(i % kPixels);
+  }
+};
+
+// Returns four of a thread's pixels.
+template <int kChannels>
+__device__ __forceinline__ float (&quad_of(float (&values)[kHeld][kChannels], int quad))
+    [kPixels][kChannels] {
+      return reinterpret_cast<float (&)[kPixels][kChannels]>(values[quad * kPixels]);
+    }
+
 // The kernel of image_pass_kernel for uint8 images; kBlur adds a blur after the first steps.
 template <int kChannels, Reading kOnly, bool kCounts, bool kBlur>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kBlur ? kBlurBlocks : kBlocks)
     byte_pass_kernel(const __grid_constant__ Args args) {
   extern __shared__ uint4 room[];
-  Fixed<kChannels>& fixed = *reinterpret_cast<Fixed<kChannels>*>(room);
-  Shared& shared = fixed.shared;
+  Shared<kChannels>& shared = *reinterpret_cast<Shared<kChannels>*>(room);
   const Tile tile(args);
   const int warp = threadIdx.x / 32;
-  const int reach_x = kBlur ? args.reach_x : 0, reach_y = kBlur ? args.reach_y : 0;
-  const Region region = {tile.row - reach_y,         tile.column - reach_x, tile.rows + 2 * reach_y,
-                         tile.columns + 2 * reach_x, args.out_height,       args.out_width};
-  uint32_t* words = reinterpret_cast<uint32_t*>(&fixed + 1);
+  Region region = {tile.row, tile.column, kTile, kTile, args.out_height, args.out_width};
+  if constexpr (kBlur) {
+    region.first_row -= args.reach_y;
+    region.first_column -= args.reach_x;
+    region.rows = tile.rows + 2 * args.reach_y;
+    region.columns = kTile + 2 * args.reach_x;
+  }
+  uint32_t* words = reinterpret_cast<uint32_t*>(&shared + 1);
   float* middle = reinterpret_cast<float*>(words + args.room.box);
-  uint32_t* blurry = reinterpret_cast<uint32_t*>(middle) + args.room.middle;
-  const Tables tables(args, region, blurry + args.room.region);
-  uint4* stage_of_warp = fixed.stages + warp * 8 * kChannels;
+  float* levels = middle + args.room.middle;
+  const Tables tables(args, region, reinterpret_cast<uint32_t*>(levels) + args.room.region);
   load<kBlur>(args, tile.image, &shared);
-  __syncthreads();
-  const int operation = kCounts ? statistical(args, shared) : kIdentity;
-  if (kCounts && operation == kIdentity) return write_none(args);
   const Map map = {shared.map};
   if (warp == 0) {
-    const Box box = box_of<kChannels>(args, map, region);
+    __syncwarp();  // The map is this warp's.
+    Box box = box_of<kBlur, kChannels>(args, map, region);
+    set_seen<kChannels>(args, map, tile.image, &box);
     if (threadIdx.x == 0) shared.box = box;
   }
   __syncthreads();
-  const Box& box = shared.box;
-  if (box.reading != Reading::kDirect) {
-    const uint8_t* image = static_cast<const uint8_t*>(args.x) +
-                           int64_t{tile.image} * args.height * args.width * kChannels;
-    stage<kChannels>(args, map, box, image, words);
+  const int operation = kCounts ? statistical(args, shared) : kIdentity;
+  if (kCounts && operation == kIdentity) return write_none(args);
+  const Box box = shared.box;
+  if (box.reading != Reading::kDirect && (kBlur || box.reading != Reading::kInPlace)) {
+    if (args.has_words && box.is_whole) {
+      stage<true, true, kChannels>(args, box, words);
+    } else if (args.has_words) {
+      stage<true, false, kChannels>(args, box, words);
+    } else {
+      stage<false, false, kChannels>(args, box, words);
+    }
     if (reads_by(Reading::kUpright, kOnly) && box.reading == Reading::kUpright) {
       tables.set<kBlur>(args, map, box, region);
       __syncthreads();
@@ -243,36 +240,48 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
     __syncthreads();
   }
-  const Statistics statistics = {args.statistics + int64_t{tile.image} * args.statistics_size,
-                                 args.statistics_size};
-  const Pixels<kBlur> pixels(region, map);
+  const Statistics statistics = statistics_of(args, tile.image, shared);
   Counted<kChannels> counted(operation, &shared);
-  for (int start = 0; start < pixels.count(); start += kPixels * kThreads) {
-    int rows[kPixels], columns[kPixels];
-    float values[kPixels][kChannels] = {};
-    read_levels<kOnly>(args, shared, tile.image, pixels, tables, words, middle, start, rows,
-                       columns, values);
+  const auto read = [&](const Within<kBlur>& spot, float (&values)[kPixels][kChannels]) {
+    read_values<kOnly, kBlur>(args, map, box, tile.image, tables, words, middle, spot, values);
+  };
+  if constexpr (kBlur) {
+    const int count = region.rows * args.region_quads.divisor();
+#pragma unroll 1
+    for (int first = threadIdx.x; first < count; first += 2 * kThreads) {
+      const auto spot_of = [&](int number) {
+        const int line = args.region_quads.quotient(number);
+        return Within<true>{region, map, line,
+                            (number - line * args.region_quads.divisor()) * kPixels};
+      };
+      const int second = min(first + kThreads, count - 1);
+      const WithinTwo spots = {spot_of(first), spot_of(second)};
+      float values[kHeld][kChannels] = {};
+      read(spots.quads[0], quad_of(values, 0));
+      read(spots.quads[1], quad_of(values, 1));
+      run<true, false>(shared, 0, args.steps_before, statistics, spots, values);
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
+      for (int i = 0; i < kHeld; ++i) {
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) values[i][c] *= 1.0f / 255.0f;
-    }
-    run<true, kCounts>(shared, 0, args.steps_before, statistics, rows, columns, values);
-    if constexpr (kCounts) {
-      counted.add(args, map, rows, columns, values);
-    } else if constexpr (kBlur) {
-#pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        const int number = start + i * kThreads + static_cast<int>(threadIdx.x);
-        if (number < pixels.count()) blurry[number] = packed(values[i]);
+        for (int c = 0; c < kChannels; ++c) values[i][c] = biased_level(values[i][c]) - kBias;
       }
+      store_floats(quad_of(values, 0), levels + first * (kPixels * kChannels));
+      store_floats(quad_of(values, 1), levels + second * (kPixels * kChannels));
+    }
+    __syncthreads();
+    blur(args, tile, region, statistics, levels, middle, shared);
+  } else {
+    const int line = threadIdx.x / kQuads, place = threadIdx.x % kQuads * kPixels;
+    const Spots spots = {tile.row + line, kTile / 2, tile.column + place};
+    float values[kHeld][kChannels] = {};
+    read(Within<false>{region, map, line, place}, quad_of(values, 0));
+    read(Within<false>{region, map, line + kTile / 2, place}, quad_of(values, 1));
+    run<true, kCounts>(shared, 0, args.steps, statistics, spots, values);
+    if constexpr (kCounts) {
+      counted.add(args, map, spots, values);
     } else {
-      write(args, tile.place<kChannels>(args, start / kTile + warp, kWarps), values, stage_of_warp);
+      write(args, tile, line, kTile / 2, values, shared.stages[warp]);
     }
   }
   if constexpr (kCounts) counted.write(args, tile.image);
-  if constexpr (kBlur) {
-    __syncthreads();
-    blur(args, tile, region, fixed, statistics, blurry, middle, stage_of_warp);
-  }
 }

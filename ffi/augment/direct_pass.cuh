@@ -3,14 +3,15 @@
 
 #include "augment/block.cuh"
 
+static_assert(kTile * kTile == kThreads * kHeld);
+
 // Computes a tile of a result, or with kCounts the statistics of its values before the step that
 // needs them.
 template <typename T, int kChannels, bool kCounts>
 __global__ void __launch_bounds__(kThreads) image_pass_kernel(const __grid_constant__ Args args) {
-  __shared__ Shared shared;
-  __shared__ uint4 stages[kWarps * 8 * kChannels];  // a warp's pixels, 4 bytes per value
+  __shared__ Shared<kChannels> shared;
   const Tile tile(args);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   load<false>(args, tile.image, &shared);
   __syncthreads();
   const int operation = kCounts ? statistical(args, shared) : kIdentity;
@@ -19,26 +20,23 @@ __global__ void __launch_bounds__(kThreads) image_pass_kernel(const __grid_const
   const Image<T, kChannels> image = {
       static_cast<const T*>(args.x) + int64_t{tile.image} * args.height * args.width * kChannels,
       args.width};
-  const Statistics statistics = {args.statistics + int64_t{tile.image} * args.statistics_size,
-                                 args.statistics_size};
+  const Statistics statistics = statistics_of(args, tile.image, shared);
   Counted<kChannels> counted(operation, &shared);
-  for (int line = warp; line < tile.rows; line += kPixels * kWarps) {
-    int rows[kPixels], columns[kPixels];
-    float values[kPixels][kChannels] = {};
+  const int line = threadIdx.x / kQuads;
+  const Spots spots = {tile.row + line, kTile / 2,
+                       tile.column + static_cast<int>(threadIdx.x) % kQuads * kPixels};
+  float values[kHeld][kChannels] = {};
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      rows[i] = tile.row + line + i * kWarps;
-      columns[i] = tile.column + lane;
-      if (rows[i] < args.out_height && lane < tile.columns) {
-        read(args, map, image, rows[i], columns[i], values[i]);
-      }
+  for (int i = 0; i < kHeld; ++i) {
+    if (spots.row(i) < args.out_height && spots.column(i) < args.out_width) {
+      read(args, map, image, spots.row(i), spots.column(i), values[i]);
     }
-    run<false, kCounts>(shared, 0, args.steps, statistics, rows, columns, values);
-    if constexpr (kCounts) {
-      counted.add(args, map, rows, columns, values);
-    } else {
-      write(args, tile.place<kChannels>(args, line, kWarps), values, stages + warp * 8 * kChannels);
-    }
+  }
+  run<false, kCounts>(shared, 0, args.steps, statistics, spots, values);
+  if constexpr (kCounts) {
+    counted.add(args, map, spots, values);
+  } else {
+    write(args, tile, line, kTile / 2, values, shared.stages[warp]);
   }
   if constexpr (kCounts) counted.write(args, tile.image);
 }

@@ -31,7 +31,7 @@ std::optional<Type> type_of(const ffi::AnyBuffer& buffer) {
 
 struct Options {
   int64_t interpolation;
-  bool reads, drops;
+  bool reads, drops, precise;
   float widest;
   ffi::Span<const float> fill;
 };
@@ -69,12 +69,14 @@ ffi::Error parse(const ffi::AnyBuffer& x, const ffi::AnyBuffer& maps, const ffi:
   args->width = static_cast<int>(shape[2]);
   args->out_height = static_cast<int>(height);
   args->out_width = static_cast<int>(width);
-  args->tiles_across = (args->out_width + kTile - 1) / kTile;
-  args->tiles = args->tiles_across * ((args->out_height + kTile - 1) / kTile);
+  const int tiles_across = (args->out_width + kTile - 1) / kTile;
+  args->tiles_across = Divider(tiles_across);
+  args->tiles = Divider(tiles_across * ((args->out_height + kTile - 1) / kTile));
   args->steps = args->steps_before = static_cast<int>(steps[1]);
   args->interpolation = static_cast<int>(options.interpolation);
   args->reads = options.reads;
   args->drops = options.drops;
+  args->is_precise = options.precise;
   args->widest = options.widest;
   args->bytes = static_cast<int64_t>(x.size_bytes());
   args->fill_is_bytes = true;
@@ -85,6 +87,7 @@ ffi::Error parse(const ffi::AnyBuffer& x, const ffi::AnyBuffer& maps, const ffi:
     if (is_byte) args->fill_word |= static_cast<uint32_t>(fill) << (8 * c);
   }
   args->x = x.untyped_data();
+  args->has_words = args->width % kPixels == 0 && reinterpret_cast<uintptr_t>(args->x) % 4 == 0;
   args->maps = static_cast<const float*>(maps.untyped_data());
   args->rows = data_or_null<const float>(rows);
   return ffi::Error::Success();
@@ -93,9 +96,10 @@ ffi::Error parse(const ffi::AnyBuffer& x, const ffi::AnyBuffer& maps, const ffi:
 // Divides a block's shared memory among the parts of an image; returns the bytes of these parts and
 // of `fixed`.
 int set_room(int channels, int fixed, bool blurs, const Device& device, Args* args) {
-  const int64_t columns = kTile + 2 * args->reach_x, lines = kTile + 2 * args->reach_y;
+  const int64_t columns = round_up(kTile + 2 * args->reach_x, kPixels);
+  const int64_t lines = kTile + 2 * args->reach_y;
   const int64_t blurred = blurs ? lines * kTile * channels : 0;
-  const int64_t region = blurs ? lines * columns : 0;
+  const int64_t region = blurs ? lines * columns * channels : 0;
   const bool is_upright = args->reads && args->drops && args->interpolation != kNearest;
   int64_t box = 0, middle = 0, table = 0;
   args->taps = 0;
@@ -112,15 +116,17 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
     middle = span(lines) * columns * channels;
     table = (2 + taps) * (columns + lines);
     args->taps = static_cast<int>(taps);
-  } else {
-    // The factor 6 is enough for usual angles and scales. Without a resampling the box is the
-    // region itself.
-    box = (args->reads ? 6 : 1) * round_up(columns + 3, int64_t{4}) * lines;
-    if (!args->reads) box = std::max<int64_t>(box, 64 * lines);
+  } else if (args->reads) {
+    // At angles and scales as they are usual.
+    box = 4 * round_up(columns + 3, int64_t{4}) * lines;
+  } else if (blurs) {
+    box = (columns + 3 + 15) * lines;
   }
   const int64_t most = (device.shared_bytes - fixed) / 4;
   if (box + std::max(middle, blurred) + region + table > most) box = middle = table = 0;
   if (table == 0) args->taps = 0;
+  // What is read directly is there too.
+  if (args->reads || blurs) box = std::max<int64_t>(box, kThreads * kPixels * channels);
   middle = std::max(middle, blurred);
   box = round_up(box, int64_t{4});
   args->room = {static_cast<int>(box), static_cast<int>(middle), static_cast<int>(region),
@@ -130,7 +136,8 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
 
 template <typename T, bool kCounts>
 ffi::Error launch(const ffi::AnyBuffer& x, const Args& args, cudaStream_t stream) {
-  const Launch grid = {dim3(static_cast<unsigned>(x.dimensions()[0] * args.tiles)), kThreads, 0};
+  const Launch grid = {dim3(static_cast<unsigned>(x.dimensions()[0] * args.tiles.divisor())),
+                       kThreads, 0};
   switch (x.dimensions()[3]) {
     case 1:
       return launch_kernel(image_pass_kernel<T, 1, kCounts>, args, grid, stream);
@@ -147,8 +154,8 @@ ffi::Error launch_bytes(const ffi::AnyBuffer& x, Args args, cudaStream_t stream)
   RETURN_IF_ERROR(current_device(&device));
   const auto kernel = byte_pass_kernel<kChannels, kOnly, kCounts, kBlur>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  const int shared_bytes = set_room(kChannels, sizeof(Fixed<kChannels>), kBlur, device, &args);
-  const unsigned blocks = static_cast<unsigned>(x.dimensions()[0] * args.tiles);
+  const int shared_bytes = set_room(kChannels, sizeof(Shared<kChannels>), kBlur, device, &args);
+  const unsigned blocks = static_cast<unsigned>(x.dimensions()[0] * args.tiles.divisor());
   return launch_kernel(kernel, args, Launch{dim3(blocks), kThreads, shared_bytes}, stream);
 }
 
@@ -179,7 +186,7 @@ ffi::Error launch_bytes(const ffi::AnyBuffer& x, const Args& args, cudaStream_t 
 
 template <bool kCounts>
 ffi::Error launch_of(const ffi::AnyBuffer& x, const Args& args, cudaStream_t stream) {
-  if (x.dimensions()[0] > INT32_MAX / args.tiles) {
+  if (x.dimensions()[0] > INT32_MAX / args.tiles.divisor()) {
     return ffi::Error::InvalidArgument("the images are too large for one launch");
   }
   switch (*type_of(x)) {
@@ -203,7 +210,7 @@ ffi::Error launch_of(const ffi::AnyBuffer& x, const Args& args, cudaStream_t str
 ffi::Error image_pass(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps,
                       ffi::AnyBuffer rows, ffi::AnyBuffer statistics, ffi::AnyBuffer blurs,
                       ffi::Result<ffi::AnyBuffer> y, int64_t interpolation, bool reads, bool drops,
-                      float widest, ffi::Span<const float> fill, int64_t steps_before,
+                      bool precise, float widest, ffi::Span<const float> fill, int64_t steps_before,
                       int64_t reach_y, int64_t reach_x, bool sharpens) {
   const auto out = y->dimensions();
   if (out.size() != 4 || !type_of(*y)) {
@@ -211,8 +218,8 @@ ffi::Error image_pass(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps
         "y must be uint8, float32, bfloat16 or float16 with axes image, row, column, channel");
   }
   Args args;
-  RETURN_IF_ERROR(
-      parse(x, maps, rows, out[1], out[2], {interpolation, reads, drops, widest, fill}, &args));
+  RETURN_IF_ERROR(parse(x, maps, rows, out[1], out[2],
+                        {interpolation, reads, drops, precise, widest, fill}, &args));
   const auto shape = x.dimensions();
   RETURN_IF_ERROR(check_shape("y", *y, {shape[0], out[1], out[2], shape[3]}));
   if (is_absent(*y)) return ffi::Error::Success();
@@ -233,6 +240,7 @@ ffi::Error image_pass(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps
     args.steps_before = static_cast<int>(steps_before);
     args.reach_y = static_cast<int>(reach_y);
     args.reach_x = static_cast<int>(reach_x);
+    args.region_quads = Divider(round_up(kTile + 2 * args.reach_x, kPixels) / kPixels);
   }
   if (!is_absent(statistics)) {
     const auto sizes = statistics.dimensions();
@@ -245,6 +253,11 @@ ffi::Error image_pass(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps
   }
   args.y = y->untyped_data();
   args.out_type = *type_of(*y);
+  const int channels = static_cast<int>(shape[3]);
+  args.pixel_bytes = channels * static_cast<int>(y->size_bytes() / y->element_count());
+  const bool has_vectors = int64_t{args.out_width} * args.pixel_bytes % 16 == 0 &&
+                           reinterpret_cast<uintptr_t>(args.y) % 16 == 0;
+  args.unit = has_vectors ? 16 : args.pixel_bytes / channels;
   return launch_of<false>(x, args, stream);
 }
 
@@ -253,13 +266,13 @@ ffi::Error image_pass(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps
 ffi::Error image_statistics(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps,
                             ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> sums,
                             ffi::Result<ffi::AnyBuffer> counts, int64_t height, int64_t width,
-                            int64_t interpolation, bool reads, bool drops, float widest,
-                            ffi::Span<const float> fill) {
+                            int64_t interpolation, bool reads, bool drops, bool precise,
+                            float widest, ffi::Span<const float> fill) {
   Args args;
-  RETURN_IF_ERROR(
-      parse(x, maps, rows, height, width, {interpolation, reads, drops, widest, fill}, &args));
+  RETURN_IF_ERROR(parse(x, maps, rows, height, width,
+                        {interpolation, reads, drops, precise, widest, fill}, &args));
   const auto shape = x.dimensions();
-  RETURN_IF_ERROR(check_float32("sums", *sums, {shape[0], args.tiles, kSums}));
+  RETURN_IF_ERROR(check_float32("sums", *sums, {shape[0], args.tiles.divisor(), kSums}));
   if (is_absent(*sums)) return ffi::Error::Success();
   if (!is_absent(*counts)) {
     RETURN_IF_ERROR(check_shape("counts", *counts, {shape[0], shape[3] == 1 ? 1 : 3, 256}));
@@ -286,6 +299,7 @@ DEFINE_HANDLER(jaxfused_image_pass, image_pass,
                    .Attr<int64_t>("interpolation")
                    .Attr<bool>("reads")
                    .Attr<bool>("drops")
+                   .Attr<bool>("precise")
                    .Attr<float>("widest")
                    .Attr<ffi::Span<const float>>("fill")
                    .Attr<int64_t>("steps_before")
@@ -306,5 +320,6 @@ DEFINE_HANDLER(jaxfused_image_statistics, image_statistics,
                    .Attr<int64_t>("interpolation")
                    .Attr<bool>("reads")
                    .Attr<bool>("drops")
+                   .Attr<bool>("precise")
                    .Attr<float>("widest")
                    .Attr<ffi::Span<const float>>("fill"));

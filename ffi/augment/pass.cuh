@@ -4,11 +4,16 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/rows.cuh"
 #include "common/vector.cuh"
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTile = 32;  // rows and columns of a block's tile of the result
+constexpr int kTile = 32;   // rows and columns of a block's tile of the result
+constexpr int kPixels = 4;  // of a quad: adjacent ones in a row
+constexpr int kQuads = kTile / kPixels;
+constexpr int kHeld = 2 * kPixels;           // pixels of a thread, of two rows
+constexpr int kBlocks = 8, kBlurBlocks = 5;  // of byte passes that an SM has registers for
 constexpr int kMapSize =
     19;  // matrix 9, window 4, radius 2, size of the image 2 and of the result 2
 constexpr int kStepSize = 9;  // an operation and 8 values
@@ -25,14 +30,32 @@ enum class Type { kUint8, kFloat32, kBfloat16, kFloat16 };
 struct Room {
   int box;     // pixels of the image
   int middle;  // values filtered along rows only
-  int region;  // pixels of the result before the blur
+  int region;  // values of the result before the blur
   int table;   // weights of pixels along rows and columns
 };
 
+// Divides numbers from 0 to 2^31 - 1.
+class Divider {
+ public:
+  Divider() = default;
+  explicit Divider(int divisor) : divisor_(divisor) {
+    while ((int64_t{1} << shift_) < divisor) ++shift_;
+    factor_ = static_cast<uint32_t>(((uint64_t{1} << (31 + shift_)) + divisor - 1) / divisor);
+  }
+  __host__ __device__ __forceinline__ int divisor() const { return divisor_; }
+  __device__ __forceinline__ int quotient(int n) const {
+    return static_cast<int>((uint64_t{static_cast<uint32_t>(n)} * factor_) >> (31 + shift_));
+  }
+
+ private:
+  int divisor_ = 1, shift_ = 0;
+  uint32_t factor_ = 0x80000000u;
+};
+
 struct Args {
-  int height, width;          // size of the images
-  int out_height, out_width;  // size of the results
-  int tiles_across, tiles;    // tiles across a result, tiles of a result
+  int height, width;            // size of the images
+  int out_height, out_width;    // size of the results
+  Divider tiles_across, tiles;  // tiles across a result, tiles of a result
   int steps;
   int steps_before;  // steps before the blur; all steps if there is none
   int interpolation;
@@ -41,15 +64,20 @@ struct Args {
   // on the result's column alone, and y on its row.
   bool drops;
   Type out_type;
-  float widest;          // largest radius of the kernel
-  float fill[4];         // fill colour, in the values of the images
-  bool fill_is_bytes;    // whether the fill is a pixel of uint8 images
-  uint32_t fill_word;    // the fill as a pixel of bytes
-  int taps;              // largest number of pixels along an axis that a value depends on
+  bool is_precise;     // whether interpolation has float32's precision, or shares of 15 bits
+  int pixel_bytes;     // bytes of a result's pixel
+  int unit;            // bytes that are written at a time, of which rows of a result are multiples
+  float widest;        // largest radius of the kernel
+  float fill[4];       // fill colour, in the values of the images
+  bool fill_is_bytes;  // whether the fill is a pixel of uint8 images
+  uint32_t fill_word;  // the fill as a pixel of bytes
+  int taps;            // largest number of pixels along an axis that a value depends on
   int reach_x, reach_y;  // pixels that the blur reaches on each side
+  Divider region_quads;  // quads in a line of a tile with what the blur reaches
   bool sharpens;         // whether the image is blended with its blur, which sharpens edges
   Room room;
-  int64_t bytes;  // bytes of all images
+  int64_t bytes;   // bytes of all images
+  bool has_words;  // whether four adjacent pixels of an image are whole words
   const void* x;
   const float* maps;        // [images, kMapSize]
   const float* rows;        // [images, steps, kStepSize]
@@ -76,16 +104,38 @@ struct Map {
   __device__ float source(int axis) const { return values[16 - axis]; }
   __device__ float result(int axis) const { return values[18 - axis]; }
 
+  // Whether parallel lines stay so.
+  __device__ __forceinline__ bool is_affine() const {
+    return values[6] == 0.0f && values[7] == 0.0f && values[8] == 1.0f;
+  }
+
   // Computes the position in the image of a pixel of the result.
   __device__ __forceinline__ void move(int row, int column, float* x, float* y) const {
+    if (is_affine()) {
+      move_by(values, row, column, x, y);
+    } else {
+      const float2 place = move_in_perspective(values, row, column);
+      *x = place.x;
+      *y = place.y;
+    }
+  }
+
+  static __device__ __forceinline__ void move_by(const float* matrix, int row, int column, float* x,
+                                                 float* y) {
     const float u = static_cast<float>(column), v = static_cast<float>(row);
-    *x = values[0] * u + values[1] * v + values[2];
-    *y = values[3] * u + values[4] * v + values[5];
-    if (values[6] == 0.0f && values[7] == 0.0f && values[8] == 1.0f) return;
-    const float below = values[6] * u + values[7] * v + values[8];
+    *x = matrix[0] * u + (matrix[1] * v + matrix[2]);
+    *y = matrix[3] * u + (matrix[4] * v + matrix[5]);
+  }
+
+  // It is rare, and so its registers must not be those of all passes.
+  static __device__ __noinline__ float2 move_in_perspective(const float* matrix, int row,
+                                                            int column) {
+    float x, y;
+    move_by(matrix, row, column, &x, &y);
+    const float below = matrix[6] * column + (matrix[7] * row + matrix[8]);
     // Positions at or beyond the horizon of a perspective map lie outside of the image.
-    *x = below > 1e-6f ? *x / below : -1e6f;
-    *y = below > 1e-6f ? *y / below : -1e6f;
+    if (!(below > 1e-6f)) return make_float2(-1e6f, -1e6f);
+    return make_float2(x / below, y / below);
   }
 };
 

@@ -5,20 +5,7 @@
 #pragma once
 
 #include "augment/direct.cuh"
-
-// Divides numbers below 2^16 by a constant.
-class Divider {
- public:
-  __device__ explicit Divider(int divisor)
-      : divisor_(divisor), inverse_(divisor > 1 ? 0xffffffffu / divisor + 1 : 0) {}
-  __device__ __forceinline__ int quotient(int n) const {
-    return divisor_ > 1 ? static_cast<int>(__umulhi(static_cast<uint32_t>(n), inverse_)) : n;
-  }
-
- private:
-  int divisor_;
-  uint32_t inverse_;
-};
+#include "augment/writing.cuh"
 
 // Returns a position mirrored at both ends into 0 .. count - 1.
 __device__ __forceinline__ int mirrored(int place, int count) {
@@ -29,23 +16,55 @@ __device__ __forceinline__ int mirrored(int place, int count) {
 }
 
 // A tile of a result, with the pixels around it that a blur needs.
+// Without a blur it is a whole tile, of which some may be beyond the result.
 struct Region {
   int first_row, first_column;
   int rows, columns;
   int end_row, end_column;  // size of the result
 
+  // Columns of whole quads.
+  __device__ __forceinline__ int width() const { return round_up(columns, kPixels); }
+
   // Returns the row of the image for row `i` of the region; rows beyond an edge are mirrored.
-  // Values beyond an image that is smaller than its array are not used.
-  __device__ __forceinline__ int row(int i, int count) const {
-    return inside(mirrored(first_row + i, count), first_row, rows, end_row);
+  // fewer rows than its array, it is mirrored there if there is a blur, and beyond it values do not
+  // matter.
+  template <bool kBlur>
+  __device__ __forceinline__ int row(int i, const Map& map) const {
+    if constexpr (!kBlur) return first_row + i;
+    return inside(mirrored(first_row + i, static_cast<int>(map.result(1))), first_row, rows,
+                  end_row);
   }
-  __device__ __forceinline__ int column(int i, int count) const {
-    return inside(mirrored(first_column + i, count), first_column, columns, end_column);
+  template <bool kBlur>
+  __device__ __forceinline__ int column(int i, const Map& map) const {
+    if constexpr (!kBlur) return first_column + i;
+    return inside(mirrored(first_column + i, static_cast<int>(map.result(0))), first_column,
+                  columns, end_column);
+  }
+  template <bool kBlur>
+  __device__ __forceinline__ int last_row() const {
+    return kBlur ? min(first_row + rows, end_row) - 1 : first_row + rows - 1;
+  }
+  template <bool kBlur>
+  __device__ __forceinline__ int last_column() const {
+    return kBlur ? min(first_column + columns, end_column) - 1 : first_column + columns - 1;
   }
 
  private:
   static __device__ __forceinline__ int inside(int place, int first, int count, int end) {
     return max(min(place, min(first + count, end) - 1), max(first, 0));
+  }
+};
+
+// Where adjacent pixels of a region are in the result.
+template <bool kBlur>
+struct Within {
+  const Region& region;
+  const Map& map;
+  int line, place;
+
+  __device__ __forceinline__ int row() const { return region.row<kBlur>(line, map); }
+  __device__ __forceinline__ int column(int i) const {
+    return region.column<kBlur>(place + i, map);
   }
 };
 
@@ -57,6 +76,10 @@ struct Box {
   int left, top, width, height;
   int pitch;           // words between the starts of rows
   int taps_x, taps_y;  // kUpright only: pixels along x and y that a value depends on
+  // Those that are to be seen, from the box's corner; the others are the fill's.
+  int first_line, last_line, first_column, last_column;
+  bool is_whole;   // whether all are to be seen
+  int64_t corner;  // bytes of the images before its first pixel, if that is in the image
 };
 
 // Sets the box to the pixels from (left, top) to (right, bottom), and returns whether they fit.
@@ -68,21 +91,46 @@ __device__ inline bool fits(const Args& args, float left, float top, float right
   box->top = static_cast<int>(top);
   box->width = static_cast<int>(right) - box->left + 1;
   box->height = static_cast<int>(bottom) - box->top + 1;
-  // If rows are whole multiples of 32 banks, lanes conflict only if their columns share a bank.
-  box->pitch = (box->width + 31) & ~31;
+  // With an odd multiple of 8, few lanes of four rows meet in a bank.
+  box->pitch = ((box->width + 7) & ~15) + 8;
   if (int64_t{box->pitch} * box->height > args.room.box) box->pitch = (box->width + 3) & ~3;
   return int64_t{box->pitch} * box->height <= args.room.box;
 }
 
+// Sets which pixels of a box are to be seen, and where they are.
 template <int kChannels>
+__device__ inline void set_seen(const Args& args, const Map& map, int image, Box* box) {
+  int first_column = 0, last_column = args.width - 1, first_row = 0, last_row = args.height - 1;
+  if (args.reads) {
+    last_column = static_cast<int>(map.source(0)) - 1;
+    last_row = static_cast<int>(map.source(1)) - 1;
+    if (!args.drops) {
+      const auto limited = [](float place) { return fminf(fmaxf(place, -1.0f), 2e6f); };
+      first_column = max(static_cast<int>(ceilf(limited(map.first(0)))), 0);
+      first_row = max(static_cast<int>(ceilf(limited(map.first(1)))), 0);
+      last_column = min(last_column, static_cast<int>(floorf(limited(map.last(0)))));
+      last_row = min(last_row, static_cast<int>(floorf(limited(map.last(1)))));
+    }
+  }
+  box->first_column = first_column - box->left;
+  box->last_column = last_column - box->left;
+  box->first_line = first_row - box->top;
+  box->last_line = min(last_row - box->top, box->height - 1);
+  box->is_whole = box->first_column <= 0 && box->last_column >= round_up(box->width, kPixels) - 1 &&
+                  box->first_line <= 0 && box->last_line == box->height - 1;
+  const int64_t row = int64_t{image} * args.height + box->top;
+  box->corner = (row * args.width + box->left) * kChannels;
+}
+
+template <bool kBlur, int kChannels>
 __device__ inline Box box_of(const Args& args, const Map& map, const Region& region) {
   Box box = {};
   box.reading = Reading::kDirect;
   const int first_row = max(region.first_row, 0), first_column = max(region.first_column, 0);
-  const int last_row = min(region.first_row + region.rows, region.end_row) - 1;
-  const int last_column = min(region.first_column + region.columns, region.end_column) - 1;
+  const int last_row = region.last_row<kBlur>(), last_column = region.last_column<kBlur>();
   if (!args.reads) {
-    if (fits(args, first_column, first_row, last_column, last_row, &box)) {
+    // Without a blur the pixels are read where they are.
+    if (!kBlur || fits(args, first_column, first_row, last_column, last_row, &box)) {
       box.reading = Reading::kInPlace;
     }
     return box;
@@ -101,7 +149,7 @@ __device__ inline Box box_of(const Args& args, const Map& map, const Region& reg
         fits(args, floorf(left.place - left.reach) + 1.0f, floorf(top.place - top.reach) + 1.0f,
              floorf(right.place - right.reach) + box.taps_x,
              floorf(bottom.place - bottom.reach) + box.taps_y, &box) &&
-        int64_t{box.height} * region.columns * kChannels <= args.room.middle) {
+        int64_t{box.height} * region.width() * kChannels <= args.room.middle) {
       box.reading = Reading::kUpright;
     }
     return box;
@@ -116,116 +164,258 @@ __device__ inline Box box_of(const Args& args, const Map& map, const Region& reg
   const float top = fminf(fminf(y[0], y[1]), fminf(y[2], y[3]));
   const float bottom = fmaxf(fmaxf(y[0], y[1]), fmaxf(y[2], y[3]));
   const bool are_finite = x[0] + x[1] + x[2] + x[3] + y[0] + y[1] + y[2] + y[3] < 1e30f;
-  if (are_finite && fits(args, floorf(left) - 1.0f, floorf(top) - 1.0f, floorf(right) + 2.0f,
-                         floorf(bottom) + 2.0f, &box)) {
+  const float error = 0.01f + 2e-6f * fmaxf(fmaxf(-left, right), fmaxf(-top, bottom));
+  const float more = is_plain ? 1.0f + error : 0.5f + error;
+  if (are_finite && fits(args, floorf(left - error), floorf(top - error), floorf(right + more),
+                         floorf(bottom + more), &box)) {
     box.reading = is_plain ? Reading::kBetweenFour : Reading::kNearest;
   }
   return box;
 }
 
-// Copies a box into shared memory, four pixels of a row at a time. Pixels outside the window get
-// the fill.
+constexpr uint32_t kBiasBits = 0x4b000000u;  // of kBias
+
+// Returns a pixel as shared memory has it: of 1 or 3 channels the last byte is that of kBias.
 template <int kChannels>
-__device__ __forceinline__ void stage(const Args& args, const Map& map, const Box& box,
-                                      const uint8_t* image, uint32_t* words) {
-  int first_column = 0, last_column = args.width - 1, first_row = 0, last_row = args.height - 1;
-  if (args.reads) {
-    last_column = static_cast<int>(map.source(0)) - 1;
-    last_row = static_cast<int>(map.source(1)) - 1;
-    if (!args.drops) {
-      first_column = static_cast<int>(ceilf(fminf(fmaxf(map.first(0), 0.0f), 2e6f)));
-      first_row = static_cast<int>(ceilf(fminf(fmaxf(map.first(1), 0.0f), 2e6f)));
-      last_column =
-          min(last_column, static_cast<int>(floorf(fmaxf(fminf(map.last(0), 2e6f), -1.0f))));
-      last_row = min(last_row, static_cast<int>(floorf(fmaxf(fminf(map.last(1), 2e6f), -1.0f))));
+__device__ __forceinline__ uint32_t as_word(uint32_t bytes) {
+  if constexpr (kChannels == 4) return bytes;
+  return __byte_perm(bytes, kBiasBits, kChannels == 1 ? 0x7440 : 0x7210);
+}
+
+// Returns four bytes of the images; those outside are 0.
+static __device__ __noinline__ uint32_t bytes_near(const uint8_t* from, const uint8_t* first,
+                                                   const uint8_t* end) {
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (from + i >= first && from + i < end) word |= uint32_t{from[i]} << (8 * i);
+  }
+  return word;
+}
+
+// Four adjacent pixels of a row, as they are in global memory.
+template <int kChannels>
+struct Quad {
+  uint32_t words[kChannels + 1];
+  int before;  // bytes in `words` before the first pixel
+
+  // With kWords, the pixels are whole words of the images; else those beyond the images are 0.
+  template <bool kWords>
+  __device__ __forceinline__ void load(const Args& args, const uint8_t* from) {
+    if constexpr (kWords) {
+      before = 0;
+#pragma unroll
+      for (int k = 0; k < kChannels; ++k) words[k] = reinterpret_cast<const uint32_t*>(from)[k];
+      return;
+    }
+    const uint8_t* first = static_cast<const uint8_t*>(args.x);
+    const uint8_t* end = first + args.bytes;
+    before = reinterpret_cast<uintptr_t>(from) % 4;
+    const uint8_t* aligned = from - before;
+    if (aligned >= first && aligned + 4 * (kChannels + 1) <= end) {
+#pragma unroll
+      for (int k = 0; k < kChannels; ++k) {
+        words[k] = reinterpret_cast<const uint32_t*>(aligned)[k];
+      }
+      if (before != 0) words[kChannels] = reinterpret_cast<const uint32_t*>(aligned)[kChannels];
+    } else {
+      before = 0;
+#pragma unroll
+      for (int k = 0; k < kChannels; ++k) words[k] = bytes_near(from + 4 * k, first, end);
     }
   }
-  const int quads = (box.width + 3) / 4;
-  const Divider by_quads(quads);
-  const uint8_t* end = static_cast<const uint8_t*>(args.x) + args.bytes;
-  for (int i = threadIdx.x; i < box.height * quads; i += kThreads) {
-    const int line = by_quads.quotient(i), quad = i - line * quads;
-    const int row = box.top + line, column = box.left + 4 * quad;
-    uint32_t p[4] = {args.fill_word, args.fill_word, args.fill_word, args.fill_word};
-    if (row >= first_row && row <= last_row && column + 3 >= first_column &&
-        column <= last_column) {
-      const uint8_t* from = image + (int64_t{row} * args.width + column) * kChannels;
-      const int before = reinterpret_cast<uintptr_t>(from) % 4;
-      if (column >= first_column && column + 3 <= last_column &&
-          (kChannels != 3 || from + 16 <= end)) {
-        if constexpr (kChannels == 4) {
+
+  // Returns the pixels, a word each, as `as_word` makes them.
+  __device__ __forceinline__ uint4 pixels() const {
+    uint32_t w[kChannels];
 #pragma unroll
-          for (int k = 0; k < 4; ++k) p[k] = reinterpret_cast<const uint32_t*>(from)[k];
-        } else if constexpr (kChannels == 3) {
-          const uint32_t* aligned = reinterpret_cast<const uint32_t*>(from - before);
-          uint32_t a = aligned[0], b = aligned[1], c = aligned[2];
-          if (before != 0) {
-            const uint32_t d = aligned[3], shifts = 0x3210u + 0x1111u * before;
-            a = __byte_perm(a, b, shifts);
-            b = __byte_perm(b, c, shifts);
-            c = __byte_perm(c, d, shifts);
-          }
-          p[0] = a;  // the fourth byte is not used
-          p[1] = __byte_perm(a, b, 0x0543);
-          p[2] = __byte_perm(b, c, 0x0432);
-          p[3] = c >> 8;
-        } else {
+    for (int k = 0; k < kChannels; ++k) w[k] = words[k];
+    if (before != 0) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) p[k] = from[k];
-        }
-      } else {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (column + k < first_column || column + k > last_column) continue;
-          p[k] = 0;
-#pragma unroll
-          for (int c = 0; c < kChannels; ++c) p[k] |= uint32_t{from[k * kChannels + c]} << (8 * c);
-        }
+      for (int k = 0; k < kChannels; ++k) {
+        w[k] = __byte_perm(words[k], words[k + 1], 0x3210u + 0x1111u * before);
       }
     }
-    *reinterpret_cast<uint4*>(words + line * box.pitch + 4 * quad) =
-        make_uint4(p[0], p[1], p[2], p[3]);
+    if constexpr (kChannels == 1) {
+      return make_uint4(as_word<1>(w[0]), as_word<1>(w[0] >> 8), as_word<1>(w[0] >> 16),
+                        as_word<1>(w[0] >> 24));
+    } else if constexpr (kChannels == 3) {
+      return make_uint4(as_word<3>(w[0]), as_word<3>(__byte_perm(w[0], w[1], 0x0543)),
+                        as_word<3>(__byte_perm(w[1], w[2], 0x0432)), as_word<3>(w[2] >> 8));
+    } else {
+      return make_uint4(w[0], w[1], w[2], w[3]);
+    }
+  }
+};
+
+constexpr int kBatch = 6;  // quads that a thread loads before it stores them
+
+// Copies a box into shared memory: with kWords whole words of the images, with kWhole none of the
+// fill.
+template <bool kWords, bool kWhole, int kChannels>
+__device__ __forceinline__ void stage(const Args& args, const Box& box, uint32_t* words) {
+  const int quads = (box.width + 3) / 4;
+  const int bits = min(max(32 - __clz(quads - 1), 3), 7), across = 1 << bits;
+  const int row_step = kThreads >> bits, first_line = static_cast<int>(threadIdx.x) >> bits;
+  const int pitch = row_step * args.width * kChannels;
+  const uint32_t fill = as_word<kChannels>(args.fill_word);
+  for (int quad = threadIdx.x & (across - 1); quad < quads; quad += across) {
+    const int first = box.first_column - 4 * quad, last = box.last_column - 4 * quad;
+    const int begin = kWhole ? 0 : first <= 3 && last >= 0 ? box.first_line : box.height;
+    const int end = kWhole ? box.height - 1 : box.last_line;
+    const uint8_t* from = static_cast<const uint8_t*>(args.x) + box.corner +
+                          (first_line * args.width + 4 * quad) * kChannels;
+    uint32_t* to = words + first_line * box.pitch + 4 * quad;
+    uint32_t seen[kPixels];  // all bits of a pixel that is to be seen, else none
+#pragma unroll
+    for (int k = 0; k < kPixels; ++k) seen[k] = kWhole || (first <= k && k <= last) ? ~0u : 0u;
+    const auto shown = [&](uint32_t pixel, int k) { return (pixel & seen[k]) | (fill & ~seen[k]); };
+    for (int line = first_line; line < box.height; line += kBatch * row_step) {
+      Quad<kChannels> loaded[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int at = line + k * row_step;
+        if ((kWhole || at >= begin) && at <= end) loaded[k].template load<kWords>(args, from);
+        from += pitch;
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int at = line + k * row_step;
+        if (at >= box.height) break;
+        uint4 pixels = make_uint4(fill, fill, fill, fill);
+        if (kWhole || (at >= begin && at <= end)) {
+          const uint4 p = loaded[k].pixels();
+          pixels = make_uint4(shown(p.x, 0), shown(p.y, 1), shown(p.z, 2), shown(p.w, 3));
+        }
+        *reinterpret_cast<uint4*>(to) = pixels;
+        to += row_step * box.pitch;
+      }
+    }
   }
 }
 
-// The float32 2^23: a byte placed in the last bits of its mantissa adds the byte's value.
-constexpr float kBias = 8388608.0f;
-__device__ __forceinline__ float biased(uint32_t word, int byte) {
-  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + byte));
+// Returns a channel of a pixel in the last bits of a float32.
+template <int kChannels>
+__device__ __forceinline__ float biased(uint32_t word, int channel) {
+  if constexpr (kChannels == 1) return __uint_as_float(word);
+  if constexpr (kChannels == 3) return __uint_as_float(__byte_perm(word, 0, 0x3440u + channel));
+  return __uint_as_float(__byte_perm(word, kBiasBits, 0x7440u + channel));
 }
 
+constexpr float kScale = 1.0f / 255.0f;
+
+// Returns `scale` times what a float32 has in its last bits, rounded once.
+__device__ __forceinline__ float unbiased(float biased, float scale) {
+  return fmaf(biased, scale, -kBias * scale);
+}
+
+// Sets values to 0 to 1.
 template <int kChannels>
-__device__ __forceinline__ void levels_of(uint32_t word, float (&values)[kChannels]) {
+__device__ __forceinline__ void values_of(uint32_t word, float (&values)[kChannels]) {
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) values[c] = biased(word, c) - kBias;
+  for (int c = 0; c < kChannels; ++c) values[c] = unbiased(biased<kChannels>(word, c), kScale);
+}
+
+// Loads adjacent pixels of floats in shared memory, with vectors of 16 bytes.
+template <int kCount, int kChannels>
+__device__ __forceinline__ void load_floats(const float* from, float (&pixels)[kCount][kChannels]) {
+  static_assert(kCount * kChannels % 4 == 0);
+  float* values = &pixels[0][0];
+#pragma unroll
+  for (int i = 0; i < kCount * kChannels; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    values[i] = four.x;
+    values[i + 1] = four.y;
+    values[i + 2] = four.z;
+    values[i + 3] = four.w;
+  }
+}
+
+template <int kCount, int kChannels>
+__device__ __forceinline__ void store_floats(const float (&pixels)[kCount][kChannels], float* to) {
+  static_assert(kCount * kChannels % 4 == 0);
+  const float* values = &pixels[0][0];
+#pragma unroll
+  for (int i = 0; i < kCount * kChannels; i += 4) {
+    *reinterpret_cast<float4*>(to + i) =
+        make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+  }
 }
 
 // Adds `weight` times a pixel.
 template <int kChannels>
 __device__ __forceinline__ void add_levels(uint32_t word, float weight, float (&sums)[kChannels]) {
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) sums[c] += weight * (biased(word, c) - kBias);
+  for (int c = 0; c < kChannels; ++c) sums[c] += weight * (biased<kChannels>(word, c) - kBias);
 }
 
-// Interpolates bilinearly between four pixels.
-template <int kChannels>
-__device__ __forceinline__ void read_between(const Box& box, const uint32_t* words, float x,
-                                             float y, float (&values)[kChannels]) {
-  const float left = floorf(x), top = floorf(y);
-  const float share_x = x - left, share_y = y - top;
-  const uint32_t* upper =
-      words + (static_cast<int>(top) - box.top) * box.pitch + static_cast<int>(left) - box.left;
-  const uint32_t* lower = upper + box.pitch;
-  const uint32_t a = upper[0], b = upper[1], c = lower[0], d = lower[1];
-#pragma unroll
-  for (int k = 0; k < kChannels; ++k) {
-    // Differences of two biased values are exact.
-    const float upper_left = biased(a, k), lower_left = biased(c, k);
-    const float above = share_x * (biased(b, k) - upper_left) + (upper_left - kBias);
-    const float below = share_x * (biased(d, k) - lower_left) + (lower_left - kBias);
-    values[k] = share_y * (below - above) + above;
+// Four pixels around a position.
+struct Between {
+  uint32_t upper_left, upper_right, lower_left, lower_right;
+  float share_x, share_y;  // of the right and of the lower ones
+
+  __device__ __forceinline__ Between(const Box& box, const uint32_t* words, float x, float y) {
+    // The sums are rounded down to whole numbers, which are in their last bits.
+    constexpr float kFloor = 1.5f * kBias;
+    constexpr int kBits = 0x4b400000;
+    const float left = __fmaf_rd(x, 1.0f, kFloor), top = __fmaf_rd(y, 1.0f, kFloor);
+    share_x = x - (left - kFloor);
+    share_y = y - (top - kFloor);
+    const uint32_t* upper = words + (__float_as_int(top) - (kBits + box.top)) * box.pitch +
+                            (__float_as_int(left) - (kBits + box.left));
+    const uint32_t* lower = upper + box.pitch;
+    upper_left = upper[0];
+    upper_right = upper[1];
+    lower_left = lower[0];
+    lower_right = lower[1];
   }
-}
+
+  // Interpolates with float32's precision, to 0 to 1.
+  template <int kChannels>
+  __device__ __forceinline__ void precisely(float (&values)[kChannels]) const {
+    const auto along_row = [&](uint32_t left, uint32_t right, int c) {
+      // Differences of two biased values are exact.
+      const float first = biased<kChannels>(left, c), second = biased<kChannels>(right, c);
+      return share_x * (second - first) + (first - kBias);
+    };
+    const float share = share_y * kScale;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const float above = along_row(upper_left, upper_right, c);
+      const float below = along_row(lower_left, lower_right, c);
+      values[c] = share * (below - above) + kScale * above;
+    }
+  }
+
+  // Interpolates with shares of 15 bits along rows, to 0 to 1.
+  static constexpr float kShares = 32768.0f;
+  template <int kChannels>
+  __device__ __forceinline__ void quickly(float (&values)[kChannels]) const {
+    // The share of the right pixels in the upper half, and that of the left ones.
+    const uint32_t share = __float_as_uint(share_x * kShares + kBias) - kBiasBits;
+    const uint32_t shares = share * 65535u + 32768u;
+    // Sums are below 2^23, and so they are in the last bits of a float32 too.
+    const auto along_row = [&](uint32_t left, uint32_t right, float (&sums)[4]) {
+      const uint32_t low = __byte_perm(left, right, 0x5140);
+      sums[0] = __uint_as_float(__dp2a_lo(shares, low, kBiasBits));
+      if constexpr (kChannels > 1) {
+        const uint32_t high = __byte_perm(left, right, 0x7362);
+        sums[1] = __uint_as_float(__dp2a_hi(shares, low, kBiasBits));
+        sums[2] = __uint_as_float(__dp2a_lo(shares, high, kBiasBits));
+        if constexpr (kChannels > 3) {
+          sums[3] = __uint_as_float(__dp2a_hi(shares, high, kBiasBits));
+        }
+      }
+    };
+    const float lower = share_y * (kScale / kShares);
+    float above[4], below[4];
+    along_row(upper_left, upper_right, above);
+    along_row(lower_left, lower_right, below);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      values[c] = lower * (below[c] - above[c]) + unbiased(above[c], kScale / kShares);
+    }
+  }
+};
 
 // Weights of the pixels that each column (or row) of a region depends on.
 struct Table {
@@ -239,7 +429,8 @@ struct Table {
     return reinterpret_cast<float*>(words)[(2 + tap) * entries + i];
   }
 
-  __device__ void set(const Axis& axis, int taps, int i) const {
+  // Sets the weights times `scale`.
+  __device__ void set(const Axis& axis, int taps, float scale, int i) const {
     const float start = floorf(axis.place - axis.reach) + 1.0f;
     float total = 0.0f, covered = 0.0f;
     for (int k = 0; k < taps; ++k) {
@@ -248,7 +439,7 @@ struct Table {
       covered += seen;
     }
     const float inverse = total == 0.0f ? 1.0f : 1.0f / total;
-    for (int k = 0; k < taps; ++k) weight(i, k) *= inverse;
+    for (int k = 0; k < taps; ++k) weight(i, k) *= inverse * scale;
     first(i) = static_cast<int>(start);
     share(i) = covered * inverse;
   }
@@ -296,32 +487,41 @@ __device__ __forceinline__ void filter_rows(const Box& box, const uint32_t* word
   }
 }
 
-// Filters the results of `filter_rows` along a column, for a pixel of a region.
+// Filters along columns what `filter_rows` left, for the pixels of a thread.
 template <int kTaps, int kChannels>
-__device__ __forceinline__ void filter_column(const Box& box, const Table& across,
-                                              const Table& down, const float* middle, int row,
-                                              int column, float (&values)[kChannels]) {
+__device__ __forceinline__ void filter_columns(const Box& box, const Table& across,
+                                               const Table& down, const float* middle, int line,
+                                               int place, float (&values)[kPixels][kChannels]) {
   const int pitch = across.entries * kChannels;
-  const float* from = middle + (down.first(row) - box.top) * pitch + column * kChannels;
+  const float* from = middle + (down.first(line) - box.top) * pitch + place * kChannels;
   const int taps = kTaps > 0 ? kTaps : box.taps_y;
 #pragma unroll
   for (int k = 0; k < taps; ++k) {
-    const float weight = down.weight(row, k);
+    const float weight = down.weight(line, k);
+    float row[kPixels][kChannels];
+    load_floats(from + k * pitch, row);
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) values[c] += weight * from[k * pitch + c];
+    for (int i = 0; i < kPixels; ++i) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) values[i][c] += weight * row[i][c];
+    }
   }
 }
 
 template <int kChannels>
 __device__ __forceinline__ void read_upright(const Args& args, const Box& box, const Table& across,
-                                             const Table& down, const float* middle, int row,
-                                             int column, float (&values)[kChannels]) {
+                                             const Table& down, const float* middle, int line,
+                                             int place, float (&values)[kPixels][kChannels]) {
   if (box.taps_y == 2) {
-    filter_column<2>(box, across, down, middle, row, column, values);
+    filter_columns<2>(box, across, down, middle, line, place, values);
   } else if (box.taps_y == 3) {
-    filter_column<3>(box, across, down, middle, row, column, values);
+    filter_columns<3>(box, across, down, middle, line, place, values);
   } else {
-    filter_column<0>(box, across, down, middle, row, column, values);
+    filter_columns<0>(box, across, down, middle, line, place, values);
   }
-  fill_with(args, 1.0f - across.share(column) * down.share(row), values);
+  if (args.fill_is_bytes && args.fill_word == 0) return;
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    fill_with(args, kScale * (1.0f - across.share(place + i) * down.share(line)), values[i]);
+  }
 }

@@ -24,22 +24,20 @@ enum Operation {
 // Statistics of a whole image, computed by image_pass_cuda.py: the mean of gray, the smallest and
 // the largest values of three channels, and a table of new levels for each channel.
 struct Statistics {
-  const float* values;
-  int size;  // 0 if no step needs statistics; without the table if no step equalises
+  const float* values;  // in shared memory, kSums
+  const float* table;   // or nullptr where no step equalizes
 
-  __device__ __forceinline__ float at(int i, float otherwise = 0.0f) const {
-    return i < size ? __ldg(values + i) : otherwise;
-  }
-  __device__ __forceinline__ float pivot() const { return at(0); }
-  __device__ __forceinline__ float low(int channel) const { return at(1 + channel); }
-  __device__ __forceinline__ float high(int channel) const { return at(4 + channel); }
+  __device__ __forceinline__ float pivot() const { return values[0]; }
+  __device__ __forceinline__ float low(int channel) const { return values[1 + channel]; }
+  __device__ __forceinline__ float high(int channel) const { return values[4 + channel]; }
   __device__ __forceinline__ float equalized(int channel, float level) const {
-    return at(kSums + 256 * channel + static_cast<int>(level), level * (1.0f / 255.0f));
+    if (table == nullptr) return level * (1.0f / 255.0f);
+    return __ldg(table + 256 * channel + static_cast<int>(level));
   }
 };
 
 // Whether an operation depends on all pixels of an image. A pass has at most one such step.
-__device__ __forceinline__ bool is_statistical(float operation) {
+__device__ __forceinline__ bool is_statistical(int operation) {
   return operation == kContrast || operation == kAutocontrast || operation == kEqualize;
 }
 
@@ -71,37 +69,45 @@ template <bool kFinite, int kChannels>
 __device__ __forceinline__ void turn_hue(float turns, float (&v)[kChannels]) {
   if constexpr (kChannels > 1) {
     const float largest = fmaxf(v[0], fmaxf(v[1], v[2]));
-    const float chroma = largest - fminf(v[0], fminf(v[1], v[2]));
+    const float smallest = fminf(v[0], fminf(v[1], v[2]));
+    const float chroma = largest - smallest;
     // A smaller chroma has an infinite reciprocal.
     const float inverse = chroma > 1e-35f ? __fdividef(1.0f, chroma) : 1.0f;
-    const float sixths = largest == v[0]   ? (v[1] - v[2]) * inverse
-                         : largest == v[1] ? 2.0f + (v[2] - v[0]) * inverse
-                                           : 4.0f + (v[0] - v[1]) * inverse;
-    const float turned = sixths + 6.0f * turns;
-#pragma unroll
-    for (int c = 0; c < 3; ++c) {
-      float k = turned + (5 - 2 * c);
-      k -= 6.0f * floorf(k * (1.0f / 6.0f));
-      v[c] = largest - chroma * clipped<kFinite>(fminf(k, 4.0f - k));
-    }
+    const bool is_red = largest == v[0], is_green = largest == v[1];
+    const float from = is_red ? v[1] : is_green ? v[2] : v[0];
+    const float to = is_red ? v[2] : is_green ? v[0] : v[1];
+    // In sixths of a turn, from red over green and blue.
+    float hue = (from - to) * inverse + (6.0f * turns + (is_red ? 0.0f : is_green ? 2.0f : 4.0f));
+    hue -= 6.0f * floorf(hue * (1.0f / 6.0f));
+    v[0] = smallest + chroma * clipped<kFinite>(fabsf(hue - 3.0f) - 1.0f);
+    v[1] = smallest + chroma * clipped<kFinite>(2.0f - fabsf(hue - 2.0f));
+    v[2] = smallest + chroma * clipped<kFinite>(2.0f - fabsf(hue - 4.0f));
   }
 }
 
+// Where the pixels of a thread are in the result.
+struct Spots {
+  int first_row, rows_apart, first_column;
+
+  __device__ __forceinline__ int row(int i) const { return first_row + i / kPixels * rows_apart; }
+  __device__ __forceinline__ int column(int i) const { return first_column + i % kPixels; }
+};
+
 // Applies a step to a thread's pixels.
-template <bool kFinite, int kPixels, int kChannels>
-__device__ __forceinline__ void apply(const float* step, const Statistics& statistics,
-                                      const int (&rows)[kPixels], const int (&columns)[kPixels],
-                                      float (&pixels)[kPixels][kChannels]) {
+template <bool kFinite, typename Where, int kChannels>
+__device__ __forceinline__ void apply(int operation, const float* step,
+                                      const Statistics& statistics, const Where& where,
+                                      float (&pixels)[kHeld][kChannels]) {
   constexpr int kColours = kChannels == 4 ? 3 : kChannels;  // the fourth channel is opacity
   const float amount = step[1];
   const auto on_colours = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
+    for (int i = 0; i < kHeld; ++i) {
 #pragma unroll
       for (int c = 0; c < kColours; ++c) pixels[i][c] = f(pixels[i][c]);
     }
   };
-  switch (static_cast<int>(step[0])) {
+  switch (operation) {
     case kBrightness:
       on_colours([&](float v) { return clipped<kFinite>(amount * v); });
       break;
@@ -113,7 +119,7 @@ __device__ __forceinline__ void apply(const float* step, const Statistics& stati
     case kSaturation:
       if constexpr (kColours > 1) {
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
+        for (int i = 0; i < kHeld; ++i) {
           const float other = (1.0f - amount) * gray(pixels[i]);
 #pragma unroll
           for (int c = 0; c < kColours; ++c) {
@@ -124,7 +130,7 @@ __device__ __forceinline__ void apply(const float* step, const Statistics& stati
       break;
     case kHue:
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) turn_hue<kFinite>(amount, pixels[i]);
+      for (int i = 0; i < kHeld; ++i) turn_hue<kFinite>(amount, pixels[i]);
       break;
     case kGamma: {
       const float gain = step[2];
@@ -150,14 +156,14 @@ __device__ __forceinline__ void apply(const float* step, const Statistics& stati
         if (!(spread > 0.0f)) continue;
         const float inverse = 1.0f / spread;
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
+        for (int i = 0; i < kHeld; ++i) {
           pixels[i][c] = clipped<kFinite>((pixels[i][c] - low) * inverse);
         }
       }
       break;
     case kEqualize:
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
+      for (int i = 0; i < kHeld; ++i) {
 #pragma unroll
         for (int c = 0; c < kColours; ++c) {
           pixels[i][c] = statistics.equalized(c, level_of(pixels[i][c]));
@@ -166,9 +172,9 @@ __device__ __forceinline__ void apply(const float* step, const Statistics& stati
       break;
     case kErase:
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        if (rows[i] >= step[1] && rows[i] < step[3] && columns[i] >= step[2] &&
-            columns[i] < step[4]) {
+      for (int i = 0; i < kHeld; ++i) {
+        const int row = where.row(i), column = where.column(i);
+        if (row >= step[1] && row < step[3] && column >= step[2] && column < step[4]) {
 #pragma unroll
           for (int c = 0; c < kChannels; ++c) pixels[i][c] = step[5 + c];
         }
@@ -179,7 +185,7 @@ __device__ __forceinline__ void apply(const float* step, const Statistics& stati
       for (int c = 0; c < kChannels; ++c) {
         const float scale = step[1 + c], offset = step[5 + c];
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) pixels[i][c] = pixels[i][c] * scale + offset;
+        for (int i = 0; i < kHeld; ++i) pixels[i][c] = pixels[i][c] * scale + offset;
       }
       break;
     default:

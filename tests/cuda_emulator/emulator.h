@@ -238,6 +238,14 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
+// Sums of products of both halves of `a` with two bytes of `b`.
+inline uint32_t __dp2a_lo(uint32_t a, uint32_t b, uint32_t c) {
+  return c + (a & 0xffff) * (b & 0xff) + (a >> 16) * (b >> 8 & 0xff);
+}
+inline uint32_t __dp2a_hi(uint32_t a, uint32_t b, uint32_t c) {
+  return __dp2a_lo(a, b >> 16, c);
+}
 inline int atomicAdd(int* place, int value) {
   return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
 }

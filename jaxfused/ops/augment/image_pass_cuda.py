@@ -18,6 +18,8 @@ MAX_REACH = 16
 _TILE = 32
 _SUMS = 7
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
+_ROUNDED = (jnp.bfloat16, jnp.float16)
+"""Dtypes of results for which shares of 15 bits will do: their error is a sixteenth of a rounding."""
 DTYPES = (jnp.uint8, *cuda_library.DTYPES)
 _IN_PLACE = Reading((0, 0), "bilinear", is_upright=True, drops=True, fill=(0.0,), widest=1.0)
 """Reading for a pass without a resampling, where each pixel stays in its place."""
@@ -112,7 +114,11 @@ def _statistics(
     height, width = (np.int64(n) for n in size)
     sums, counts = call(images, maps, rows, height=height, width=width, **options)
     pixels = maps[:, -2] * maps[:, -1]
-    parts = [(sums[..., 0].sum(1) / pixels)[:, None], sums[..., 1:4].min(1), sums[..., 4:].max(1)]
+    parts = [(sums[..., 0].sum(1) / pixels)[:, None]]
+    if Op.AUTOCONTRAST in needed:
+        parts += [sums[..., 1:4].min(1), sums[..., 4:].max(1)]
+    else:
+        parts.append(jnp.zeros((count, 6), jnp.float32))
     if levels:
         tables = jax.vmap(jax.vmap(steps_xla.equalized))(counts).astype(jnp.float32) / 255
         tables = jnp.pad(tables, ((0, 0), (0, 3 - channels), (0, 0)))
@@ -135,6 +141,7 @@ def _options(spec: Pass) -> dict[str, Any]:
         interpolation=np.int64(_INTERPOLATIONS.index(reading.interpolation)),
         reads=np.bool_(spec.reading is not None),
         drops=np.bool_(reading.drops),
+        precise=np.bool_(spec.blur is not None or jnp.dtype(spec.dtype) not in _ROUNDED),
         widest=np.float32(reading.widest),
         fill=np.array(fill[:4], np.float32),
     )

@@ -93,6 +93,13 @@ def test_normalized_results(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["affine", "turned crop", "blurred crop", "blurred", "levels"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_images_whose_rows_are_whole_words(name, dtype):
+    assert_near(*both(CHAINS[name], images(height=24, width=40), dtype=dtype))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_statistics_and_blurs_of_other_channels(channels):
     transforms = (
