@@ -7,7 +7,7 @@
 2. `group_norm`: GroupNorm, InstanceNorm and the norm of whole images, with the scale and shift of each
    image, the residual sum and the activation after.
 3. `batch_norm`: BatchNorm in training, with the residual sum and the activation after.
-4. `norm`: LayerNorm and RMSNorm, with the residual sum and the bias before.
+4. `norm`: LayerNorm and RMSNorm, with the residual sum and the bias before, and the activation after.
 5. `perceptron`: two products with an activation or a gated unit between them.
 6. `projection`: the products of one array that become queries, keys and values, with norm and rotation.
 7. `product`: a product with its bias, activation and residual.

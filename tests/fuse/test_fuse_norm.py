@@ -107,6 +107,35 @@ def test_two_terms_that_are_no_difference_from_the_mean(sign, axis):
     assert_left_alone(f, *inputs("float32"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.hard_swish, jnp.tanh])
+def test_the_activation_after_a_norm(activation, dtype):
+    def f(x, scale, bias):
+        return activation(by_jnp_var(x, scale, bias))
+
+    assert_fuses(f, *inputs(dtype), into={"layer_norm": 1})
+    name = {jnp.tanh: "tanh", jax.nn.silu: "silu"}.get(activation, "hard_swish")
+    assert f"layer_norm(scale, bias, {name})" in str(fusion(f, *inputs(dtype)))
+
+
+def test_the_activation_after_a_norm_of_a_residual_sum():
+    def f(x, residual, scale):
+        h = x + residual
+        return jax.nn.relu(gemma(h, scale)), h
+
+    x, scale, _ = inputs("float32")
+    assert_fuses(f, x, x[::-1], scale, into={"rms_norm": 1})
+
+
+def test_a_norm_that_is_read_before_its_activation_too():
+    def f(x, scale, bias):
+        y = by_jnp_var(x, scale, bias)
+        return jax.nn.silu(y), y
+
+    assert_fuses(f, *inputs("float32"), into={"layer_norm": 1})
+    assert "silu" not in str(fusion(f, *inputs("float32")))
+
+
 def test_the_mean_square_of_another_row_is_no_norm():
     def f(x, scale):
         mean_square = jnp.mean(jnp.square(x), axis=-1)[:, None, :]

@@ -120,6 +120,9 @@ def divided(w: Writer, array: str, variance: str, factor: str | None) -> str:
         )
         result = f"{array} / ({root})"
         return w.let(result if factor is None else f"{result} * {factor}", shape)
+    if w.draw.chance(0.1):
+        of_variance = shape
+        variance = w.let(f"jnp.broadcast_to({variance}, {shape})", shape)
     summed = w.perturbed(w.let(f"{variance} + {epsilon}", of_variance))
     reciprocal = w.perturbed(
         w.let(
@@ -197,7 +200,8 @@ def norm(w: Writer, x: str) -> str:
         scale, shift = w.input(shape[0], shape[-1]), w.input(shape[0], shape[-1])
         one = w.number() if w.odd() else "1"
         y = w.let(f"{y} * ({one} + {scale}[:, None]) + {shift}[:, None]", shape, y)
-    return w.let(f"{y}.astype(dtype)", shape)
+    y = w.let(f"{y}.astype(dtype)", shape)
+    return w.perturbed(activation(w, y)) if w.draw.chance(0.25) else y
 
 
 def product(w: Writer, x: str, features: int, *, has_bias: bool | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Finds layer_norm and rms_norm, with the residual sum and the bias before them.
+"""Finds layer_norm and rms_norm, with the residual sum and the bias before them, the activation after.
 
 It starts at a root or a reciprocal root of `mean square + epsilon`, or of `variance + epsilon`, and
 follows its uses: u * rstd * scale + bias in any order of products and quotients.
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxfused.fusion import moments
+from jaxfused.fusion.activation import activation_of
 from jaxfused.fusion.algebra import (
     Mean,
     Product,
@@ -341,13 +342,17 @@ def _add(book: Book, root: Node, found: Statistics, match: _Match) -> None:
     }
     leaves = {*earlier, *(v for v in operands.values() if v is not None)}
     covered = between(match.value, leaves)
-    norm = Norm(found.operator, found.epsilon, match.scale_offset)
+    y, activation = match.value, None
+    after = activation_of(y)
+    if after is not None and after.result.dtype == y.dtype and book.is_free(after.covered):
+        y, activation, covered = after.result, after.name, covered | after.covered
+    norm = Norm(found.operator, found.epsilon, match.scale_offset, activation)
     before = _sum_before(book, match.x)
     if before is not None:
-        site = _site(root, norm, before.x, match.value, operands, covered, before)
+        site = _site(root, norm, before.x, y, operands, covered, before)
         if book.add(site):
             return
-    book.add(_site(root, norm, match.x, match.value, operands, covered, None))
+    book.add(_site(root, norm, match.x, y, operands, covered, None))
 
 
 def _cut_after(y: Value, h: Value | None, covered: set[Node]) -> Node | None:
@@ -446,6 +451,8 @@ class Norm:
     operator: str
     epsilon: float
     scale_offset: float
+    activation: str | None = None
+    """The activation after the norm."""
 
     def __call__(self, x: jax.Array, **operands: Any) -> Any:
         for name in ("scale", "bias", "pre_bias"):
@@ -459,9 +466,15 @@ class Norm:
             factor = operands.pop("image_factor").astype(accumulator_dtype(x.dtype))
             operands["image_scale"] = factor - 1.0
         if self.operator == "layer_norm":
-            return layer_norm(x, epsilon=self.epsilon, **operands)
+            return layer_norm(x, epsilon=self.epsilon, activation=self.activation, **operands)
         offset = self.scale_offset if "scale" in operands else 0.0
-        return rms_norm(x, epsilon=self.epsilon, scale_offset=offset, **operands)
+        return rms_norm(
+            x,
+            epsilon=self.epsilon,
+            scale_offset=offset,
+            activation=self.activation,
+            **operands,
+        )
 
 
 def _site(
@@ -498,7 +511,7 @@ def _site(
         results = results if before is not None else (results,)
         return results[: len(outputs)]
 
-    words = ", ".join(given)
+    words = ", ".join([*given, *([norm.activation] if norm.activation else [])])
     offset = f", scale_offset={norm.scale_offset:g}" if norm.scale_offset else ""
     return Site(
         norm.operator,

@@ -83,7 +83,9 @@ def _branch(
         if value in norms and norm is None:
             norm = norms[value]
             facts = norm.facts
-            if not isinstance(facts, Norm) or len(norm.inputs) != 2 or len(norm.outputs) != 1:
+            if not isinstance(facts, Norm) or facts.activation is not None:
+                return None
+            if len(norm.inputs) != 2 or len(norm.outputs) != 1:
                 return None
             result = value if result is None else result
             value = norm.inputs[0]
