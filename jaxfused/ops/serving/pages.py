@@ -169,7 +169,9 @@ def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) 
 
     if not isinstance(pages, QuantizedArray):
         return take(pages).astype(dtype)
-    values, scale = take(pages.values), take(pages.scale)
+    # Pages may share scales, with axes of 1.
+    scale = jnp.broadcast_to(pages.scale, (*pages.values.shape[:-1], pages.scale.shape[-1]))
+    values, scale = take(pages.values), take(scale)
     return QuantizedArray(values, scale, None, axis=-1).dequantize(dtype)
 
 
@@ -239,7 +241,8 @@ def append_to_pages(
     Args:
       kv_pages: [P, S, 2 K, H] with keys at even heads and values at odd ones, or (k_pages, v_pages) in
         the layout, which may be `QuantizedArray`s with a scale of each token and head: new tokens are
-        then quantised. In plain float8 numbers beyond the largest become the largest.
+        then quantised, and by scales that all tokens share (one, or one a head) where pages have such.
+        In plain float8 numbers beyond the largest become the largest.
       key: [tokens, K, H], rotated already.
       value: [tokens, K, V].
       kv_lens: [B] integers, the tokens of each sequence with the new ones.
@@ -278,7 +281,7 @@ def append_to_pages(
     for name, new, pool in (("key", key, pools.key), ("value", value, of_value)):
         expected = (key.shape[0], heads, pool.shape[-1])
         check_shape(op, name, new, expected, f"the pages have {heads} heads of {pool.shape[-1]}")
-        _check_kept(op, name, new, pool)
+        _check_kept(op, name, new, pool, layout)
     given = pools.key if pools.value is None else (pools.key, pools.value)
     if not pools.are_split_by_heads():
         spec = jax.typeof(jax.tree.leaves(given)[0]).sharding.spec
@@ -302,8 +305,13 @@ def append_to_pages(
         new = new.swapaxes(0, 1) if layout == "KPSH" else new
         if not isinstance(pool, QuantizedArray):
             return pool.at[index].set(_as_kept(new, pool.dtype), mode="drop")
-        kept = quantize(new, pool.dtype, axis=-1)
+        given = None
+        if _are_shared(pool, layout):
+            given = pool.scale[:, 0] if layout == "KPSH" else pool.scale[0]
+        kept = quantize(new, pool.dtype, axis=-1, scale=given)
         values = pool.values.at[index].set(kept.values, mode="drop")
+        if given is not None:
+            return replace(pool, values=values)
         scale = pool.scale.at[index].set(kept.scale.astype(pool.scale.dtype), mode="drop")
         return replace(pool, values=values, scale=scale)
 
@@ -313,14 +321,26 @@ def append_to_pages(
     return written(pools.key, key), written(pools.value, value)
 
 
-def _check_kept(op: str, name: str, new: jax.Array, pool: Pages) -> None:
+def _are_shared(pool: QuantizedArray, layout: Layout) -> bool:
+    """Whether all tokens have one scale, or one for each head."""
+    kinds = pool.scale.shape[1:3] if layout == "KPSH" else pool.scale.shape[:2]
+    return kinds == (1, 1) and pool.scale.shape[-1] == 1 and not _are_own(pool)
+
+
+def _are_own(pool: QuantizedArray) -> bool:
+    """Whether each token and head has a scale."""
+    return pool.scale.shape == (*pool.values.shape[:-1], 1)
+
+
+def _check_kept(op: str, name: str, new: jax.Array, pool: Pages, layout: Layout) -> None:
     """Checks that pages can keep new tokens: integers no fractions, quantised ones a scale a token."""
     if isinstance(pool, QuantizedArray):
         check_floating(op, {name: new})
-        if pool.dtype not in FORMATS or pool.scale.shape != (*pool.values.shape[:-1], 1):
+        if pool.dtype not in FORMATS or not (_are_own(pool) or _are_shared(pool, layout)):
             raise ValueError(
                 f"{op}: the pages of {name} are {pool.dtype} with scales of shape {pool.scale.shape},"
-                " but tokens are quantised with a scale of each token and head; pass pages of"
+                " but tokens are quantised with a scale of each token and head, or one that all tokens"
+                " share; pass pages of"
                 " jaxfused.quantize(pages, axis=-1), or the values and the scales in two calls."
             )
     elif jnp.issubdtype(pool.dtype, jnp.integer) and not jnp.issubdtype(new.dtype, jnp.integer):

@@ -246,6 +246,31 @@ def test_tokens_are_quantised_as_they_are_appended(layout):
         np.testing.assert_allclose(pool.scale, expected.scale, rtol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["PSKH", "KPSH"])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_tokens_are_quantised_by_scales_that_all_share(layout, by_head):
+    key, value = random(4, K, H), random(4, K, V)
+    rest = ([11, 4, 0, 8], TABLE, [0, 2, 3, 3, 4])
+    given = [jnp.asarray(p.transpose(2, 0, 1, 3) if layout == "KPSH" else p) for p in pools()]
+    heads = (K, 1, 1, 1) if layout == "KPSH" else (1, 1, K, 1)
+    scale = jnp.linspace(0.02, 0.03, K).reshape(heads) if by_head else jnp.full((1,) * 4, 0.03)
+
+    def quantised(pages):
+        return tuple(jaxfused.quantize(pool, "int8", axis=-1, scale=scale) for pool in pages)
+
+    wide = jaxfused.append_to_pages(tuple(given), key, value, *rest, layout=layout)
+    written = jaxfused.append_to_pages(quantised(given), key, value, *rest, layout=layout)
+    for pool, expected in zip(written, quantised(wide), strict=True):
+        np.testing.assert_array_equal(pool.values, expected.values)
+        np.testing.assert_array_equal(pool.scale, scale)
+    query = random(4, N, H, seed=9)
+    output, wanted = (
+        jaxfused.paged_attention(query, *pages, LENGTHS, TABLE, layout=layout)
+        for pages in (written, [pool.dequantize() for pool in written])
+    )
+    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_pages_keep_what_is_appended_or_refuse_it():
     key, value = 1e6 * random(4, K, H), random(4, K, V)
     rest = (key, value, LENGTHS, TABLE, [0, 1, 2, 3, 4])
