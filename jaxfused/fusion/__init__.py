@@ -59,7 +59,9 @@ def fuse[F: Callable[..., Any]](f: F, *, without: Collection[str] = ()) -> F:
             logits = jaxfused.fuse(model.apply)(params, batch.images)
             ...
 
-    `jaxfused.explain(jaxfused.fuse(f), *args)` says what is found, and why something is not.
+    `jaxfused.explain(jaxfused.fuse(f), *args)` says what is found, and why something is not. Activations
+    are found however they are written, if they have the values of one of `jaxfused.ACTIVATIONS` and, at
+    corners, its derivatives: `jnp.clip(x, 0, 6)` has others than `jax.nn.relu6`.
 
     Args:
       f: a function of arrays: `model.apply` of Flax's Linen or of Haiku, a module of `flax.nnx` or
