@@ -114,9 +114,7 @@ def of_problem(
         arrays += [jnp.asarray(constant) for constant in problem.constants.values()]
         form = next(iter(stock.values()), ours)
         found = _as_tuple(jax.eval_shape(form, *arrays))
-        # The cotangent of a loss is 1.
-        dys = (random.normal(y.shape, y.dtype) if y.ndim else jnp.ones((), y.dtype) for y in found)
-        return (*arrays, *dys)
+        return (*arrays, *(random.normal(y.shape, y.dtype) for y in found))
 
     return Programs(make_inputs, ours, stock, len(problem.operands), cotangents=results, **more)
 

@@ -48,6 +48,11 @@ CODE_BYTES = BLOCK // 2
 """Bytes of codes in a block."""
 
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_E2M1, *(-number for number in _E2M1))
+"""The codebook of MXFP4 and NVFP4: a sign, two bits of exponent and one of mantissa."""
+
+
 def table(codebook: tuple[float, ...], dtype: Any) -> np.ndarray:
     """Returns the table of a codebook, int32: for each byte its two numbers in `dtype`, of 16 bits."""
     bits = np.asarray(codebook, np.float32).astype(dtype).view(np.uint16).astype(np.uint32)
@@ -57,30 +62,38 @@ def table(codebook: tuple[float, ...], dtype: Any) -> np.ndarray:
 
 
 def from_codes(
-    stored: Any, entries: Any, scales: Sequence[jax.Array], half: int, dtype: Any
+    stored: Any, entries: Any | None, scales: Sequence[jax.Array], half: int, dtype: Any
 ) -> jax.Array:
     """Returns number * scale for half of the codes of a block: 64 numbers for each row of `stored`.
 
     Args:
       stored: reference to the bytes [N, 64] of a block, swizzled; two codes each.
-      entries: reference to the `table` of the codebook for `dtype`.
+      entries: reference to the `table` of the codebook for `dtype`; None for `E2M1`, whose bits are
+        moved to their places in a float.
       scales: [N] each, in `dtype`, one for each of as many equal parts of the columns; or none.
     """
     wgmma = plgpu.Layout.WGMMA
     shape = (stored.shape[0], BLOCK // 2)
     transforms = (plgpu.TilingTransform((8, CODE_BYTES)), plgpu.SwizzleTransform(CODE_BYTES))
 
+    tables = [] if entries is None else [entries]
+
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(transforms), plgpu.RefType(), *[wgmma] * len(scales)),
+        arg_types=(
+            plgpu.RefType(transforms),
+            *[plgpu.RefType()] * len(tables),
+            *[wgmma] * len(scales),
+        ),
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=wgmma),
     )
-    def convert(ctx, stored, entries, *scales):
+    def convert(ctx, stored, *others):
         del ctx
+        entries, scales = (others[0], others[1:]) if tables else (None, others)
         element_type = mgpu.utils.dtype_to_ir_type(dtype)
         return _floats_of_codes(half, shape, element_type, stored, entries, scales)
 
     columns = (shape[0], _TILE_COLUMNS)
-    return convert(stored, entries, *(jax.lax.broadcast_in_dim(s, columns, (0,)) for s in scales))
+    return convert(stored, *tables, *(jax.lax.broadcast_in_dim(s, columns, (0,)) for s in scales))
 
 
 def from_bytes(
@@ -191,7 +204,7 @@ def _floats_of_codes(
     """
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
     registers = _Registers(shape, (), scales)
-    codes, pairs = (mgpu.utils.memref_ptr(memory) for memory in (stored, entries))
+    codes = mgpu.utils.memref_ptr(stored)
     element = mgpu.utils.getelementptr
     thread = arith.remui(mgpu.utils.thread_idx(), _word(128))
     lane = arith.remui(thread, _word(LANES))
@@ -199,19 +212,43 @@ def _floats_of_codes(
     row = arith.addi(arith.muli(arith.divui(thread, _word(LANES)), _word(16)), group)
     turn = arith.remui(arith.divui(group, _word(2)), _word(4))
     start = arith.addi(arith.muli(row, _word(CODE_BYTES)), arith.remui(lane, _word(4)))
-    own = element(pairs, [lane], i32)
+    own = None if entries is None else element(mgpu.utils.memref_ptr(entries), [lane], i32)
     for chunk in range(2):
         place = arith.xori(turn, _word(2 * half + chunk))
         own_codes = element(codes, [arith.addi(start, arith.muli(place, _word(16)))], i8)
         for tile, eight, part in np.ndindex(shape[0] // 64, 2, 4):
             offset = (64 * tile + 8 * eight) * CODE_BYTES + 4 * part
             byte = llvm.load(i8, element(own_codes, [offset], i8))
-            index = arith.muli(arith.extui(i32, byte), _word(LANES))
-            pair = llvm.load(i32, element(own, [index], i32))
+            byte = arith.extui(i32, byte)
+            if own is None:
+                pair = _floats_of_e2m1(byte, element_type)
+            else:
+                pair = llvm.load(i32, element(own, [arith.muli(byte, _word(LANES))], i32))
             registers.put_floats(
                 (tile, 4 * chunk + part, 0, 0, eight, 0, 0, 0, 0), pair, element_type
             )
     return registers.array
+
+
+def _floats_of_e2m1(byte: Any, element_type: Any) -> Any:
+    """Emits the code that makes two floats of a byte of E2M1, and returns their word.
+
+    Three bits below a sign are the lowest bit of a float's exponent field and its neighbours. As they
+    count from the smallest exponent, one product with a power of two makes the number, exactly.
+    """
+    is_bfloat = element_type == ir.BF16Type.get()
+    low = 6 if is_bfloat else 9  # the place of the mantissa's bit
+    name, factor = ("bf16x2", 0x7E807E80) if is_bfloat else ("f16x2", 0x74007400)
+    high = low + 12  # the second code begins four bits higher, in the half word sixteen bits higher
+    sizes = arith.muli(byte, _word(1 << low | 1 << high))
+    signs = arith.muli(byte, _word(1 << 12 | 1 << 24))
+    sizes = arith.andi(sizes, _word(0x00070007 << low))
+    signs = arith.andi(signs, _word(0x80008000 - 2**32))
+    bits = arith.ori(sizes, signs)
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(
+        i32, [bits, _word(factor)], f"mul.rn.{name} $0, $1, $2;", "=r,r,r", has_side_effects=False
+    )
 
 
 class _Registers:

@@ -484,7 +484,7 @@ def _operands(ws: Sequence[Packed], layout: Format, x_dtype: Any) -> list[jax.Ar
             arrays.append(w.scale)
         if w.zero_point is not None:
             arrays.append(w.zero_point)
-        if w.codebook is not None:
+        if layout.has_table:
             arrays.append(jnp.asarray(dequantize.table(w.codebook, x_dtype)))
     return arrays
 
@@ -513,7 +513,7 @@ def candidates(
     dtypes = (*written, *(matrix.dtype for matrix in read))
     only_tiles = layout.group == 32 or layout.codebook is not None
     if m <= MAX_ROWS or (m <= MAX_ROWS_QUANTIZED and not only_tiles):
-        configs += _of_few_rows(work, multiprocessors, codes=layout.codebook is not None)
+        configs += _of_few_rows(work, layout, multiprocessors)
     if m > MAX_ROWS and multiplies_tiles(products, dtypes):
         streams = len(written), len(read)
         configs += quantized_tiles.candidates(m, w.n, k, layout, *streams, multiprocessors)
@@ -565,12 +565,13 @@ def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes
     )
 
 
-def _of_few_rows(work: Work, multiprocessors: int, *, codes: bool = False) -> list[QuantizedConfig]:
+def _of_few_rows(work: Work, layout: Format, multiprocessors: int) -> list[QuantizedConfig]:
     """Returns configs for a small-M product that fit, predicted fastest first.
 
-    Codes are looked up for twice as long a step, which takes a seventh less time in all (H200,
-    2026-11-28).
+    Products of codes take a seventh less time in steps of twice the length, and without a table a tenth
+    less with several CTAs on each SM (H200, 2026-11-28), which no model predicts.
     """
+    codes = layout.codebook is not None
     step = 2 * STEP if codes else STEP
     configs = [
         QuantizedConfig(tile_n, parts, stages, step)
@@ -586,6 +587,15 @@ def _of_few_rows(work: Work, multiprocessors: int, *, codes: bool = False) -> li
         if cost.quantized_few_rows_shared_bytes(work, config) <= SHARED_MEMORY_BYTES
         and cost.quantized_few_rows_registers(work, config) <= THREAD_REGISTERS
     ]
-    return sorted(
-        fitting, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
-    )
+    wanted = min(4, _CTAS_OF_CODES * multiprocessors // -(-work.n // 64))
+
+    def time(config: QuantizedConfig) -> float:
+        if codes and not layout.has_table and work.m <= _ROWS_OF_CODES:
+            return abs(config.parts - wanted)
+        return cost.quantized_few_rows(work, config, multiprocessors)
+
+    return sorted(fitting, key=time)
+
+
+_CTAS_OF_CODES, _ROWS_OF_CODES = 7, 16
+"""CTAs on an SM that multiply codes without a table, up to which number of rows."""

@@ -11,8 +11,8 @@ tile has so many rows that few such stages would fit, each into a ring of its ow
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,8 @@ class QuantizedTilesConfig:
     """Pipeline stages of the weights, each with 128 numbers of each column."""
     x_stages: int = 0
     """Pipeline stages of x, each with 64 numbers of each row; 0 if x shares those of the weights."""
+    tail_rows: int = 0
+    """Rows of x in a tile of the last columns, whose tiles of `rows` would not occupy all SMs; or 0."""
     band: int = 4
     """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
 
@@ -56,6 +58,11 @@ class QuantizedTilesConfig:
             raise ValueError(
                 f"QuantizedTilesConfig: rows must be a multiple of {_STORED_ROWS} up to 256, got"
                 f" {self.rows}; pass such a number"
+            )
+        if self.tail_rows % _STORED_ROWS or not 0 <= self.tail_rows < self.rows:
+            raise ValueError(
+                f"QuantizedTilesConfig: tail_rows must be a multiple of {_STORED_ROWS} below rows, got"
+                f" {self.tail_rows} and {self.rows}; pass such a number"
             )
         if self.warpgroups not in _REGISTERS or (self.warpgroups == 3 and self.rows > 128):
             raise ValueError(
@@ -89,6 +96,12 @@ def candidates(
         for rows in range(64, most + 1, _STORED_ROWS)
         if rows == 64 or rows < m + _STORED_ROWS
     ]
+    found += [
+        replace(config, tail_rows=tail)
+        for config in found
+        for tail in (32, 64, 96, 128)
+        if tail < config.rows
+    ]
     found.sort(key=lambda config: microseconds(m, n, k, config, multiprocessors))
     return found[:_CANDIDATES]
 
@@ -105,10 +118,13 @@ def microseconds(
     CTAs compute their tiles in waves. The terms of a step of a tile are its products, the dequantisation
     of its columns, and barriers. While a single warpgroup dequantises, nothing is multiplied at times.
     """
-    waves = pl.cdiv(pl.cdiv(m, config.rows) * pl.cdiv(n, config.columns), multiprocessors)
-    step = 2.5e-7 * config.columns * config.rows + 8.6e-6 * config.columns + 8.5e-4
     alone = 8e-4 if config.warpgroups == 1 else 0.0
-    return 2.0 + waves * k * (step + alone)
+    step = sum(
+        pl.cdiv(part.tiles, multiprocessors)
+        * (2.5e-7 * config.columns * part.rows + 8.6e-6 * config.columns + 8.5e-4 + alone)
+        for part in _parts(m, n, config, multiprocessors)
+    )
+    return 2.0 + k * step
 
 
 _FEWEST_STAGES = 3
@@ -118,7 +134,7 @@ _MOST_STAGES = 5
 
 def _filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> QuantizedTilesConfig:
     """Returns the config with as many stages as fit beside the epilogue's chunks."""
-    table = math.prod(dequantize.TABLE_SHAPE) * 4 if quantized.codebook is not None else 0
+    table = math.prod(dequantize.TABLE_SHAPE) * 4 if quantized.has_table else 0
     groups = BLOCK // min(quantized.group or BLOCK, BLOCK)
     of_weights = COLUMNS * warpgroups * (BLOCK * quantized.bits // 8 + 8 * groups)
     of_epilogue = chunks * warpgroups * _STORED_ROWS * COLUMNS * 2 + 8192
@@ -128,6 +144,35 @@ def _filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> Quant
         return QuantizedTilesConfig(rows, warpgroups, stages)
     x_stages = (left - _FEWEST_STAGES * of_weights) // of_x
     return QuantizedTilesConfig(rows, warpgroups, _FEWEST_STAGES, min(_MOST_STAGES, x_stages))
+
+
+class _Part(NamedTuple):
+    """Columns of a product that have tiles of one size."""
+
+    rows: int
+    """Rows of x in a tile."""
+    first: int
+    """Index of the first column of tiles."""
+    grid: tuple[int, int]
+    """Rows and columns of tiles."""
+
+    @property
+    def tiles(self) -> int:
+        down, across = self.grid
+        return down * across
+
+
+def _parts(m: int, n: int, config: QuantizedTilesConfig, multiprocessors: int) -> list[_Part]:
+    """Returns the parts of a product: with `tail_rows` whole waves of tiles come first."""
+    down, across = pl.cdiv(m, config.rows), pl.cdiv(n, config.columns)
+    main = across
+    if config.tail_rows:
+        main = down * across // multiprocessors * multiprocessors // down
+    parts = [
+        _Part(config.rows, 0, (down, main)),
+        _Part(config.tail_rows, main, (pl.cdiv(m, config.tail_rows or m), across - main)),
+    ]
+    return [part for part in parts if part.tiles]
 
 
 @dataclass(frozen=True)
@@ -167,13 +212,12 @@ class QuantizedTiles:
         return pl.cdiv(self.k, BLOCK)
 
     @property
-    def grid(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, self.config.columns)
+    def parts(self) -> list[_Part]:
+        return _parts(self.m, self.n, self.config, self.multiprocessors)
 
     @property
     def ctas(self) -> int:
-        down, across = self.grid
-        return min(self.multiprocessors, down * across)
+        return min(self.multiprocessors, max(part.tiles for part in self.parts))
 
     def scratch(self) -> dict[str, Any]:
         """Returns the shared memory of a CTA."""
@@ -194,7 +238,7 @@ class QuantizedTiles:
         if c.x_stages:
             scratch["x_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.x_stages)
             scratch["x_free"] = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.x_stages)
-        if self.quantized.codebook is not None:
+        if self.quantized.has_table:
             scratch["table_full"] = plgpu.Barrier(num_arrivals=1)
         if self.vectors:
             scratch["vector_smem"] = {
@@ -259,18 +303,17 @@ class QuantizedTiles:
 
     # --- on the device ----------------------------------------------------------------------------
 
-    def tiles_of_cta(self) -> jax.Array:
-        """Returns the number of tiles that this CTA computes."""
-        down, across = self.grid
-        first = lax.axis_index("cta")
-        return lax.div(jnp.int32(down * across - 1) - first, jnp.int32(self.ctas)) + 1
+    def tiles_of_cta(self, part: _Part) -> jax.Array:
+        """Returns the number of a part's tiles that this CTA computes."""
+        left, ctas = part.tiles - lax.axis_index("cta"), jnp.int32(self.ctas)
+        return lax.div(jnp.maximum(left, 0) + (ctas - 1), ctas)
 
-    def place(self, sequence_idx: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the first row and column of this CTA's tile `sequence_idx`."""
+    def place(self, part: _Part, sequence_idx: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the first row and column of this CTA's tile `sequence_idx` of a part."""
         m_idx, n_idx = plgpu.planar_snake(
-            lax.axis_index("cta") + sequence_idx * self.ctas, self.grid, 0, self.config.band
+            lax.axis_index("cta") + sequence_idx * self.ctas, part.grid, 0, self.config.band
         )
-        return m_idx * self.config.rows, n_idx * self.config.columns
+        return m_idx * part.rows, (part.first + n_idx) * self.config.columns
 
 
 def _next(slot: Any, stages: int) -> jax.Array:
@@ -297,9 +340,11 @@ class _Producer:
             self.product.w_tile.copy_table(
                 self.w_gmem, self.memory["w_smem"], self.memory["table_full"]
             )
-        tiles = self.product.tiles_of_cta()
-        w_slot, x_slot, _ = lax.fori_loop(0, tiles, self._fill_tile, (zero, zero, zero))
-        filled = tiles * self.product.steps
+        carry = (zero, zero, zero)
+        for part in self.product.parts:
+            tiles = self.product.tiles_of_cta(part)
+            carry = lax.fori_loop(0, tiles, functools.partial(self._fill_tile, part), carry)
+        w_slot, x_slot, filled = carry
         self._await_readers("w_free", w_slot, filled, c.stages)
         if c.x_stages:
             self._await_readers("x_free", x_slot, filled * _PIECES, c.x_stages)
@@ -313,15 +358,16 @@ class _Producer:
                 last = lax.rem(slot + (stages - back), jnp.int32(stages))
                 plgpu.barrier_wait(self.memory[name].at[last])
 
-    def _fill_tile(self, sequence_idx, carry):
-        m_start, n_start = self.product.place(sequence_idx)
+    def _fill_tile(self, part, sequence_idx, carry):
+        m_start, n_start = self.product.place(part, sequence_idx)
+        rows = pl.ds(m_start, part.rows)
 
         def step(k_idx, carry):
-            return self._fill_step(m_start, n_start, k_idx, *carry)
+            return self._fill_step(rows, n_start, k_idx, *carry)
 
         return lax.fori_loop(0, self.product.steps, step, carry)
 
-    def _fill_step(self, m_start, n_start, k_idx, w_slot, x_slot, filled):
+    def _fill_step(self, rows, n_start, k_idx, w_slot, x_slot, filled):
         """Fills a stage of the weights and those of x that are multiplied by it."""
         product, memory, c = self.product, self.memory, self.product.config
 
@@ -338,12 +384,10 @@ class _Producer:
                 def _(x_slot=x_slot):
                     plgpu.barrier_wait(memory["x_free"].at[x_slot])
 
-            product.x_tile.copy(
-                lambda first, second: self.x_gmem.at[first, second],
-                memory["x_smem"],
-                x_slot,
-                m_start,
-                k_start + piece * PIECE,
+            _, x_smem = memory["x_smem"]
+            plgpu.copy_gmem_to_smem(
+                self.x_gmem.at[rows, pl.ds(k_start + piece * PIECE, PIECE)],
+                x_smem.at[x_slot, 0, pl.ds(0, rows.size)],
                 memory["x_full"].at[x_slot] if c.x_stages else w_full,
             )
             x_slot = _next(x_slot, product.x_slots)
@@ -366,29 +410,30 @@ class _Consumer:
         if "table_full" in self.memory:
             plgpu.barrier_wait(self.memory["table_full"])
         zero = jnp.int32(0)
-        lax.fori_loop(0, self.product.tiles_of_cta(), self._compute_tile, (zero, zero))
+        slots = (zero, zero)
+        for part in self.product.parts:
+            tiles = self.product.tiles_of_cta(part)
+            slots = lax.fori_loop(0, tiles, functools.partial(self._compute_tile, part), slots)
         plgpu.wait_smem_to_gmem(0)
 
-    def _compute_tile(self, sequence_idx, slots):
-        m_start, n_start = self.product.place(sequence_idx)
+    def _compute_tile(self, part, sequence_idx, slots):
+        m_start, n_start = self.product.place(part, sequence_idx)
         n_start += self.wg_idx * COLUMNS
         self._prefetch(n_start)
 
         def multiply(acc):
-            after = lax.fori_loop(0, self.product.steps, self._step_into(acc), slots)
+            after = lax.fori_loop(0, self.product.steps, self._step_into(acc, part.rows), slots)
             plgpu.wgmma_wait(0)
             return acc[...], after
 
-        sums, slots = pl.run_scoped(
-            multiply, plgpu.ACC((COLUMNS, self.product.config.rows), jnp.float32)
-        )
+        sums, slots = pl.run_scoped(multiply, plgpu.ACC((COLUMNS, part.rows), jnp.float32))
         self._free(*slots)
         if not self.product.quantized.group:
             sums = sums * self.product.w_tile.unit
         self._finish(sums, m_start, n_start)
         return slots
 
-    def _step_into(self, acc: Any) -> Callable[[Any, Any], Any]:
+    def _step_into(self, acc: Any, rows: int) -> Callable[[Any, Any], Any]:
         """Returns the body of the loop over steps, which leaves the last piece's WGMMAs in flight."""
         product, memory, c = self.product, self.memory, self.product.config
 
@@ -399,7 +444,8 @@ class _Consumer:
             for piece, w in enumerate(pieces):
                 if c.x_stages:
                     plgpu.barrier_wait(memory["x_full"].at[x_slot])
-                [(_, x)] = product.x_tile.operands(memory["x_smem"], x_slot)
+                x = memory["x_smem"][0].at[x_slot, 0]
+                x = x if rows == c.rows else x.at[pl.ds(0, rows)]
                 plgpu.wgmma(acc, w, x.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
                 # The WGMMAs of the piece before this one have ended.
@@ -441,7 +487,7 @@ class _Consumer:
             vectors = {
                 name: self._over_rows(self.memory["vector_smem"][name]) for name in self.vectors
             }
-        chunks = self.product.config.rows // _STORED_ROWS
+        chunks = sums.shape[1] // _STORED_ROWS
         for chunk in range(chunks):
             row = m_start + chunk * _STORED_ROWS
             if self.matrices:

@@ -56,7 +56,12 @@ class Format:
     def arrays(self) -> int:
         """Number of arrays that hold a product's weights: the last one is the table of a codebook."""
         of_groups = int(self.group > 0) + int(self.has_zero_point)
-        return 1 + of_groups + int(self.codebook is not None)
+        return 1 + of_groups + int(self.has_table)
+
+    @property
+    def has_table(self) -> bool:
+        """True if codes are looked up in a table."""
+        return self.codebook is not None and self.codebook != dequantize.E2M1
 
     @property
     def of_element(self) -> int:
@@ -102,8 +107,7 @@ class QuantizedTile:
 
     @property
     def copies(self) -> int:
-        tables = int(self.format.codebook is not None)
-        return self.blocks + self.format.arrays - 1 - tables
+        return self.blocks + self.format.arrays - 1 - int(self.format.has_table)
 
     @property
     def scales_weights(self) -> bool:
@@ -149,7 +153,8 @@ class QuantizedTile:
         elif f.codebook is not None:
             leading = (stages * self.blocks,)
             memory["values"] = block(leading, self.span, dequantize.CODE_BYTES, jnp.uint8)
-            memory["table"] = plgpu.SMEM(dequantize.TABLE_SHAPE, jnp.int32)
+            if f.has_table:
+                memory["table"] = plgpu.SMEM(dequantize.TABLE_SHAPE, jnp.int32)
         else:
             # A row of a block is 128 bytes, which are swizzled as one.
             memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
@@ -269,7 +274,7 @@ class QuantizedTile:
         def piece_of(piece: int, shifts: Sequence[Any], scales: Sequence[Any]) -> jax.Array:
             del shifts
             narrow = [s.astype(self.x_dtype) for s in scales if narrows]
-            w = dequantize.from_codes(stored, memory["table"], narrow, piece, self.x_dtype)
+            w = dequantize.from_codes(stored, memory.get("table"), narrow, piece, self.x_dtype)
             return w if narrows else self._scaled_parts(w, scales)
 
         return piece_of

@@ -223,7 +223,7 @@ class FewRows:
             scratch["matrix_full"] = plgpu.Barrier(
                 num_arrivals=len(self.matrices), num_barriers=self.chunks_of_cta
             )
-        if self.quantized is not None and self.quantized.codebook is not None:
+        if self.quantized is not None and self.quantized.has_table:
             scratch["tables"] = plgpu.Barrier(num_arrivals=self.products)
         if c.parts > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("part",))

@@ -251,10 +251,19 @@ def upcast_integers(monkeypatch) -> None:
             unsigned = unsigned[:, half * 4 * count : (half + 1) * 4 * count]
         return floats(unsigned, shifts, scales)
 
+    def e2m1(codes):
+        exponent, mantissa = (codes >> 1) & 3, (codes & 1) * 0.5
+        size = jnp.where(exponent == 0, mantissa, (1 + mantissa) * (1 << exponent) * 0.5)
+        return jnp.where(codes & 8, -size, size)
+
     def from_codes(stored, entries, scales, half, dtype):
         codes = stored[...][:, half * 32 : (half + 1) * 32].astype(jnp.int32)
-        pairs = jnp.take(entries[...][:, 0], codes)
-        numbers = jax.lax.bitcast_convert_type(pairs, dtype).reshape(codes.shape[0], -1)
+        if entries is None:
+            numbers = e2m1(jnp.stack([codes & 15, codes >> 4], axis=-1)).astype(dtype)
+        else:
+            pairs = jnp.take(entries[...][:, 0], codes)
+            numbers = jax.lax.bitcast_convert_type(pairs, dtype)
+        numbers = numbers.reshape(codes.shape[0], -1)
         if not scales:
             return numbers
         each = jnp.repeat(jnp.stack(scales, axis=1), numbers.shape[1] // len(scales), axis=1)

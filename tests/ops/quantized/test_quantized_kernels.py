@@ -120,6 +120,9 @@ MANY_ROWS = (
         70, 384, 136, Q(96, 2, 2, 3), "int8", {"group_size": 128, "symmetric": False}, "float16"
     ),
     Case.of(70, 256, 67, Q(96, 2, 2, 3), "int8", plain=True),
+    # The last columns have smaller tiles: 4 SMs compute 3 x 5 and then 5 tiles, and 2 x 4 and then 7.
+    Case.of(130, 272, 728, Q(64, 2, 2, 3, tail_rows=32)),
+    Case.of(200, 256, 584, Q(128, 2, 2, tail_rows=32), "int4", {"group_size": 32}, activation=None),
 )
 
 
