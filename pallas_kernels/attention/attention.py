@@ -79,6 +79,8 @@ def forward_candidates(
 ) -> tuple[ForwardConfig, ...]:
     """Returns the forward's configs worth trying, all of them legal, the best guess first."""
     longs = attention_fwd.candidates(shape, logits, multiprocessors)
+    if logits.has_functions:
+        return longs
     whole: tuple[ForwardConfig, ...] = longs
     if _is_short(shape, dtype):
         whole = (*short_forward.candidates(shape, multiprocessors), longs[0])
@@ -91,6 +93,8 @@ def backward_candidates(
 ) -> tuple[BackwardConfig, ...]:
     """Returns the backward's configs worth trying, all of them legal, the best guess first."""
     longs = attention_bwd.candidates(shape, logits, multiprocessors)
+    if logits.has_functions:
+        return longs
     whole: tuple[BackwardConfig, ...] = longs
     if _is_short(shape, dtype):
         shorts = short_backward.candidates(shape)
@@ -174,12 +178,13 @@ def backward(
     multiprocessors: int,
     config: BackwardConfig | None = None,
     dbias_dtype: Any = jnp.float32,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (dquery, dkey, dvalue, dbias, dsinks), given the results of `forward`.
+) -> tuple[jax.Array | None, ...]:
+    """Returns (dquery, dkey, dvalue, dbias, dsinks, *dreads), given the results of `forward`.
 
     lse is [B, N, R]; dlse is [B, N, T] or None. dbias has the shape of the bias, and is rounded once to
-    `dbias_dtype`; dsinks is [N] in float32; either is None if its operand is absent. The default config
-    is the first of `backward_candidates`.
+    `dbias_dtype`; dsinks is [N] in float32; either is None if its operand is absent. dreads, in float32,
+    are those of what `logits.score` reads, where it wants them. The default config is the first of
+    `backward_candidates`.
     """
     if config is None:
         shape = Shape.of(query, key, value)

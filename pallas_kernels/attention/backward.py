@@ -59,12 +59,13 @@ def backward(
     multiprocessors: int,
     config: BackwardConfig | None = None,
     dbias_dtype: Any = jnp.float32,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (dquery, dkey, dvalue, dbias, dsinks), given the results of the forward.
+) -> tuple[jax.Array | None, ...]:
+    """Returns (dquery, dkey, dvalue, dbias, dsinks, *dreads), given the results of the forward.
 
     query is [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, R] in float32 is the natural
     logarithm, with R = saved_length(T). dbias is summed in float32 and rounded once to `dbias_dtype`,
-    dsinks is float32, and each is None without its operand.
+    dsinks is float32, and each is None without its operand. dreads, in float32, are the gradients of
+    what `logits.score` reads, or None for those that have none.
     """
     shape = Shape.of(query, key, value)
     config = config or candidates(shape, logits, multiprocessors)[0]
@@ -81,14 +82,60 @@ def backward(
             of_bias, explicit = as_explicit(logits, operands)
             rest = (lse2, delta, dout)
             dbias = bias_gradient(
-                *(query, key, value, explicit, *rest), logits=of_bias, dtype=dbias_dtype
+                *(query, key, value, explicit, *rest),
+                logits=of_bias,
+                dtype=dbias_dtype,
             )
     options = dict(logits=logits, multiprocessors=multiprocessors)
-    dquery, dlogits = query_gradient(
-        *arrays, **options, config=config.queries, dlogits_dtype=written
+    shapes = _shapes_of_reads(logits, operands)
+    of_rows = tuple(number for number, read in shapes.items() if read[3] == 1)
+    dquery, dlogits, sums = query_gradient(
+        *arrays,
+        **options,
+        config=config.queries,
+        dlogits_dtype=written,
+        reads=of_rows if shapes else None,
     )
     dkey, dvalue = key_gradients(*arrays, **options, config=config.keys)
-    return dquery, dkey, dvalue, dbias if written is None else dlogits, dsinks
+    dreads: dict[int, jax.Array] = {}
+    if shapes:
+        # By the output, delta errs by its rounding to 16 bits, which derivatives would multiply.
+        exact = sums[0] if dlse is None else sums[0] - dlse
+        error = delta[:, :, : shape.query_count] - exact
+        for i, number in enumerate(of_rows):
+            of_logits, of_probabilities = sums[1 + 2 * i : 3 + 2 * i]
+            dreads[number] = _summed(of_logits + error * of_probabilities, shapes[number])
+        exact = delta.at[:, :, : shape.query_count].set(exact)
+    for number in shapes.keys() - dreads.keys():
+        of_read, explicit = as_explicit(logits, operands)
+        dreads[number] = bias_gradient(
+            *(query, key, value, explicit, lse2, exact, dout),
+            logits=of_read,
+            bias_shape=shapes[number],
+            read=number,
+        )
+    wanted = () if logits.score is None else logits.score.wanted
+    numbers = iter(sorted(dreads))
+    return (
+        *(dquery, dkey, dvalue, dbias if written is None else dlogits, dsinks),
+        *(dreads[next(numbers)] if is_wanted else None for is_wanted in wanted),
+        *[None] * (len(operands.reads) - len(wanted)),
+    )
+
+
+def _shapes_of_reads(logits: Logits, operands: Operands) -> dict[int, tuple[int, ...]]:
+    """Returns the shapes of the reads that have gradients, by their number from 1."""
+    if logits.score is None:
+        return {}
+    reads = logits.score_reads(operands)
+    wanted = [r for r, is_wanted in zip(reads, logits.score.wanted, strict=True) if is_wanted]
+    return {i + 1: read.shape for i, read in enumerate(wanted)}
+
+
+def _summed(sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns sums [B, N, T] over the axes that `shape` [B or 1, N or 1, T or 1, 1] shares."""
+    shared = tuple(axis for axis in range(3) if shape[axis] == 1)
+    return jnp.sum(sums, axis=shared, keepdims=True)[..., None]
 
 
 def prepare(

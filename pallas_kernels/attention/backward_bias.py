@@ -38,15 +38,19 @@ def bias_gradient(
     dout: jax.Array,
     *,
     logits: Logits,
+    bias_shape: tuple[int, ...] | None = None,
+    read: int | None = None,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
     """Returns the gradient in the bias's shape and in `dtype`, for a bias that differs between keys.
 
     It is summed in float32 and rounded once. `backward_rows` serves a bias that is the same for all
-    keys. lse2 and delta are [B, N, T padded to whole tiles].
+    keys. lse2 and delta are [B, N, T padded to whole tiles]. With `read`, it is the gradient of what
+    `logits.score` reads: of the array, of shape `bias_shape`, that is number `read` among those that
+    have one, from 1.
     """
     shape = Shape.of(query, key, value)
-    bias_shape = operands.bias.shape
+    bias_shape = bias_shape or operands.bias.shape
     tiles = (
         pl.cdiv(shape.query_count, BIAS_GRADIENT_TILE[0]),
         pl.cdiv(shape.key_count, BIAS_GRADIENT_TILE[1]),
@@ -58,16 +62,17 @@ def bias_gradient(
         shape,
         query.dtype,
         logits,
+        read,
         shared=tuple(count // mine for count, mine in zip(whole, own, strict=True))[:3],
         head=Columns.of(shape.head_size, lengths),
         value=Columns.of(shape.value_size, lengths),
     )
     operands = operands.padded(*BIAS_GRADIENT_TILE)
-    optional = {name: x for name, x in operands._asdict().items() if x is not None}
+    optional, tree = jax.tree.flatten(operands)
 
     def run(q, k, v, do, lse, delta, *refs, **scratch):
         *optional_refs, dbias_gmem = refs
-        ops = Operands(**dict(zip(optional, optional_refs, strict=True)))
+        ops = jax.tree.unflatten(tree, optional_refs)
         kernel(_References((q, k, v, do), lse, delta, ops, dbias_gmem, scratch))
 
     out_shape = (*own[:2], own[2] * BIAS_GRADIENT_TILE[0], own[3] * BIAS_GRADIENT_TILE[1])
@@ -80,7 +85,7 @@ def bias_gradient(
         scratch_types=kernel.memory(),
         kernel_name="attention_bias_gradient",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, dout, lse2, delta, *optional.values())
+    )(query, key, value, dout, lse2, delta, *optional)
     if bias_shape[2] == 1:
         dbias = jnp.sum(dbias, axis=2, keepdims=True).astype(dtype)
     return dbias[:, :, : bias_shape[2], : bias_shape[3]]
@@ -106,6 +111,7 @@ class _BiasGradient:
     shape: Shape
     dtype: Any
     logits: Logits
+    read: int | None
     shared: tuple[int, ...]
     """Batch entries, heads and query tiles that share an element of the bias."""
     head: Columns
@@ -150,13 +156,23 @@ class _BiasGradient:
         tile = Tile(b, n, t * BIAS_GRADIENT_TILE[0], s * BIAS_GRADIENT_TILE[1], BIAS_GRADIENT_TILE)
         self.copy(refs, tile)
         acc = plgpu.ACC(BIAS_GRADIENT_TILE, jnp.float32)
-        x, dp = pl.run_scoped(functools.partial(self.products, refs), acc, acc)
+        products, dp = pl.run_scoped(functools.partial(self.products, refs), acc, acc)
         logits, operands = self.logits, refs.operands
-        x = logits.logits(x, tile, operands, operands.extent(logits.mask, b), True)
-        p = jnp.exp2(x * logits.multiplier - self.of_rows(refs.lse, tile))
+        x = logits.logits(products, tile, operands, operands.extent(logits.mask, b), True)
+        lse2 = self.of_rows(refs.lse, tile)
+        shift = logits.shift(tile, operands)
+        of_tile = lse2
+        if shift is not None:
+            of_tile = lse2 - lax.broadcast_in_dim(shift, BIAS_GRADIENT_TILE, [0])
+        p = logits.within_rows(jnp.exp2(x * logits.multiplier - of_tile), lse2)
         if logits.dropout_rate > 0:
             dp = logits.dropped(dp, tile, operands) * (1 / logits.keep_probability)
-        return total + p * (dp - self.of_rows(refs.delta, tile))
+        gradient = p * (dp - self.of_rows(refs.delta, tile))
+        if self.read is not None:
+            (part,) = logits.derivatives_of_score([self.read], products, tile, operands)
+            derivative = part.over((0, 1), tile.shape).astype(jnp.float32)
+            gradient = logits.chained(gradient, derivative)
+        return total + gradient
 
     def copy(self, refs: _References, tile: Tile) -> None:
         """Copies the matrices that belong to a tile of logits to shared memory, and waits for them."""

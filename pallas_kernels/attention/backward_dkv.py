@@ -400,7 +400,8 @@ class _KeyGradients:
                 transposed=True,
                 bits=visits.bits(i, part),
             )
-            visit(_Visit(first + i - visits.start, tile, visits.is_partial(i), at.extent))
+            number = first + i - visits.start
+            visit(_Visit(number, tile.with_words(), visits.is_partial(i), at.extent))
 
         def of_head(g, first):
             visits = at.visits(g)
@@ -425,16 +426,22 @@ class _KeyGradients:
     def probabilities(
         self, cta: Cta, visit: _Visit, products: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns P^T, and the derivative of the soft cap or None without a cap."""
+        """Returns P^T, and the derivative of the logits by the products, or None if it is `scale`."""
         logits, is_partial = self.logits, visit.is_partial
         if logits.mask.is_always_full(self.config.query_block, self.config.key_block):
             is_partial = False
         x = logits.logits_if_masked(products, visit.tile, cta.operands, visit.extent, is_partial)
-        lse2 = cta.memory["lse_smem"].at[self.slots(cta, visit)[0]]
-        p = jnp.exp2(x * logits.multiplier - visit.tile.along_queries(lse2))
-        if logits.soft_cap is None:
-            return p, None
-        return p, logits.derivative_of_capped(products)
+        lse_smem = cta.memory["lse_smem"].at[self.slots(cta, visit)[0]]
+        lse2 = visit.tile.along_queries(lse_smem)
+        shift = logits.shift(visit.tile, cta.operands)
+        if shift is None:
+            p = jnp.exp2(x * logits.multiplier - lse2)
+        else:
+            of_block = plgpu.load(lse_smem, layout=visit.tile.layout.reduce(0)) - shift
+            p = jnp.exp2(x * logits.multiplier - lax.broadcast_in_dim(of_block, x.shape, [1]))
+        if logits.mask.has_query_lengths or logits.mask.query_count % self.config.query_block:
+            p = logits.within_rows(p, lse2)
+        return p, logits.derivative(products, visit.tile, cta.operands)
 
     def delta(self, cta: Cta, visit: _Visit) -> jax.Array:
         return visit.tile.along_queries(cta.memory["delta_smem"].at[self.slots(cta, visit)[1]])
@@ -655,7 +662,7 @@ class _SplitGradients(_KeyGradients):
             memory.multiply_transposed(s_acc, keys, queries.matrix(q_slot))
             products = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
             p, derivative = self.probabilities(cta, visit, products)
-            return p, p if derivative is None else p * derivative
+            return p, self.logits.chained(p, derivative)
 
         p, factor = pl.run_scoped(with_products, self.tile_accumulator())
         plgpu.barrier_wait(ring.free.at[p_slot])

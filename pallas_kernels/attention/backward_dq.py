@@ -31,6 +31,7 @@ from pallas_kernels.attention.memory import (
 )
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.softmax import VECTOR
 from pallas_kernels.attention.tiles import ListedVisits, Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
@@ -97,7 +98,8 @@ def candidates(
             QueryGradientConfig(),
             QueryGradientConfig(key_block=64, key_stages=3, value_stages=3),
         )
-        configs = (narrow, wide) if logits.needs_registers else (wide, narrow)
+        takes_more = logits.needs_registers or logits.has_functions
+        configs = (narrow, wide) if takes_more else (wide, narrow)
         configs += (replace(configs[0], heads_together=16), replace(configs[0], heads_together=1))
     else:
         configs = (QueryGradientConfig(key_block=64, value_stages=1, separate_output=False),)
@@ -131,11 +133,15 @@ def query_gradient(
     multiprocessors: int,
     config: QueryGradientConfig | None = None,
     dlogits_dtype: Any = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dQ [B, T, N, H] and the gradient of the logits [B, N, T, S] in `dlogits_dtype`.
+    reads: tuple[int, ...] | None = None,
+) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
+    """Returns dQ [B, T, N, H], the gradient of the logits [B, N, T, S] in `dlogits_dtype`, and sums.
 
-    The latter is None without this dtype. It is the gradient of the logits after the cap and the bias,
-    and 0 where the mask forbids an element. lse2 and delta are [B, N, T padded to whole tiles].
+    The gradient of the logits is None without this dtype. It is that after the cap and the bias, and 0
+    where the mask forbids an element. The sums are over the keys, [B, N, T] in float32. The first is of
+    P dP. For each of `reads`, numbers as in `Logits.derivatives_of_score`, two more are of dL g and of
+    P g, where g is the derivative by what is read. Without `reads` there are no sums. lse2 and delta are
+    [B, N, T padded to whole tiles].
     """
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
@@ -143,11 +149,12 @@ def query_gradient(
     tiles = QueryTiles(logits.mask, shape.heads, config.query_block, config.key_block)
     writes_dlogits = dlogits_dtype is not None
     kernel = _QueryGradient(
-        shape, query.dtype, logits, config, tiles, head, columns, writes_dlogits
+        shape, query.dtype, logits, config, tiles, head, columns, writes_dlogits, reads
     )
     results = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if writes_dlogits:
         results.append(jax.ShapeDtypeStruct(kernel.padded_logits, dlogits_dtype))
+    results += [jax.ShapeDtypeStruct(kernel.padded_logits[:3], jnp.float32)] * kernel.sum_count
     tables = tiles.tables(operands)
     launch = PersistentKernel(
         name="attention_query_gradient",
@@ -164,10 +171,11 @@ def query_gradient(
     )
     arrays = (query, key, value, dout, lse2, delta)
     padded = operands.padded(WGMMA_ROWS, config.key_block)
-    dquery, *dlogits = launch(arrays, padded, tables)
-    if not writes_dlogits:
-        return dquery, None
-    return dquery, dlogits[0][:, :, : shape.query_count, : shape.key_count]
+    dquery, *others = launch(arrays, padded, tables)
+    dlogits = None
+    if writes_dlogits:
+        dlogits = others.pop(0)[:, :, : shape.query_count, : shape.key_count]
+    return dquery, dlogits, [sums[:, :, : shape.query_count] for sums in others]
 
 
 class _Rows(NamedTuple):
@@ -196,6 +204,12 @@ class _QueryGradient:
     head: Columns
     value: Columns
     writes_dlogits: bool
+    reads: tuple[int, ...] | None
+    """Of what `logits.score` reads, that whose gradients are summed over the keys."""
+
+    @property
+    def sum_count(self) -> int:
+        return 0 if self.reads is None else 1 + 2 * len(self.reads)
 
     @property
     def padded_logits(self) -> tuple[int, int, int, int]:
@@ -302,10 +316,13 @@ class _QueryGradient:
 
         def all_visits(dq_accs):
             body = functools.partial(self.visit, cta, rows, dq_accs)
-            lax.fori_loop(0, visits.count, lambda i, _: body(i), None)
-            return memory.load_accumulators(dq_accs)
+            zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), jnp.float32), VECTOR)
+            sums = lax.fori_loop(0, visits.count, body, [zeros] * self.sum_count)
+            return memory.load_accumulators(dq_accs), sums
 
-        self.write(cta, rows, pl.run_scoped(all_visits, self.head.accumulators()))
+        dquery, sums = pl.run_scoped(all_visits, self.head.accumulators())
+        self.write(cta, rows, dquery)
+        self.write_sums(cta, rows, sums)
         return step + visits.count
 
     def skip(self, cta: Cta, step: jax.Array, i: jax.Array, _: None) -> None:
@@ -316,25 +333,37 @@ class _QueryGradient:
             ring.wait(slot)
             ring.release(slot)
 
-    def visit(self, cta: Cta, rows: _Rows, dq_accs: list[Any], i: jax.Array) -> None:
-        """Adds the contribution of the visited block of keys to the gradient."""
+    def visit(
+        self, cta: Cta, rows: _Rows, dq_accs: list[Any], i: jax.Array, sums: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Adds the contribution of the visited block of keys to the gradient, and to the sums."""
         _, keys, values = self.rings(cta)
         k_slot, v_slot = keys.slot(rows.step + i), values.slot(rows.step + i)
         acc = plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
         products = functools.partial(self.logits_gradient, cta, rows, i, k_slot, v_slot)
-        ds = pl.run_scoped(products, acc, acc)
+        ds, own_sums = pl.run_scoped(products, acc, acc)
         memory.multiply(dq_accs, ds, keys.matrix(k_slot))
         # Wait for the product here: in flight, it would occupy the registers of dS. The other consumer
         # uses the tensor cores meanwhile.
         memory.load_accumulators(dq_accs)
         keys.release(k_slot)
+        return [x + own for x, own in zip(sums, own_sums, strict=True)]
 
     def logits_gradient(
         self, cta: Cta, rows: _Rows, i: Any, k_slot: Any, v_slot: Any, s_acc: Any, dp_acc: Any
-    ) -> jax.Array:
-        """Returns dS, the logits' gradient in the visited block, rounded to the operands' dtype."""
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns dS in the visited block, rounded to the operands' dtype, and the block's sums."""
         queries, keys, values = self.rings(cta)
         at, logits, block = rows.at, self.logits, self.config.key_block
+        key_start = rows.visits.block(i) * block
+        query_start = logits.operand_start(
+            rows.start, self.shape.query_count, self.config.query_block
+        )
+        tile = Tile(
+            *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
+            bits=rows.visits.bits(i, rows.start - at.start),
+        )
+        tile = tile.with_words()
         # The barrier keeps the compiler from computing addresses before the loop, where they would
         # occupy registers throughout it.
         own = lax.optimization_barrier(cta.wg_idx)
@@ -345,30 +374,65 @@ class _QueryGradient:
         memory.multiply_transposed(dp_acc, dout, values.matrix(v_slot))
         products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
 
-        key_start = rows.visits.block(i) * block
-        query_start = logits.operand_start(
-            rows.start, self.shape.query_count, self.config.query_block
-        )
-        tile = Tile(
-            *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
-            bits=rows.visits.bits(i, rows.start - at.start),
-        )
         is_partial = False
         if not logits.mask.is_always_full(self.config.query_block, block):
             is_partial = rows.visits.is_partial(i)
         x = logits.logits_if_masked(products, tile, cta.operands, at.extent, is_partial)
-        p = jnp.exp2(x * logits.multiplier - _across(rows.lse2, block))
-        derivative = None
-        if logits.soft_cap is not None:
-            derivative = logits.derivative_of_capped(products)
+        shift = logits.shift(tile, cta.operands)
+        of_block = rows.lse2 if shift is None else rows.lse2 - shift
+        p = jnp.exp2(x * logits.multiplier - _across(of_block, block))
+        if logits.mask.has_query_lengths:
+            p = logits.within_rows(p, _across(rows.lse2, block))
+        derivative = logits.derivative(products, tile, cta.operands)
         kept = logits.dropped(p, tile, cta.operands) if logits.dropout_rate > 0 else None
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         values.release(v_slot)
         dlogits = logits.gradient(p, dp, _across(rows.delta, block), kept, None)
         if self.writes_dlogits:
             self.write_dlogits(cta, rows, key_start, dlogits)
-        ds = dlogits if derivative is None else dlogits * derivative
-        return ds.astype(self.dtype)
+        sums = []
+        if self.reads is not None:
+            weighted = dlogits + p * _across(rows.delta, block)
+            sums = [jnp.sum(weighted, axis=1)]
+            sums += self.sums(products, tile, cta.operands, dlogits, p)
+        return logits.chained(dlogits, derivative).astype(self.dtype), sums
+
+    def sums(
+        self,
+        products: jax.Array,
+        tile: Tile,
+        operands: Operands,
+        dlogits: jax.Array,
+        probabilities: jax.Array,
+    ) -> list[jax.Array]:
+        """Returns the block's sums for what the function of the score reads."""
+        assert self.reads is not None
+        parts = self.logits.derivatives_of_score(self.reads, products, tile, operands)
+        sums = []
+        for part in parts:
+            if 1 in part.axes:
+                derivative = part.over((0, 1), tile.shape).astype(jnp.float32)
+                for factor in (dlogits, probabilities):
+                    sums.append(jnp.sum(self.logits.chained(factor, derivative), axis=1))
+            else:
+                derivative = part.over((0,), tile.shape).astype(jnp.float32)
+                for factor in (dlogits, probabilities):
+                    sums.append(jnp.sum(factor, axis=1) * derivative)
+        return sums
+
+    def write_sums(self, cta: Cta, rows: _Rows, sums: list[jax.Array]) -> None:
+        """Stores the sums of the tile's rows, unless all rows lie beyond the array."""
+        at, count = rows.at, self.padded_logits[2]
+        first = 2 if self.writes_dlogits else 1
+        for place, values in zip(cta.results[first:], sums, strict=True):
+
+            def write(place=place, values=values):
+                place[at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS)] = values
+
+            if count % self.config.query_block:
+                pl.when(rows.start < count)(write)
+            else:
+                write()
 
     def write_zeros(self, cta: Cta, rows: _Rows) -> None:
         """Stores zeros as the logits' gradient in the blocks that the rows do not visit."""

@@ -366,16 +366,14 @@ class _Forward:
         if isinstance(i, int):
             assert i == 0
             return not mask.is_always_full(self.config.query_block, block)
-        if mask.has_explicit:
+        if mask.forbids_anywhere:
             return True
         if not mask.has_left_edge and mask.right_partial_blocks(WGMMA_ROWS, block) == 1:
             return False
         return visits.is_partial(i)
 
-    def weights(
-        self, cta: Cta, rows: _Rows, i: int | jax.Array, products: jax.Array, softmax: Softmax
-    ) -> Weighted:
-        """Adds the block of visit i to the softmax."""
+    def tile(self, rows: _Rows, i: int | jax.Array) -> Tile:
+        """Returns the tile of logits of visit i, whose mask is loaded before the products are done."""
         block = self.config.key_block
         key_start = rows.visits.block(i) * block
         at = rows.at
@@ -386,9 +384,21 @@ class _Forward:
             *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
             bits=rows.visits.bits(i, rows.start - at.start),
         )
+        return tile.with_words()
+
+    def weights(
+        self,
+        cta: Cta,
+        rows: _Rows,
+        i: int | jax.Array,
+        tile: Tile,
+        products: jax.Array,
+        softmax: Softmax,
+    ) -> Weighted:
+        """Adds the block of visit i to the softmax."""
         is_partial = self.is_masked(rows.visits, i)
         weighing = Weighing(self.logits, self.dtype)
-        return weighing(products, tile, cta.operands, at.extent, is_partial, softmax)
+        return weighing(products, tile, cta.operands, rows.at.extent, is_partial, softmax)
 
     def logits_accumulator(self) -> Any:
         return plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
@@ -396,6 +406,7 @@ class _Forward:
     def first_visit(self, cta: Cta, rows: _Rows) -> tuple[jax.Array, Softmax]:
         """Returns the weights of the first block, and the softmax over this block alone."""
         queries, keys, _ = self.rings(cta)
+        tile = self.tile(rows, 0)
         queries.wait(cta.wg_idx)
         slot = keys.slot(rows.step)
         keys.wait(slot)
@@ -408,7 +419,7 @@ class _Forward:
 
         products = pl.run_scoped(first_products, self.logits_accumulator())
         keys.release(slot)
-        weights, softmax, _ = self.weights(cta, rows, 0, products, Softmax.start())
+        weights, softmax, _ = self.weights(cta, rows, 0, tile, products, Softmax.start())
         return weights, softmax
 
     def visit(self, cta: Cta, rows: _Rows, i: jax.Array, carry: Any) -> Any:
@@ -417,6 +428,7 @@ class _Forward:
         queries, keys, values = self.rings(cta)
         k_slot = keys.slot(rows.step + i)
         v_slot = values.slot(rows.step + i - 1)
+        tile = self.tile(rows, i)
         keys.wait(k_slot)
         values.wait(v_slot)
         self.take_turn(cta)
@@ -429,7 +441,7 @@ class _Forward:
             self.pass_turn(cta)
             products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
             keys.release(k_slot)
-            result = self.weights(cta, rows, i, products, softmax)
+            result = self.weights(cta, rows, i, tile, products, softmax)
             new_out = memory.load_accumulators(out_accs)
             values.release(v_slot)
             return new_out, *result
@@ -482,6 +494,9 @@ class _Forward:
         lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
         numerator = 1.0 / self.logits.keep_probability
         inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
+        if self.logits.has_functions and cta.operands.query_lengths is not None:
+            # Functions may be NaN beyond the length.
+            out = [jnp.where(across(empty, block.shape), 0.0, block) for block in out]
         return [block * across(inverse, block.shape) for block in out], lse
 
     def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:

@@ -4,8 +4,10 @@ Logits are in base 2 here, which is log2(e) times the logits of the formula, bec
 computes exp2.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.mask import BlockMask, Extent, Index
 from pallas_kernels.attention.memory import WGMMA_ROWS, ceil_to
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.tile_function import Part, TileFunction, total
 
 LOG2E = math.log2(math.e)
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -65,6 +68,8 @@ class Operands(NamedTuple):
     """Seeds [2, B, N], uint32; a kernel cannot tell which shard of the batch or heads it computes."""
     pattern_heads: Any = None
     """Index in the pattern of each head's mask [N], int32; None if all heads share one."""
+    reads: tuple[Any, ...] = ()
+    """What the functions of score and place read, each [B or 1, N or 1, T or 1, S or 1]."""
 
     def extent(self, mask: BlockMask, batch_idx: Index) -> Extent:
         """Returns the extent of a batch entry, in a kernel."""
@@ -90,6 +95,15 @@ class Operands(NamedTuple):
             blocks = {2: query_block, 3: key_block}
             return pad(array, {i: n for i, n in blocks.items() if array.shape[i] != 1})
 
+        def pad_read(array):
+            """Repeats the last numbers, as a function of other ones may be NaN."""
+            blocks = ((2, query_block), (3, key_block))
+            missing = {axis: -array.shape[axis] % block for axis, block in blocks}
+            widths = [(0, 0)] * 2 + [
+                (0, n if array.shape[axis] != 1 else 0) for axis, n in missing.items()
+            ]
+            return array if not any(w for _, w in widths) else jnp.pad(array, widths, mode="edge")
+
         def pad_segments(array, block):
             return None if array is None else pad(array, {1: block})
 
@@ -98,15 +112,18 @@ class Operands(NamedTuple):
             explicit=pad_logits(self.explicit),
             query_segments=pad_segments(self.query_segments, query_block),
             key_segments=pad_segments(self.key_segments, key_block),
+            reads=tuple(map(pad_read, self.reads)),
         )
 
     def transposed(self) -> "Operands":
-        """Returns the operands for `TransposedTile`: bias and explicit mask with swapped last axes."""
+        """Returns the operands for `TransposedTile`: with the logits' last two axes swapped."""
 
         def swap(array):
             return None if array is None else array.swapaxes(2, 3)
 
-        return self._replace(bias=swap(self.bias), explicit=swap(self.explicit))
+        return self._replace(
+            bias=swap(self.bias), explicit=swap(self.explicit), reads=tuple(map(swap, self.reads))
+        )
 
 
 class Bits(NamedTuple):
@@ -115,6 +132,14 @@ class Bits(NamedTuple):
     gmem: Any
     number: Index
     first_row: Index
+
+    def words(self, rows: int, layout: Any) -> list[jax.Array]:
+        """Loads the words of `rows` rows, each word as one number a row."""
+        place = pl.ds(self.first_row, rows)
+        return [
+            plgpu.load(self.gmem.at[self.number, i, place], layout=layout, optimized=False)
+            for i in range(self.gmem.shape[1])
+        ]
 
 
 @dataclass(frozen=True)
@@ -129,25 +154,32 @@ class Tile:
     """Rows and columns of the tile."""
     transposed: bool = False
     layout: Any = plgpu.Layout.WGMMA
-    bits: "Bits | None" = None
-    """Bits of the pairs that the mask's pattern allows; None without a pattern."""
+    bits: "Bits | list[jax.Array] | None" = None
+    """Bits of the pairs that the mask's pattern allows, or their words; None without a pattern."""
 
     @property
     def query_axis(self) -> int:
         return 1 if self.transposed else 0
 
-    def index(self, axis: int) -> jax.Array:
-        """Returns the query index (axis 0) or key index (axis 1) of each element, as an int32 tile."""
+    def numbers(self, axis: int, from_start: bool = False) -> jax.Array:
+        """Returns the query indices (axis 0) or key indices (axis 1) of the rows or of the columns.
+
+        With `from_start` they are counted from the tile's first one.
+        """
         start = self.query_start if axis == 0 else self.key_start
         dimension = axis ^ self.query_axis
-        # Broadcasting a vector saves the registers that whole tiles of indices would occupy.
         numbers = plgpu.broadcasted_iota(
             jnp.int32,
             self.shape[dimension : dimension + 1],
             0,
             layout=self.layout.reduce(1 - dimension),
         )
-        return lax.broadcast_in_dim(start + numbers, self.shape, [dimension])
+        return numbers if from_start else start + numbers
+
+    def index(self, axis: int) -> jax.Array:
+        """Returns the query index (axis 0) or key index (axis 1) of each element, as an int32 tile."""
+        # Broadcasting a vector saves the registers that whole tiles of indices would occupy.
+        return lax.broadcast_in_dim(self.numbers(axis), self.shape, [axis ^ self.query_axis])
 
     def seed(self, ref, word: int) -> jax.Array:
         """Returns one of the two seeds of dropout, from the array of `dropout_seeds`."""
@@ -166,25 +198,39 @@ class Tile:
 
     def matrix(self, ref) -> jax.Array:
         """Loads a part of [B or 1, N or 1, T or 1, S or 1] for the whole tile; rows must be queries."""
+        values, axes = self.read(ref), self.axes(ref)
+        if len(axes) == 2:
+            return values
+        if not axes:
+            return jnp.broadcast_to(values, self.shape)
+        return lax.broadcast_in_dim(values, self.shape, axes)
+
+    def axes(self, ref) -> tuple[int, ...]:
+        """Returns the axes of the tile along which [B or 1, N or 1, T or 1, S or 1] varies."""
+        return tuple(axis for axis in (0, 1) if ref.shape[2 + axis] > 1)
+
+    def read(self, ref) -> jax.Array:
+        """Loads a part of [B or 1, N or 1, T or 1, S or 1] along its `axes`; rows must be queries."""
         assert not self.transposed
         b = self.batch if ref.shape[0] > 1 else 0
         n = self.head if ref.shape[1] > 1 else 0
         index: list[Any] = [b, n]
-        dimensions = []
+        axes = self.axes(ref)
         for axis, start in ((0, self.query_start), (1, self.key_start)):
-            if ref.shape[2 + axis] > 1:
-                index.append(pl.ds(start, self.shape[axis]))
-                dimensions.append(axis)
-            else:
-                index.append(0)
-        if len(dimensions) == 2:
-            return plgpu.load(ref.at[tuple(index)], layout=self.layout, optimized=False)
-        if not dimensions:
-            return jnp.broadcast_to(ref[tuple(index)], self.shape)
-        values = plgpu.load(
-            ref.at[tuple(index)], layout=self.layout.reduce(1 - dimensions[0]), optimized=False
-        )
-        return lax.broadcast_in_dim(values, self.shape, dimensions)
+            index.append(pl.ds(start, self.shape[axis]) if axis in axes else 0)
+        if not axes:
+            return ref[tuple(index)]
+        layout = self.layout if len(axes) == 2 else self.layout.reduce(1 - axes[0])
+        return plgpu.load(ref.at[tuple(index)], layout=layout, optimized=False)
+
+    def with_words(self) -> Any:
+        """Returns the tile with the words of its bits loaded, which takes longer than their use."""
+        return self if self.bits is None else replace(self, bits=self._words())
+
+    def _words(self) -> Any:
+        if not isinstance(self.bits, Bits):
+            return self.bits
+        return self.bits.words(self.shape[0], self.layout.reduce(1))
 
     def allowed_by_bits(self) -> jax.Array:
         """Returns whether the pattern allows each element.
@@ -193,18 +239,12 @@ class Tile:
         multiples of 8, so the compiler knows which word holds a column, and all but 3 bits of its place
         in the word.
         """
-        assert self.bits is not None
-        gmem, number, first_row = self.bits
-        rows, columns = self.shape
+        words = self._words()
+        _, columns = self.shape
         numbers = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=self.layout.reduce(0))
         column = lax.broadcast_in_dim(numbers, self.shape, [1])
         word = None
-        for i in reversed(range(gmem.shape[1])):
-            loaded = plgpu.load(
-                gmem.at[number, i, pl.ds(first_row, rows)],
-                layout=self.layout.reduce(1),
-                optimized=False,
-            )
+        for i, loaded in reversed(list(enumerate(words))):
             own = lax.broadcast_in_dim(loaded, self.shape, [0])
             word = own if word is None else jnp.where(column < 32 * (i + 1), own, word)
         low, high = (column & 7).astype(jnp.uint32), (column & 24).astype(jnp.uint32)
@@ -215,7 +255,14 @@ class TransposedTile(Tile):
     """A tile with keys as rows; bias and explicit mask have their last two axes swapped."""
 
     def matrix(self, ref) -> jax.Array:
-        return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape).matrix(ref)
+        return self._of_keys().matrix(ref)
+
+    def read(self, ref) -> jax.Array:
+        return self._of_keys().read(ref)
+
+    def _of_keys(self) -> Tile:
+        """Returns the tile for arrays whose last two axes are swapped."""
+        return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape)
 
     def along_queries(self, smem) -> jax.Array:
         values = plgpu.load(smem, layout=self.layout.reduce(0))
@@ -232,16 +279,25 @@ class Logits:
     has_bias: bool = False
     has_sinks: bool = False
     dropout_rate: float = 0.0
+    score: TileFunction | None = None
+    """What changes each logit after cap and bias, given the first of `Operands.reads`."""
+    allows: TileFunction | None = None
+    """What else forbids elements, given the other reads."""
 
     @property
     def needs_registers(self) -> bool:
         """True if computing a logit takes so many registers that tiles should be smaller."""
-        return self.soft_cap is not None or self.dropout_rate > 0
+        by_score = self.score is not None and self.score.derivative_by_element
+        return self.soft_cap is not None or self.dropout_rate > 0 or by_score
 
     @property
     def has_matrices(self) -> bool:
         """True if there are operands with a number for each logit: a bias or an explicit mask."""
         return self.has_bias or self.mask.has_explicit
+
+    @property
+    def has_functions(self) -> bool:
+        return self.score is not None or self.allows is not None
 
     def pads_keys(self, key_block: int) -> bool:
         """Whether XLA must pad bias or mask [.., S]: `key_block` does not divide S, but 64 does."""
@@ -256,13 +312,16 @@ class Logits:
         loads the last 64 rows instead, and does not store its results.
         """
         length = ceil_to(count, WGMMA_ROWS)
-        if length % tile_rows == 0 or not (self.has_matrices or self.mask.has_segments):
+        has_rows = self.has_matrices or self.mask.has_segments or self.has_functions
+        if length % tile_rows == 0 or not has_rows:
             return start
         return lax.min(start, jnp.int32(length - WGMMA_ROWS))
 
     @property
     def multiplier(self) -> float:
         """Factor that `logits` leaves out, so that it is applied when the maximum is subtracted."""
+        if self.score is not None:
+            return LOG2E
         if self.soft_cap is None and not self.has_bias and self.scale > 0:
             return self.scale * LOG2E
         return 1.0
@@ -272,7 +331,9 @@ class Logits:
     ) -> jax.Array:
         """Returns the logits in base 2 divided by `multiplier`, -inf where the mask, if any, forbids."""
         x = products
-        if self.multiplier == 1.0:
+        if self.score is not None:
+            x = self.scored(self.scores(x, tile, operands), tile, operands)
+        elif self.multiplier == 1.0:
             x = self.capped(x) * LOG2E
             if self.has_bias:
                 x = x + tile.matrix(operands.bias).astype(jnp.float32) * LOG2E
@@ -301,7 +362,7 @@ class Logits:
 
             return f
 
-        if self.mask.has_explicit:
+        if self.mask.forbids_anywhere:
             is_partial = True
         if isinstance(is_partial, bool):
             return of(is_partial)(products)
@@ -312,6 +373,83 @@ class Logits:
         if self.soft_cap is None:
             return products * self.scale
         return self.soft_cap * _tanh(products * (self.scale / self.soft_cap))
+
+    # --- functions of score and place ---------------------------------------------------------
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.mask.query_count, self.mask.key_count
+
+    def score_reads(self, operands: Operands) -> tuple[Any, ...]:
+        return operands.reads[: 0 if self.score is None else self.score.reads]
+
+    def scores(self, products: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
+        """Returns the logits that the function of the score takes."""
+        x = self.capped(products)
+        if self.has_bias:
+            x = x + tile.matrix(operands.bias).astype(jnp.float32)
+        return x
+
+    def scored(self, scores: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
+        """Returns the function of the scores, without its `shift` if it has one."""
+        assert self.score is not None
+        reads = self.score_reads(operands)
+        separated = self.score.separated(tile, reads, self.limits)
+        if separated is None:
+            # Its type may be of 16 bits.
+            return self.score(tile, reads, self.limits, scores).astype(jnp.float32)
+        if not separated.by_key:
+            return scores
+        axis = 1 - tile.query_axis
+        by_key = total(separated.by_key, axis, tile.shape)
+        return scores + lax.broadcast_in_dim(by_key, tile.shape, [axis])
+
+    def shift(self, tile: Tile, operands: Operands) -> jax.Array | None:
+        """Returns what each query adds to all its logits in base 2 and `logits` leaves out, or None."""
+        if self.score is None:
+            return None
+        separated = self.score.separated(tile, self.score_reads(operands), self.limits)
+        if separated is None or not separated.by_query:
+            return None
+        return total(separated.by_query, tile.query_axis, tile.shape) * LOG2E
+
+    def derivatives_of_score(
+        self, which: Sequence[int], products: jax.Array, tile: Tile, operands: Operands
+    ) -> list[Part]:
+        """Returns the derivatives of the logits by the score (0), or by a read that has a gradient."""
+        assert self.score is not None
+        score = functools.partial(self.scores, products, tile, operands)
+        reads = self.score_reads(operands)
+        return self.score.derivatives(which, tile, reads, self.limits, score)
+
+    def derivative(self, products: jax.Array, tile: Tile, operands: Operands) -> jax.Array | None:
+        """Returns the derivative of the logits by the products; None if it is `scale`."""
+        derivative = None if self.soft_cap is None else self.derivative_of_capped(products)
+        if self.score is None or self.score.is_additive:
+            return derivative
+        (part,) = self.derivatives_of_score([0], products, tile, operands)
+        by_score = part.over((0, 1), tile.shape).astype(jnp.float32)
+        return by_score if derivative is None else by_score * derivative
+
+    def chained(self, gradient: jax.Array, derivative: jax.Array | None) -> jax.Array:
+        """Returns the product of a gradient and a derivative, None for 1; 0 where the gradient is 0.
+
+        Where an element is masked or beyond the last key, the derivative of a function may be NaN.
+        """
+        if derivative is None:
+            return gradient
+        if self.score is None or self.score.is_additive:
+            return gradient * derivative
+        return jnp.where(gradient == 0.0, 0.0, gradient * derivative)
+
+    def within_rows(self, probabilities: jax.Array, lse2: jax.Array) -> jax.Array:
+        """Returns the probabilities, with 0 for queries beyond the last one.
+
+        There the log-sum-exp is inf, and functions may be NaN.
+        """
+        if not self.has_functions:
+            return probabilities
+        return jnp.where(lse2 == jnp.inf, 0.0, probabilities)
 
     def derivative_of_capped(self, products: jax.Array) -> jax.Array | float:
         """Returns the derivative of the logits with respect to the products."""
@@ -337,7 +475,7 @@ class Logits:
         if kept is not None:
             dp = jnp.where(kept == 0, 0.0, dp * (1 / self.keep_probability))
         ds = probabilities.astype(jnp.float32) * (dp - delta)
-        return ds if derivative is None else ds * derivative
+        return self.chained(ds, derivative)
 
     def masked(self, x: jax.Array, tile: Tile, operands: Operands, extent: Extent) -> jax.Array:
         """Returns x, with -inf where the mask forbids an element."""
@@ -351,6 +489,9 @@ class Logits:
             x = jnp.where(same, x, -jnp.inf)
         if self.mask.has_explicit:
             x = jnp.where(tile.matrix(operands.explicit) != 0, x, -jnp.inf)
+        if self.allows is not None:
+            reads = operands.reads[len(self.score_reads(operands)) :]
+            x = jnp.where(self.allows(tile, reads, self.limits), x, -jnp.inf)
         return x
 
     # --- dropout: the bits of jaxfused.runtime.dropout.keep -----------------------------------

@@ -59,8 +59,15 @@ class BlockMask:
     has_key_lengths: bool = False
     has_segments: bool = False
     has_explicit: bool = False
+    has_function: bool = False
+    """True if a function of the place forbids elements; see `Logits.allows`."""
     pattern: Any = None
     """Pattern that says what mask objects allow; positions and lengths limit it further."""
+
+    @property
+    def forbids_anywhere(self) -> bool:
+        """True if no visited block is known to be full."""
+        return self.has_explicit or self.has_function
 
     @property
     def limits_pattern(self) -> bool:
@@ -70,7 +77,7 @@ class BlockMask:
             or self.has_query_lengths
             or self.has_key_lengths
             or self.has_segments
-            or self.has_explicit
+            or self.forbids_anywhere
         )
 
     @property
@@ -90,7 +97,7 @@ class BlockMask:
     def has_left_edge(self) -> bool:
         """True if the first visited blocks may be partial; if not, full_start equals start."""
         is_listed = self.pattern is not None
-        return is_listed or self.window is not None or self.has_segments or self.has_explicit
+        return is_listed or self.window is not None or self.has_segments or self.forbids_anywhere
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
         """Whether every visited block is full, so that kernels need no masked version of their step."""
@@ -107,7 +114,7 @@ class BlockMask:
 
         The first of these queries is at a multiple of `rows`.
         """
-        if self.pattern is not None or self.has_segments or self.has_explicit:
+        if self.pattern is not None or self.has_segments or self.forbids_anywhere:
             return -(-self.key_count // key_block)
         _, right = self.reach()
         if right is None:
@@ -201,7 +208,7 @@ class BlockMask:
             )
         first = bounds.start
         last = _max(first, bounds.stop)
-        if self.has_explicit or (self.has_segments and within is None):
+        if self.forbids_anywhere or (self.has_segments and within is None):
             return Blocks(first, first, first, last)
         full_first = _max(first, _min(bounds.full_start, last))
         full_last = _max(full_first, _min(bounds.full_stop, last))

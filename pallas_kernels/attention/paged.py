@@ -242,14 +242,14 @@ def forward(
     plan = division.plan(logits.mask, operands, shape.batch)
     kernel = _Paged(sizes, shape, query.dtype, logits, config, packing, division)
     lengths = operands._replace(sinks=None)
-    optional = {name: x for name, x in lengths._asdict().items() if x is not None}
+    optional, tree = jax.tree.flatten(lengths)
     given = (pages.key, pages.value, pages.key_scale, pages.value_scale)
     pools = tuple(pool for pool in given if pool is not None)
 
     def run(q_gmem, table, starts, first, *refs, **shared):
         *refs, out_gmem, lse_gmem = refs
         pool_refs, refs = refs[: len(pools)], refs[len(pools) :]
-        ops = Operands(**dict(zip(optional, refs, strict=True)))
+        ops = jax.tree.unflatten(tree, refs)
         plan = Plan(starts, first)
         kernel(_Cta(Heads(q_gmem), pool_refs, table, plan, ops, (out_gmem, lse_gmem), shared))
 
@@ -263,7 +263,7 @@ def forward(
         thread_name="wg",
         kernel_name="attention_paged_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(packing.queries(query), pages.table, *plan, *pools, *optional.values())
+    )(packing.queries(query), pages.table, *plan, *pools, *optional)
     merged = merge(*parts, plan, operands, division, packing, shape, query.dtype)
     rows = merged.reshape(shape.batch, shape.key_heads, -1, shape.value_size)
     return packing.unpacked(rows[:, :, : packing.rows])

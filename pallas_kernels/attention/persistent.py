@@ -116,7 +116,7 @@ class PersistentKernel:
         self, arrays: Sequence[jax.Array], operands: Operands, tables: Tables
     ) -> Sequence[jax.Array]:
         """Returns the results, given operands padded to whole blocks and the tables of `tiles`."""
-        optional = {name: x for name, x in operands._asdict().items() if x is not None}
+        optional, tree = jax.tree.flatten(operands)
         given = {name: x for name, x in tables._asdict().items() if x is not None}
 
         def kernel(*refs, **memory):
@@ -124,7 +124,7 @@ class PersistentKernel:
             schedule_gmem, refs = refs[0], refs[1:]
             tables_gmem = Tables(**dict(zip(given, refs, strict=False)))
             refs = refs[len(given) :]
-            operands_gmem = Operands(**dict(zip(optional, refs, strict=False)))
+            operands_gmem = jax.tree.unflatten(tree, refs[: len(optional)])
             wg_idx, cta_idx = lax.axis_index("wg"), lax.axis_index("cta")
 
             def place(tile_idx):
@@ -153,4 +153,4 @@ class PersistentKernel:
             thread_name="wg",
             kernel_name=self.name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
-        )(*arrays, self.schedule, *given.values(), *optional.values())
+        )(*arrays, self.schedule, *given.values(), *optional)

@@ -181,7 +181,7 @@ def _run(
         dlogits_dtype=dlogits_dtype,
     )
     operands = operands.padded(WGMMA_ROWS, config.keys).transposed()
-    optional = {name: x for name, x in operands._asdict().items() if x is not None}
+    optional, tree = jax.tree.flatten(operands)
     inputs = [*arrays, out, lse, dout]
     if dlse is not None:
         inputs.append(jnp.pad(dlse, ((0, 0), (0, 0), (0, lse.shape[-1] - dlse.shape[-1]))))
@@ -203,7 +203,7 @@ def _run(
                 lse=next(refs),
                 dout=Heads(next(refs)),
                 dlse=None if dlse is None else next(refs),
-                operands=Operands(**{name: next(refs) for name in optional}),
+                operands=jax.tree.unflatten(tree, [next(refs) for _ in optional]),
                 gradients=heads(),
                 dlogits=None if dlogits_dtype is None else next(refs),
                 shared=shared,
@@ -223,7 +223,7 @@ def _run(
         thread_name="wg",
         kernel_name="attention_short_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*inputs, *optional.values())
+    )(*inputs, *optional)
     if dlogits_dtype is not None:
         dbias = gradients[-1][:, :, : shape.key_count, : shape.query_count].swapaxes(2, 3)
         broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)

@@ -138,11 +138,11 @@ def _run(
     config = config or default_config(shape, multiprocessors)
     kernel = _ShortForward(shape, arrays[0].dtype, logits, config, multiprocessors)
     operands = operands.padded(WGMMA_ROWS, kernel.key_rows)
-    optional = {name: x for name, x in operands._asdict().items() if x is not None}
+    optional, tree = jax.tree.flatten(operands)
 
     def run(*refs, **shared):
         *refs, out_gmem, lse_gmem = refs
-        ops = Operands(**dict(zip(optional, refs[len(arrays) :], strict=True)))
+        ops = jax.tree.unflatten(tree, refs[len(arrays) :])
         heads = memory.queries_keys_values(refs[: len(arrays)], shape.heads, shape.key_heads)
         kernel(heads, ops, (out_gmem, lse_gmem), shared)
 
@@ -156,7 +156,7 @@ def _run(
         thread_name="wg",
         kernel_name="attention_short_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*arrays, *optional.values())
+    )(*arrays, *optional)
     return out, lse
 
 

@@ -71,9 +71,11 @@ class Weighing:
         logits = self.logits
         x = logits.logits_if_masked(products, tile, operands, extent, is_partial)
         scaled = _times(jnp.max(x, axis=1), logits.multiplier)
-        maximum = jnp.maximum(softmax.maximum, scaled)
+        shift = logits.shift(tile, operands)
+        maximum = jnp.maximum(softmax.maximum, scaled if shift is None else scaled + shift)
         decay = jnp.exp2(softmax.maximum - maximum)
-        weights = jnp.exp2(_times(x, logits.multiplier) - across(maximum, products.shape))
+        of_block = maximum if shift is None else maximum - shift
+        weights = jnp.exp2(_times(x, logits.multiplier) - across(of_block, products.shape))
         # A thread sums its columns, which are 8 apart, here; sums across threads come at the end.
         total = softmax.total * across(decay, softmax.total.shape)
         columns = range(0, products.shape[1], 8)

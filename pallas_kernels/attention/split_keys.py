@@ -145,11 +145,11 @@ def forward(
     kernel = _SplitForward(shape, query.dtype, logits, config, packing, *config.columns(shape))
     packed = packing.operands(operands).padded(WGMMA_ROWS, config.key_block)
     packed = packed._replace(sinks=None, query_lengths=operands.query_lengths)
-    optional = {name: x for name, x in packed._asdict().items() if x is not None}
+    optional, tree = jax.tree.flatten(packed)
 
     def run(q_gmem, k_gmem, v_gmem, *refs, **shared):
         *refs, out_gmem, lse_gmem = refs
-        ops = Operands(**dict(zip(optional, refs, strict=True)))
+        ops = jax.tree.unflatten(tree, refs)
         heads = (Heads(q_gmem), Heads(k_gmem), Heads(v_gmem))
         kernel(_Cta(heads, ops, (out_gmem, lse_gmem), shared))
 
@@ -163,7 +163,7 @@ def forward(
         thread_name="wg",
         kernel_name="attention_split_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(packing.queries(query), key, value, *optional.values())
+    )(packing.queries(query), key, value, *optional)
     outs, lses = parts
     outs = outs.reshape(*lses.shape[:2], packing.rows, shape.value_size)
     if config.splits == 1:

@@ -177,12 +177,12 @@ def _split(
     kernel = _SplitBackward(shape, query.dtype, logits, config, packing)
     packed = packing.operands(operands).padded(WGMMA_ROWS, _KEY_BLOCK).transposed()
     packed = packed._replace(sinks=None)
-    optional = {name: x for name, x in packed._asdict().items() if x is not None}
+    optional, tree = jax.tree.flatten(packed)
     arrays = (packing.queries(query), key, value, packing.queries(dout), lse2, delta)
 
     def run(*refs, **shared):
         refs, results = refs[: -len(kernel.results())], refs[-len(kernel.results()) :]
-        ops = Operands(**dict(zip(optional, refs[len(arrays) :], strict=True)))
+        ops = jax.tree.unflatten(tree, refs[len(arrays) :])
         kernel(_Cta(refs[: len(arrays)], ops, results, shared))
 
     name = "attention_split_backward" if kernel.is_fused else "attention_split_query_gradient"
@@ -196,7 +196,7 @@ def _split(
         thread_name="wg",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*arrays, *optional.values())
+    )(*arrays, *optional)
     # XLA adds the parts in one kernel, in an order that depends on the shape alone.
     dqs = dqs.reshape(shape.batch, shape.key_heads, config.splits, *dqs.shape[1:2], -1)
     dquery = (jnp.sum(dqs, axis=2) * kernel.scale).astype(query.dtype)

@@ -262,6 +262,29 @@ def test_a_bias_is_a_bias():
     assert "is_causal, bias" in str(fusion(f, *args))
 
 
+def shifted_windows(q, k, v, bias, mask, first="images"):
+    """Attention of windows [images * windows, T, N, H], each window of an image with its own mask."""
+    logits = jnp.einsum("bthd,bshd->bhts", q * H**-0.5, k) + bias
+    windows, pairs = mask.shape[0], mask.shape[1:]
+    if first == "images":
+        split, added = (B, windows, N, *pairs), mask[None, :, None]
+    else:
+        split, added = (windows, B, N, *pairs), mask[:, None, None]
+    logits = (logits.reshape(split) + added).reshape(-1, N, *pairs)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(wide(logits), axis=-1).astype(q.dtype), v)
+
+
+@pytest.mark.parametrize("first", ["images", "windows"])
+@pytest.mark.parametrize("number", [-100.0, -1e9])
+def test_windows_of_an_image_have_their_own_masks(number, first):
+    """As in Swin's shifted windows, whose logits are split into images and windows for the mask."""
+    q, k, v = (normal(i, B * 3, T, N, H) for i in range(3))
+    regions = np.random.default_rng(0).integers(0, 2, (3, T))
+    mask = np.where(regions[:, :, None] == regions[:, None], 0.0, number).astype(np.float32)
+    attention = partial(shifted_windows, mask=mask, first=first)
+    assert_fuses(attention, q, k, v, normal(3, N, T, T), into={"dot_product_attention": 1})
+
+
 def test_what_is_subtracted_is_a_bias():
     def f(q, k, v, padding):
         logits = jnp.einsum("bthd,bshd->bhts", q, k) - 1e9 * (1.0 - padding[:, None, None])

@@ -112,6 +112,8 @@ def attention(w: Writer, q: str, k: str, v: str) -> str:
     if w.draw.chance(0.25):
         bias = w.input(*w.pick((heads, queries, keys), (1, queries, keys), (heads, 1, keys)))
         logits = w.perturbed(w.let(w.pick(f"{logits} + {bias}", f"{logits} - {bias}"), shape))
+    if w.odd():
+        logits = of_windows(w, logits, shape)
     number = w.pick(*NUMBERS)
     for _ in range(w.pick(0, 1, 1, 1, 2)):
         logits = w.perturbed(masked(w, logits, batch, w.pick(*NUMBERS) if w.odd() else number))
@@ -168,6 +170,19 @@ def rotated(w: Writer, x: str) -> str:
         y = f"{turned} * jnp.tile({cos}, 2) + {factor}{other} * jnp.tile({sin}, 2)"
     y = w.perturbed(w.let(y, (*shape[:-1], part)))
     return y if part == size else w.let(f"jnp.concatenate([{y}, {x}[..., {part}:]], -1)", shape)
+
+
+def of_windows(w: Writer, logits: str, shape: tuple[int, ...]) -> str:
+    """Writes a bias of each window of an image, where the first axis is of images and windows."""
+    batch, _, queries, keys = shape
+    images = w.pick(1, batch)
+    windows = batch // images
+    bias = w.input(windows, 1, queries, keys)
+    split, added = (images, windows, *shape[1:]), f"{bias}[None]"
+    if w.odd(2):
+        split, added = (windows, images, *shape[1:]), f"{bias}[:, None]"
+    logits = w.perturbed(w.let(f"{logits}.reshape({split}) + {added}", split))
+    return w.let(f"{logits}.reshape({shape})", shape)
 
 
 def self_attention(w: Writer, x: str) -> str:

@@ -360,7 +360,7 @@ def kernels_and_operands():
     for length in (64, 100):
         query = ones((2, length, 2, 2, 64), BF16)
         key = query[:, :, :, 0]
-        arrays = attention_stages.Arrays(query, key, key)
+        arrays = attention_stages.Arrays(query, key, key).operands()
         yield attention_stages.Forward(heads), arrays
         lse = ones((2, 2, 2, saved_length(length)))
         yield attention_stages.Backward(heads), (query, lse, query, lse, *arrays)

@@ -1082,19 +1082,20 @@ def test_examples_fit_together(device):
     cpu = dispatch.Device("cpu", "cpu", None, 0)
     lse = array(2, 2, 1, saved_length(64), dtype=jnp.float32)
     backward = bench.Work(
-        attention_stages.Backward(options), (arrays.query, lse, arrays.query, lse, *arrays), cpu
+        attention_stages.Backward(options),
+        (arrays.query, lse, arrays.query, lse, *arrays.operands()),
+        cpu,
     )
     examples = jax.jit(bench._examples, static_argnums=0)(backward, jnp.uint32(0))
     assert jax.tree.map(lambda a: (a.shape, a.dtype), tuple(examples)) == jax.tree.map(
         lambda a: (a.shape, a.dtype), backward.operands
     )
-    made = attention_stages.Arrays(*examples[4:])
+    made = attention_stages.Arrays.of(*examples[4:])
     assert list(made.key_lengths) == [64, 64]
     assert np.all(np.diff(made.key_segments) >= 0) and np.all(made.explicit == 1)
     # The output and the log-sum-exp come from the forward.
-    output, saved = jax.jit(lambda made: attention_stages.Forward(options).run("xla", cpu, *made))(
-        made
-    )
+    forward = attention_stages.Forward(options)
+    output, saved = jax.jit(lambda made: forward.run("xla", cpu, *made.operands()))(made)
     np.testing.assert_allclose(np.float32(examples[0]), np.float32(output), rtol=0.02, atol=0.02)
     np.testing.assert_allclose(examples[1], saved, rtol=1e-3, atol=1e-3)
 

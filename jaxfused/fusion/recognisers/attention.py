@@ -21,6 +21,7 @@ from jaxfused.fusion.constants import evaluate, scalar
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.attention_logits import (
     Axes,
+    CutAxis,
     Logits,
     NoAttention,
     moves,
@@ -124,7 +125,15 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
         return None
     logits_product, path = walked
     q_axes, k_axes, axes, sizes = _atoms_of_product(logits_product)
-    logits = read_logits(logits_product, path, axes, sizes)
+    while True:
+        try:
+            logits = read_logits(logits_product, path, axes, sizes)
+        except CutAxis as cut:
+            if not cut.atom.startswith("b"):
+                raise
+            q_axes, k_axes, axes = (_in_two(a, cut, sizes) for a in (q_axes, k_axes, axes))
+        else:
+            break
     probabilities = _probabilities(node, after)
     if probabilities is None:
         raise NoAttention("probabilities are changed before they meet the values, as by dropout")
@@ -162,6 +171,16 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
         book, node, layout, logits, scale * in_tanh, (query, q_axes), (key, k_axes),
         (after.ins[1 - side], v_axes), after, result_axes, value_atom,
     )  # fmt: skip
+
+
+def _in_two(axes: Axes, cut: CutAxis, sizes: dict[str, int]) -> Axes:
+    """Returns the axes with two atoms in place of one that a reshape cuts."""
+    outer, inner = f"{cut.atom}.0", f"{cut.atom}.1"
+    sizes |= {outer: cut.outer, inner: sizes[cut.atom] // cut.outer}
+    return tuple(
+        tuple(a for atom in group for a in ((outer, inner) if atom == cut.atom else (atom,)))
+        for group in axes
+    )
 
 
 def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
@@ -222,10 +241,11 @@ def _layout(
     logits: Logits,
 ) -> mask.Layout:
     """Returns which atoms are batch, heads, queries and keys."""
-    features = [a for (a,) in q_axes if a.startswith("h")]
+    features = [a for group in q_axes for a in group if a.startswith("h")]
     if len(features) != 1:
         raise NoAttention("queries and keys have more than one axis of features")
-    if sum(1 for (a,) in k_axes if not a.startswith(("b", "h"))) != 1:
+    own = [a for group in k_axes for a in group if not a.startswith(("b", "h"))]
+    if len(own) != 1:
         raise NoAttention("keys have more than one axis beside heads and batch")
     order = [a for group in _written_order(query, q_axes) for a in group]
     free = [a for a in order if not a.startswith(("b", "h"))]

@@ -23,6 +23,14 @@ class NoAttention(Exception):
     """A softmax between two products cannot be the operator's, for this reason."""
 
 
+class CutAxis(NoAttention):
+    """A reshape cuts an atom of the logits in two, as where windows of images get their own masks."""
+
+    def __init__(self, atom: str, outer: int) -> None:
+        super().__init__("a reshape cuts an axis of the logits in parts")
+        self.atom, self.outer = atom, outer
+
+
 def moves(node: Node) -> bool:
     """Returns whether the operation only transposes or reshapes.
 
@@ -40,6 +48,8 @@ class Masking:
     """Value of masked logits."""
     is_added: bool
     """True if the number is added to the logits, which then still get a gradient."""
+    as_bias: tuple[View, "Axes", bool] | None = None
+    """What is added, in the form of `Logits.biases`."""
 
 
 @dataclass
@@ -71,8 +81,11 @@ def regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
         group: list[str] = []
         count = 1
         while count < size and atoms:
+            before = count
             count *= sizes[atoms[0]]
             group.append(atoms.pop(0))
+        if count > size and size % before == 0 and count % size == 0:
+            raise CutAxis(group[-1], size // before)
         if count != size:
             raise NoAttention("a reshape cuts an axis of the logits in parts")
         if size == 1 and ones:
@@ -192,11 +205,12 @@ def _bias(found: Logits, step: Node, value: Value) -> None:
     found.added.append(other)
     axes = tuple(i if size != 1 else None for i, size in enumerate(other.shape))
     masking = _as_mask(other, axes, found.axes, -1 if step.name == "sub" else 1)
+    bias = (view(other, axes), found.axes, step.name == "sub")
     if masking is not None:
-        found.masks.append(masking)
+        found.masks.append(replace(masking, as_bias=bias))
     else:
         found.is_biased_last = found.is_biased_last or bool(found.masks)
-        found.biases.append((view(other, axes), found.axes, step.name == "sub"))
+        found.biases.append(bias)
 
 
 def _as_mask(value: Value, axes: tuple[int | None, ...], logits: Axes, sign: int) -> Masking | None:

@@ -51,6 +51,12 @@ def make_site(
     constant = mask.known(layout, parts)
     dynamic = [part for part in parts if part.constant is None]
     always = constant.always_has_key and not dynamic
+    if always and _is_mask_a_bias(logits):
+        logits.biases += [
+            masking.as_bias for masking in logits.masks if masking.as_bias is not None
+        ]
+        logits.masks, parts = [], []
+        constant = mask.known(layout, parts)
     if not always:
         _check_queries_without_keys(logits)
     _check_biases(logits)
@@ -138,6 +144,17 @@ def _sum_of_biases(
         array = -array if is_subtracted else array
         bias = array if bias is None else bias + array
     return bias
+
+
+def _is_mask_a_bias(logits: Logits) -> bool:
+    """Whether the only mask adds a number beside which a bias counts, as -1e9 in float32.
+
+    It is then one more bias, where each query has a key that it leaves alone.
+    """
+    if not logits.biases or len(logits.masks) != 1:
+        return False
+    (masking,) = logits.masks
+    return masking.as_bias is not None and ABSORBING < masking.number < 0
 
 
 def _check_biases(logits: Logits) -> None:

@@ -13,7 +13,6 @@ from jaxfused.ops.attention.attention_arguments import (
     broadcastable,
     first_place,
     mask_of,
-    places,
     scale_of,
     validate,
 )
@@ -25,7 +24,8 @@ from jaxfused.ops.attention.attention_stages import (
     Options,
     within,
 )
-from jaxfused.ops.attention.index_function import IndexFunction, ScoreMod
+from jaxfused.ops.attention.call_functions import CallFunctions
+from jaxfused.ops.attention.index_function import IndexFunction
 from jaxfused.ops.attention.mask import Mask
 from jaxfused.ops.attention.masks.mask_class import AttentionMask
 from jaxfused.ops.linear.linear_stages import allows_tf32
@@ -36,6 +36,8 @@ from jaxfused.runtime.dropout import dropout_seeds
 from jaxfused.runtime.gate import choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.shapes import why_symbolic
+from pallas_kernels.attention import attention as pallas_attention
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
 
@@ -164,29 +166,35 @@ def dot_product_attention(
     key_length = key.shape[1]
     allows = None if mask_mod is None else IndexFunction.of("mask_mod", mask_mod, None)
     query_offset = first_place(query_offset, query, key, query_seq_lengths, key_value_seq_lengths)
-    who = mask_of(
-        *(query, key, mask, is_causal, local_window_size, query_offset),
-        *(query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids),
-        allows,
-    )
     if bias is not None:
         bias = broadcastable("bias", bias, (batch, heads, query_length, key_length))
+    device = dispatch.current_device(query, key, value)
+    functions = CallFunctions(
+        why_no_kernel=_why_not_on_tiles(implementation, device, query, key, value),
+        query_offset=query_offset,
+        sizes=(batch, heads, query_length, key_length),
+    )
     score = None
     if score_mod is not None:
         dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-        at = places(query_offset, batch, heads, query_length, key_length)
-        score = ScoreMod(IndexFunction.of("score_mod", score_mod, dtype), at, dtype)
-        if score.function.is_additive:
-            # An addend of the logits is a bias, and its gradient reaches the arrays it was computed
-            # from.
-            bias, score = score.bias() if bias is None else bias + score.bias(), None
+        own = IndexFunction.of("score_mod", score_mod, dtype)
+        bias, score = functions.of_score(own, bias, dtype)
     dropout_words = dropout_arguments.dropout_words(
         "dot_product_attention", dropout_rate, dropout_key
     )
     check_soft_cap("dot_product_attention", logits_soft_cap)
     scale = scale_of(scale, head_size, (batch, heads, query_length, key_length))
-
-    device = dispatch.current_device(query, key, value)
+    is_reference = implementation != "cudnn" and _takes_reference(
+        implementation, device, query, key, scale, functions.why_no_score
+    )
+    who, rest = mask_of(
+        *(query, key, mask, is_causal, local_window_size, query_offset),
+        *(query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids),
+        allows,
+        divides=not is_reference and implementation != "cudnn",
+    )
+    if rest is not None and not functions.takes_mask(rest):
+        who = who.limited_to(rest.over(functions.places))
     if implementation == "cudnn":
         used = {
             "scale as an array": isinstance(scale, jax.Array),
@@ -201,7 +209,7 @@ def dot_product_attention(
         }
         output = _in_cudnn(device, query, key, value, bias, who, scale, used)
         return output if has_batch else output[0]
-    if _takes_reference(implementation, device, query, key, scale, score):
+    if is_reference:
         output, lse = attention_xla.attention(
             *(query, key, value, bias, sinks, who, dropout_words),
             scale=scale,
@@ -212,9 +220,10 @@ def dot_product_attention(
         output = named(output, "dot_product_attention", "output")
         lse = named(lse, "dot_product_attention", "log_sum_exp")
     else:
-        options = _options(who, query.dtype, scale, logits_soft_cap, dropout_rate)
+        options = _options(who, query.dtype, scale, logits_soft_cap, dropout_rate, functions)
         run = Runner(implementation, device)
-        output, lse = _run(run, options, query, key, value, bias, sinks, who, dropout_words)
+        reads = functions.reads()
+        output, lse = _run(run, options, query, key, value, bias, sinks, who, dropout_words, reads)
     if not has_batch:
         output, lse = output[0], lse[0]
     if return_residual:
@@ -232,7 +241,9 @@ def _in_cudnn(device, query, key, value, bias, who: Mask, scale, used) -> jax.Ar
     return named(output, "dot_product_attention", "output")
 
 
-def _options(who: Mask, dtype, scale, logits_soft_cap, dropout_rate) -> Options:
+def _options(
+    who: Mask, dtype, scale, logits_soft_cap, dropout_rate, functions: CallFunctions
+) -> Options:
     return Options(
         is_causal=who.is_causal,
         window=who.window,
@@ -240,16 +251,33 @@ def _options(who: Mask, dtype, scale, logits_soft_cap, dropout_rate) -> Options:
         soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
         dropout_rate=float(dropout_rate),
         pattern=who.pattern,
+        score=None if functions.score is None else functions.score.function,
+        allows=None if functions.mask is None else functions.mask.function,
         allows_tf32=dtype == jnp.float32 and allows_tf32(None),
     )
 
 
-def _takes_reference(implementation, device, query, key, scale, score: ScoreMod | None) -> bool:
+def _why_not_on_tiles(implementation, device, query, key, value) -> str | None:
+    """Returns why no Pallas kernel evaluates functions for the call, or None."""
+    if implementation not in (None, "pallas"):
+        return f"implementation is {implementation!r}"
+    if (unknown := why_symbolic(query, key, value)) is not None:
+        return unknown
+    return pallas_attention.why_unsupported(
+        compute_capability=device.compute_capability,
+        dtype=query.dtype,
+        query_count=query.shape[1],
+        key_count=key.shape[1],
+        head_size=query.shape[3],
+        value_size=value.shape[3],
+    )
+
+
+def _takes_reference(implementation, device, query, key, scale, why_no_score: str | None) -> bool:
     """Returns whether plain jax.numpy runs the call, as with an array as scale: kernels take numbers."""
     missing = None
-    if score is not None:
-        why = "score_mod does more than add to the score what does not depend on it"
-        missing = {"pallas": why, "cuda": why}
+    if why_no_score is not None:
+        missing = {"pallas": why_no_score, "cuda": why_no_score}
     if isinstance(scale, jax.Array):
         why = "scale must be a Python float, as it is a constant of the kernels"
         missing = {"pallas": why, "cuda": why}
@@ -258,7 +286,18 @@ def _takes_reference(implementation, device, query, key, scale, score: ScoreMod 
     )
 
 
-def _run(run: Runner, options: Options, query, key, value, bias, sinks, mask: Mask, dropout_words):
+def _run(
+    run: Runner,
+    options: Options,
+    query,
+    key,
+    value,
+    bias,
+    sinks,
+    mask: Mask,
+    dropout_words,
+    reads: tuple[jax.Array, ...] = (),
+):
     """Returns (output [B, T, N, V], lse [B, T, N]), computed by the kernels."""
     batch, query_count, heads, head_size = query.shape
     key_heads = key.shape[2]
@@ -287,8 +326,10 @@ def _run(run: Runner, options: Options, query, key, value, bias, sinks, mask: Ma
         matrix(None if mask.explicit is None else mask.explicit.astype(jnp.int8)),
         seeds,
         None if mask.pattern_heads is None else mask.pattern_heads.reshape(key_heads, groups),
+        tuple(map(matrix, reads)),
     )
-    arrays = Arrays(*sharding.align(arrays, operand_axes=arrays.axes(), whole=WHOLE))
+    aligned = sharding.align(arrays.operands(), operand_axes=arrays.axes(), whole=WHOLE)
+    arrays = Arrays.of(*aligned)
     output, lse = _attention(run, options, arrays)
     output = output.reshape(batch, query_count, heads, value.shape[-1])
     lse = lse[..., :query_count].reshape(batch, heads, query_count).swapaxes(1, 2)
@@ -309,11 +350,11 @@ class _Residuals(NamedTuple):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="dot_product_attention")
 def _attention(run: Runner, options: Options, arrays: Arrays):
-    return run(Forward(options), *arrays)
+    return run(Forward(options), *arrays.operands())
 
 
 def _attention_fwd(run: Runner, options: Options, arrays: Arrays):
-    output, lse = run(Forward(options), *arrays)
+    output, lse = run(Forward(options), *arrays.operands())
     output = named(output, "dot_product_attention", "output")
     lse = named(lse, "dot_product_attention", "log_sum_exp")
     return (output, lse), _Residuals(arrays, output, lse)
@@ -325,12 +366,16 @@ def _attention_bwd(run: Runner, options: Options, saved: _Residuals, cotangents)
     bias, query = arrays.bias, arrays.query
     # Devices split only the axes of the batch and of the key heads.
     own_bias = bias is not None and bias.shape[:2] == (query.shape[0], query.shape[2])
-    dquery, dkey, dvalue, dbias, dsinks = run(
-        Backward(options, own_bias), saved.output, saved.lse, doutput, dlse, *arrays
+    dquery, dkey, dvalue, dbias, dsinks, *dreads = run(
+        Backward(options, own_bias), saved.output, saved.lse, doutput, dlse, *arrays.operands()
     )
     if dbias is not None:
         dbias = dbias.astype(arrays.bias.dtype)
-    return (Arrays(dquery, dkey, dvalue, dbias, dsinks),)
+    reads = tuple(
+        None if dread is None else dread.astype(read.dtype)
+        for dread, read in zip(dreads, arrays.reads, strict=True)
+    )
+    return (Arrays(dquery, dkey, dvalue, dbias, dsinks, reads=reads),)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.ops.attention.index_function import FunctionMask, IndexFunction
+from jaxfused.ops.attention.index_function import FunctionMask, IndexFunction, Places
 from jaxfused.ops.attention.mask import Mask
+from jaxfused.ops.attention.mask_conditions import Conditions, conditions
 from jaxfused.ops.attention.masks.mask_class import AttentionMask, is_whole
 from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.runtime.checks import as_array, check_floating, check_shape
@@ -63,8 +64,13 @@ def mask_of(
     query_segments,
     key_segments,
     mask_mod: IndexFunction | None = None,
-) -> Mask:
-    """Returns the mask of a call, the array `mask` in a shape that broadcasts to [B, N, T, S]."""
+    divides: bool = False,
+) -> tuple[Mask, IndexFunction | None]:
+    """Returns who attends to whom, with masks that broadcast to [B, N, T, S].
+
+    If it `divides` mask_mod, those of its conditions that kernels know are a part of the mask. The
+    others, or the whole function, come second, unless they are a part of the mask too.
+    """
     op = "dot_product_attention"
     batch, query_length, heads, _ = query.shape
     key_length = key.shape[1]
@@ -91,44 +97,94 @@ def mask_of(
             f"{op}: one of query_segment_ids and key_value_segment_ids was passed, but they are"
             " compared with each other; pass both or none."
         )
-    query_segments, key_segments = _segments(
-        query_segments, key_segments, batch, query_length, key_length
+    limits = Limits(
+        bool(is_causal),
+        _window(local_window_size),
+        _lengths("key_value_seq_lengths", key_lengths, batch, key_length),
+        *_segments(query_segments, key_segments, batch, query_length, key_length),
     )
     query_lengths = _lengths("query_seq_lengths", query_lengths, batch, query_length)
-    key_lengths = _lengths("key_value_seq_lengths", key_lengths, batch, key_length)
-    sides = _window(local_window_size)
-    window = None if sides is None else _shortened(sides)
     is_known = query_offset is None or is_whole(query_offset)
     sizes = (query_length, key_length)
     is_object = is_known and not any(map(jax.export.is_symbolic_dim, (heads, *sizes)))
     if mask_mod is not None and is_object and mask_mod.is_constant and not mask_mod.used[0]:
         own = FunctionMask.of_heads_of(mask_mod, sizes, heads, int(query_offset or 0))
         pattern_mask = own if pattern_mask is None else own & pattern_mask
-    elif mask_mod is not None:
-        allowed = mask_mod.over(places(query_offset, batch, heads, query_length, key_length))
-        mask = allowed if mask is None else allowed & mask
+        mask_mod = None
+    if mask_mod is not None and divides:
+        at = places(query_offset, batch, heads, query_length, key_length)
+        limits, mask_mod = limits.with_conditions(conditions(mask_mod), at)
+    sides = limits.sides
     pattern = pattern_heads = None
     if pattern_mask is not None:
         pattern, pattern_heads = Pattern.of(pattern_mask)
         if is_known:
             # With a known offset, limits of positions are a part of the pattern, whose blocks are then
             # exact.
-            pattern = pattern.limited(bool(is_causal), sides, int(query_offset or 0))
-            is_causal, window, query_offset = False, None, None
+            pattern = pattern.limited(limits.is_causal, sides, int(query_offset or 0))
+            limits = limits._replace(is_causal=False, sides=None)
+            query_offset = None
     offset = query_offsets(query_offset, batch, query_length, key_length, sides or (0, 0))
-    return Mask(
+    who = Mask(
         pattern=pattern,
         pattern_heads=pattern_heads,
-        is_causal=bool(is_causal),
-        window=window,
+        is_causal=limits.is_causal,
+        window=None if limits.sides is None else _shortened(limits.sides),
         # The offset changes nothing unless the mask is causal or has a window.
-        query_offset=offset if is_causal or window is not None else None,
+        query_offset=offset if limits.is_causal or limits.sides is not None else None,
         query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        query_segments=query_segments,
-        key_segments=key_segments,
+        key_lengths=limits.key_lengths,
+        query_segments=limits.query_segments,
+        key_segments=limits.key_segments,
         explicit=mask,
     )
+    return who, mask_mod
+
+
+class Limits(NamedTuple):
+    """What limits attention beside arrays and objects that are masks."""
+
+    is_causal: bool
+    sides: tuple[int, int] | None
+    """Sides of a window."""
+    key_lengths: jax.Array | None
+    query_segments: jax.Array | None
+    """[B, T], with key_segments, [B, S]."""
+    key_segments: jax.Array | None
+
+    def with_conditions(
+        self, found: Conditions, at: Places
+    ) -> tuple["Limits", IndexFunction | None]:
+        """Returns the limits with those of a mask_mod, and what else it demands, or None.
+
+        Args:
+          found: the conditions of the mask_mod.
+          at: the arguments of `IndexFunction.over`.
+        """
+        (batch,), queries, (keys,) = at[0].shape, at[2].shape[1], at[3].shape
+        limits = self._replace(is_causal=self.is_causal or found.right == 0)
+        if (window := found.window) is not None:
+            left, right = window if self.sides is None else map(min, self.sides, window)
+            limits = limits._replace(sides=(left, right))
+        for length in found.lengths:
+            own = jnp.broadcast_to(length.over(at).reshape(-1), (batch,))
+            own = jnp.clip(own, 0, keys)
+            least = own if limits.key_lengths is None else jnp.minimum(limits.key_lengths, own)
+            limits = limits._replace(key_lengths=least)
+        if found.segments is None:
+            return limits, found.rest
+        if limits.query_segments is not None:
+            return limits, found.with_segments()
+        of_queries, of_keys = (ids.over(at) for ids in found.segments)
+        return limits._replace(
+            query_segments=_of_rows(of_queries, (batch, queries)),
+            key_segments=_of_rows(of_keys, (batch, keys)),
+        ), found.rest
+
+
+def _of_rows(ids: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Returns segments [B or 1, 1, T or 1, S or 1] as [B, T] or [B, S]."""
+    return jnp.broadcast_to(ids.reshape(ids.shape[0], -1), shape).astype(jnp.int32)
 
 
 def _check_mask_object(mask: AttentionMask, shape: tuple[int, int, int]) -> None:
@@ -153,9 +209,7 @@ def first_place(query_offset: Any, query, key, query_lengths: Any, key_lengths: 
     return last - (queries if query_lengths is None else query_lengths)
 
 
-def places(
-    query_offset: Any, batch: int, heads: int, queries: int, keys: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def places(query_offset: Any, batch: int, heads: int, queries: int, keys: int) -> Places:
     """Returns the arguments of `IndexFunction.over`: b [B], h [N], q [B or 1, T] and k [S].
 
     A query's position q is its index plus the offset, which is not clipped, as functions may use it.

@@ -1,5 +1,6 @@
 """The stages of dot_product_attention: forward and backward of its kernels, with their estimates."""
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.attention import attention_cuda as cuda_attention
 from jaxfused.ops.attention import attention_xla, costs_float32
+from jaxfused.ops.attention.kernel_function import over_arrays
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
 from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.runtime import cuda_library
@@ -21,6 +23,7 @@ from pallas_kernels.attention.block_lists import as_explicit
 from pallas_kernels.attention.logits import Logits, Operands, saved_length
 from pallas_kernels.attention.mask import BlockMask, segment_blocks
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.tile_function import TileFunction
 
 _FEW_QUERIES, _MANY_KEYS = 16, 64
 """Number of queries up to which, and of keys from which on, the CUDA backward is slower than XLA's,
@@ -47,6 +50,10 @@ class Options:
     dropout_rate: float
     pattern: Pattern | None = None
     """Mask objects of the call, combined; `Arrays.pattern_heads` says which head has which."""
+    score: TileFunction | None = None
+    """What changes each logit after cap and bias, given the first of `Arrays.reads`."""
+    allows: TileFunction | None = None
+    """What else a query must meet to attend to a key, given the other reads."""
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
@@ -115,11 +122,15 @@ class Options:
             head_size=arrays.query.shape[4],
             value_size=arrays.value.shape[3],
         )
-        return {
-            "pallas": pallas_attention.why_unsupported(**call),
-            "cuda": cuda_attention.why_unsupported(**call, allows_tf32=self.allows_tf32),
-            "xla": None,
-        }
+        cuda = cuda_attention.why_unsupported(**call, allows_tf32=self.allows_tf32)
+        if self.score is not None or self.allows is not None:
+            cuda = "functions of a score or a place are evaluated in Pallas's kernels and in XLA"
+        return {"pallas": pallas_attention.why_unsupported(**call), "cuda": cuda, "xla": None}
+
+    def wanted(self, arrays: "Arrays") -> tuple[bool, ...]:
+        """Returns which of the reads get gradients."""
+        of_score = () if self.score is None else self.score.wanted
+        return of_score + (False,) * (len(arrays.reads) - len(of_score))
 
     def visited_keys(self, arrays: "Arrays") -> int:
         """Returns the most keys that the queries together may attend to by their positions."""
@@ -142,6 +153,7 @@ class Options:
             has_key_lengths=operands.key_lengths is not None,
             has_segments=operands.query_segments is not None,
             has_explicit=operands.explicit is not None,
+            has_function=self.allows is not None,
             pattern=self.pattern,
         )
         return Logits(
@@ -151,6 +163,8 @@ class Options:
             has_bias=operands.bias is not None,
             has_sinks=operands.sinks is not None,
             dropout_rate=self.dropout_rate,
+            score=self.score,
+            allows=self.allows,
         )
 
 
@@ -176,7 +190,7 @@ def _for_cuda(
         dropout_threshold=logits.dropout_threshold,
     )
     given = operands._asdict()
-    assert given.pop("pattern_heads") is None
+    assert given.pop("pattern_heads") is None and not given.pop("reads")
     return cuda_attention.Operands(**given, **bounds), options
 
 
@@ -206,6 +220,18 @@ class Arrays(NamedTuple):
     """First counters [2, B, K, G] of dropout's random bits."""
     pattern_heads: Any = None
     """Index [K, G] of each head's mask in the pattern."""
+    reads: tuple[Any, ...] = ()
+    """What `Options.score` reads, and then what `Options.allows` does, with the axes of `bias`."""
+
+    @classmethod
+    def of(cls, *operands: Any) -> "Arrays":
+        """Returns the arrays of a stage's operands."""
+        count = len(cls._fields) - 1
+        return cls(*operands[:count])._replace(reads=tuple(operands[count:]))
+
+    def operands(self) -> tuple[Any, ...]:
+        """Returns the arrays as operands of a stage."""
+        return (*self[:-1], *self.reads)
 
     def axes(self) -> tuple[str, ...]:
         """Returns the letters of each operand's axes for `sharding`."""
@@ -225,6 +251,7 @@ class Arrays(NamedTuple):
                 explicit,
                 "zbkg",
                 "kg",
+                *map(_axes_of_logits, self.reads),
             ),
         )
 
@@ -258,6 +285,7 @@ class Arrays(NamedTuple):
             explicit=matrix(self.explicit),
             dropout_seeds=None if seeds is None else seeds.reshape(2, batch, heads),
             pattern_heads=None if self.pattern_heads is None else self.pattern_heads.reshape(heads),
+            reads=tuple(map(matrix, self.reads)),
         )
         query = self.query.reshape(batch, query_count, heads, head_size)
         return query, self.key, self.value, operands
@@ -294,17 +322,17 @@ class Forward:
         return "dot_product_attention forward"
 
     def axes(self, *operands) -> Axes:
-        return Axes(Arrays(*operands).axes(), ("btkgv", "bkgr"), WHOLE, {"r": "t"})
+        return Axes(Arrays.of(*operands).axes(), ("btkgv", "bkgr"), WHOLE, {"r": "t"})
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
-        return self.options.why_not(device, Arrays(*operands))
+        return self.options.why_not(device, Arrays.of(*operands))
 
     def estimate(self, device, able, *operands) -> Estimate:
         del able
-        return self.options.forward_estimate(device, Arrays(*operands))
+        return self.options.forward_estimate(device, Arrays.of(*operands))
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
-        arrays = Arrays(*operands)
+        arrays = Arrays.of(*operands)
         if implementation != "pallas":
             return ()
         return pallas_attention.forward_candidates(
@@ -316,13 +344,14 @@ class Forward:
 
     def examples(self, random, device, *operands) -> Sequence[Any]:
         del device
-        return _examples(random, Arrays(*operands))
+        return _examples(random, Arrays.of(*operands)).operands()
 
     def run(self, implementation, device, *operands, config=None) -> Results:
-        arrays = Arrays(*operands)
+        arrays = Arrays.of(*operands)
         query, key, value, optional = arrays.ungrouped()
         if implementation == "xla":
-            return _in_xla(self.options, arrays)(query, key, value, optional.bias, optional.sinks)
+            given = (query, key, value, optional.bias, optional.sinks, *optional.reads)
+            return _in_xla(self.options, arrays)(*given)
         logits = self.options.logits(query, key, optional)
         if implementation == "cuda":
             output, lse = cuda_attention.forward(
@@ -350,7 +379,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Computes (dquery, dkey, dvalue, dbias, dsinks); dbias and dsinks may be None.
+    """Computes (dquery, dkey, dvalue, dbias, dsinks, *dreads), with None for what has no gradient.
 
     The operands are the output, the log-sum-exp, the cotangents of both, and Arrays.
     """
@@ -365,22 +394,29 @@ class Backward:
         return "dot_product_attention backward"
 
     def axes(self, *operands) -> Axes:
-        arrays = Arrays(*operands[4:])
+        arrays = Arrays.of(*operands[4:])
         axes = arrays.axes()
-        results = tuple(
+        results = [
             None if array is None else letters
             for array, letters in zip(arrays[:5], axes[:5], strict=True)
-        )
+        ]
+        letters_of_reads = axes[len(axes) - len(arrays.reads) :]
+        results += [
+            letters if is_wanted else None
+            for letters, is_wanted in zip(
+                letters_of_reads, self.options.wanted(arrays), strict=True
+            )
+        ]
         return Axes(("btkgv", "bkgr", "btkgv", "bkgr", *axes), results, WHOLE)
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
-        return self.options.why_not(device, Arrays(*operands[4:]))
+        return self.options.why_not(device, Arrays.of(*operands[4:]))
 
     def estimate(self, device, able, *operands) -> Estimate:
-        return self.options.backward_estimate(device, able, Arrays(*operands[4:]))
+        return self.options.backward_estimate(device, able, Arrays.of(*operands[4:]))
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
-        arrays = Arrays(*operands[4:])
+        arrays = Arrays.of(*operands[4:])
         if implementation != "pallas":
             return ()
         return pallas_attention.backward_candidates(
@@ -391,23 +427,27 @@ class Backward:
         )
 
     def examples(self, random, device, *operands) -> Sequence[Any]:
-        arrays = _examples(random, Arrays(*operands[4:]))
+        arrays = _examples(random, Arrays.of(*operands[4:]))
         forward = Forward(self.options)
-        implementation = Runner(None, device).choice(forward, *arrays).implementation
-        output, lse = forward.run(implementation, device, *arrays)
-        return output, lse, random(operands[2]), random(operands[3]), *arrays
+        implementation = Runner(None, device).choice(forward, *arrays.operands()).implementation
+        output, lse = forward.run(implementation, device, *arrays.operands())
+        return output, lse, random(operands[2]), random(operands[3]), *arrays.operands()
 
     def run(
         self, implementation, device, output, lse, doutput, dlse, *operands, config=None
     ) -> Results:
-        arrays = Arrays(*operands)
+        arrays = Arrays.of(*operands)
         query, key, value, optional = arrays.ungrouped()
         batch, query_count, heads, _ = query.shape
         if implementation == "xla":
-            differentiated = (query, key, value, optional.bias, optional.sinks)
+            wanted = self.options.wanted(arrays)
+            reads = [
+                r if is_wanted else None
+                for r, is_wanted in zip(optional.reads, wanted, strict=True)
+            ]
+            differentiated = (query, key, value, optional.bias, optional.sinks, *reads)
             _, vjp = jax.vjp(_in_xla(self.options, arrays), *differentiated)
-            dquery, dkey, dvalue, dbias, dsinks = vjp((doutput, dlse))
-            return self._as_operands(arrays, dquery, dkey, dvalue, dbias, dsinks)
+            return self._as_operands(arrays, *vjp((doutput, dlse)))
         logits = self.options.logits(query, key, optional)
         saved = (
             output.reshape(*query.shape[:3], -1),
@@ -417,7 +457,7 @@ class Backward:
         )
         if implementation == "cuda":
             cuda_operands, cuda_options = _for_cuda(logits, optional)
-            gradients = cuda_attention.backward(
+            gradients: Results = cuda_attention.backward(
                 query, key, value, cuda_operands, *saved, cuda_options
             )
         else:
@@ -438,7 +478,7 @@ class Backward:
         has_it = arrays.bias is not None and arrays.bias.dtype in cuda_library.DTYPES
         return arrays.bias.dtype if self.own_bias and has_it else jnp.float32
 
-    def _as_operands(self, arrays: Arrays, dquery, dkey, dvalue, dbias, dsinks) -> Results:
+    def _as_operands(self, arrays: Arrays, dquery, dkey, dvalue, dbias, dsinks, *dreads) -> Results:
         """Returns the gradients in the shapes of the arrays; that of the sinks stays float32."""
         if dbias is not None:
             dbias = dbias.reshape(arrays.bias.shape).astype(self._dbias_dtype(arrays))
@@ -448,6 +488,10 @@ class Backward:
             dvalue,
             dbias,
             None if dsinks is None else dsinks.reshape(arrays.sinks.shape).astype(jnp.float32),
+            *(
+                None if dread is None else dread.reshape(read.shape).astype(jnp.float32)
+                for dread, read in zip(dreads, arrays.reads, strict=True)
+            ),
         )
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
@@ -466,7 +510,9 @@ def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
     def lengths(counts, array):
         return None if counts is None else jnp.full_like(counts, array.shape[1])
 
-    random_arrays = Arrays(*(None if array is None else random(array) for array in arrays))
+    random_arrays = Arrays.of(
+        *(None if array is None else random(array) for array in arrays.operands())
+    )
     explicit, offset, heads = arrays.explicit, arrays.query_offset, arrays.pattern_heads
     queries, keys = arrays.query.shape[1], arrays.key.shape[1]
     return random_arrays._replace(
@@ -477,6 +523,10 @@ def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
         key_segments=segments(arrays.key_segments),
         explicit=None if explicit is None else jnp.ones_like(explicit),
         pattern_heads=None if heads is None else jnp.zeros_like(heads),
+        reads=tuple(
+            read if jnp.issubdtype(read.dtype, jnp.floating) else jnp.zeros_like(read)
+            for read in random_arrays.reads
+        ),
     )
 
 
@@ -489,9 +539,17 @@ def _grouped(arrays: Arrays, output: jax.Array, lse: jax.Array) -> Results:
 
 
 def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
-    """Returns the jax.numpy forward as a function of the differentiable q, k, v, bias and sinks."""
+    """Returns the jax.numpy forward as a function of q, k, v, bias, sinks and reads.
+
+    Those that are None are the arrays' own.
+    """
     query, _, _, operands = arrays.ungrouped()
-    query_count = query.shape[1]
+    query_count, key_count = query.shape[1], arrays.key.shape[1]
+    count = 0 if options.score is None else options.score.reads
+    explicit = None if operands.explicit is None else operands.explicit != 0
+    if options.allows is not None:
+        by_place = over_arrays(options.allows, operands.reads[count:], query_count, key_count)
+        explicit = by_place if explicit is None else explicit & by_place
     mask = Mask(
         is_causal=options.is_causal,
         window=options.window,
@@ -500,12 +558,20 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
         query_offset=operands.query_offset,
         query_segments=operands.query_segments,
         key_segments=operands.key_segments,
-        explicit=None if operands.explicit is None else operands.explicit != 0,
+        explicit=explicit,
         pattern=options.pattern,
         pattern_heads=operands.pattern_heads,
     )
 
-    def forward(query, key, value, bias, sinks):
+    def forward(query, key, value, bias, sinks, *reads):
+        given = [
+            own if read is None else read for own, read in zip(operands.reads, reads, strict=True)
+        ]
+        score_mod = None
+        if options.score is not None:
+            score_mod = functools.partial(
+                over_arrays, options.score, given[:count], query_count, key_count
+            )
         output, lse = attention_xla.attention_by_seeds(
             query,
             key,
@@ -517,6 +583,7 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
             scale=options.scale,
             logits_soft_cap=options.soft_cap,
             dropout_rate=options.dropout_rate,
+            score_mod=score_mod,
         )
         if sinks is not None and mask.query_lengths is not None:
             # The kernels' backward recognises queries beyond the length by EMPTY_LSE alone.
@@ -533,8 +600,8 @@ def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) 
 
     The batch is merged into the axis B of the operands, unless one of them lacks that axis.
     """
-    arrays = Arrays(*operands[first:])
-    shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)
+    arrays = Arrays.of(*operands[first:])
+    shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds, *arrays.reads)
     heads = first + Arrays._fields.index("pattern_heads")
     if any(array is not None for array in shared) or is_batched(in_batched[heads]):
         return None

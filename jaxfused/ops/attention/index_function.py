@@ -23,7 +23,9 @@ from jaxfused.ops.attention.masks.mask_class import (
 )
 from jaxfused.runtime import sharding
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
+NO_MESH = jax.sharding.AbstractMesh((), ())
+Places = tuple[Any, Any, Any, Any]
+"""b [B], h [N], q [B or 1, T], and k [S]."""
 _ADDITIONS = ("add", "add_any")
 _SAME_VALUE = ("convert_element_type", "copy", "reshape")
 _OF_CALLS = ("jit", "pjit", "closed_call")
@@ -54,7 +56,7 @@ class IndexFunction:
             )
         try:
             # The caller's mesh is hidden, because kernels evaluate the program on one device's part.
-            with jax.sharding.use_abstract_mesh(_NO_MESH):
+            with jax.sharding.use_abstract_mesh(NO_MESH):
                 program = jax.make_jaxpr(function)(*score, *index)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
             raise ValueError(
@@ -84,6 +86,24 @@ class IndexFunction:
         (result,) = jaxpr_as_fun(self.program)(*args)
         return result
 
+    def shifted(self, query_offset: Any) -> "IndexFunction":
+        """Returns the function of the query's index, which stands at that index plus the offset.
+
+        Args:
+          query_offset: None, a number, or an array, () or [B].
+        """
+        if query_offset is None:
+            return self
+
+        def f(*args: Any) -> Any:
+            *first, b, h, q, k = args
+            offset = query_offset[b] if jnp.ndim(query_offset) else query_offset
+            return self(*first, b, h, (q + offset).astype(jnp.int32), k)
+
+        args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.program.in_avals]
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return IndexFunction(jax.make_jaxpr(f)(*args))
+
     @functools.cached_property
     def used(self) -> tuple[bool, bool, bool, bool]:
         """Flags of b, h, q and k, True where the result depends on the index."""
@@ -94,7 +114,7 @@ class IndexFunction:
         b, h, q, k = (var in needed for var in self.program.jaxpr.invars[-4:])
         return b, h, q, k
 
-    @property
+    @functools.cached_property
     def is_constant(self) -> bool:
         """Whether the closed-over arrays are known at tracing, and lie on no Explicit mesh."""
         return not any(
@@ -109,11 +129,11 @@ class IndexFunction:
         carrier = _carried(jaxpr, jaxpr.invars[0])
         return carrier is not None and jaxpr.outvars[0] is carrier
 
-    def over(self, places: tuple[Any, Any, Any, Any], score: jax.Array | None = None) -> jax.Array:
+    def over(self, places: Places, score: jax.Array | None = None) -> jax.Array:
         """Returns the function of all elements [B, N, T, S], with length 1 for an unused index.
 
         Args:
-          places: b [B], h [N], q [B or 1, T], and k [S].
+          places: of the elements.
           score: of a score_mod, [B, N, T, S], or a number for all elements.
         """
         consts = self.program.consts
@@ -130,7 +150,7 @@ class IndexFunction:
         place = whole if score is None or not score.ndim else jax.typeof(score).sharding.spec
         return jax.sharding.auto_axes(over, out_sharding=place)(consts, places, score)
 
-    def _over(self, places: tuple[Any, Any, Any, Any], score: jax.Array | None) -> jax.Array:
+    def _over(self, places: Places, score: jax.Array | None) -> jax.Array:
         b, h, q, k = places
         uses_b, uses_h, uses_q, uses_k = self.used
         scores = [] if score is None else [score]
@@ -203,8 +223,7 @@ class ScoreMod:
     """A score_mod at the places of a call's logits [B, N, T, S]."""
 
     function: IndexFunction
-    places: tuple[Any, Any, Any, Any]
-    """Indices b, h, q and k, as `IndexFunction.over` takes them."""
+    places: Places
     dtype: Any
 
     def __call__(self, logits: jax.Array) -> jax.Array:
@@ -241,7 +260,10 @@ class FunctionMask(AttentionMask):
             return _evaluated(self)[query, key]
         shape = jnp.broadcast_shapes(query.shape, key.shape)
         places = (jnp.broadcast_to(place, shape).reshape(-1) for place in (query, key))
-        f = jax.vmap(lambda q, k: self.function(0, self.head, q + self.query_offset, k))
+        # With 64-bit types enabled, Python's numbers would be of 64 bits.
+        head, offset = jnp.int32(self.head), jnp.int32(self.query_offset)
+        f = jax.vmap(lambda q, k: self.function(jnp.int32(0), head, q + offset, k))
+        places = (place.astype(jnp.int32) for place in places)
         return f(*places).reshape(shape)
 
 

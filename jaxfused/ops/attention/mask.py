@@ -75,6 +75,10 @@ class Mask:
             allowed = allowed & self.pattern.allowed(self.pattern_heads)
         return allowed if self.explicit is None else allowed & self.explicit
 
+    def limited_to(self, allowed: jax.Array) -> "Mask":
+        """Returns the same mask where `allowed`, [B or 1, N or 1, T or 1, S or 1], is true too."""
+        return replace(self, explicit=allowed if self.explicit is None else self.explicit & allowed)
+
     def without_pattern(self) -> "Mask":
         """Returns an equal mask, with the pattern as a part of `explicit`."""
         if self.pattern is None:

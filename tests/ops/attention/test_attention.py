@@ -180,7 +180,7 @@ def test_xla_saves_that_queries_beyond_the_length_attend_to_nothing():
     sinks, lengths = np.full((1, 2), -7.0, np.float32), np.array([2, 0], np.int32)
     arrays = attention_stages.Arrays(query, key, key, sinks=sinks, query_lengths=lengths)
     forward = attention_stages.Forward(attention_stages.Options(False, None, 1.0, None, 0.0))
-    _, lse = forward.run("xla", dispatch.Device("cpu", "", None, 0), *arrays)
+    _, lse = forward.run("xla", dispatch.Device("cpu", "", None, 0), *arrays.operands())
     assert (lse[0, :, :, :2] > 8).all()
     chex.assert_trees_all_equal(lse[0, :, :, 2:5], np.full((1, 2, 3), EMPTY_LSE, np.float32))
     chex.assert_trees_all_equal(lse[1, :, :, :5], np.full((1, 2, 5), EMPTY_LSE, np.float32))

@@ -1,0 +1,87 @@
+"""score_mod and mask_mod of a call: as a bias and an array of bool, or evaluated by the kernels."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxfused.ops.attention.attention_arguments import places
+from jaxfused.ops.attention.index_function import IndexFunction, ScoreMod
+from jaxfused.ops.attention.kernel_function import KernelFunction, kernel_function
+
+_FEW_QUERIES, _FEW_KEYS = 64, 256
+"""Below as many queries, and up to as many keys, other kernels run, which read biases and masks."""
+
+
+@dataclass
+class CallFunctions:
+    """The functions that kernels evaluate in a call."""
+
+    why_no_kernel: str | None
+    """Why kernels evaluate no function, or None if they can."""
+    query_offset: Any
+    sizes: tuple[int, int, int, int]
+    """B, N, T and S."""
+    score: KernelFunction | None = None
+    mask: KernelFunction | None = None
+    why_no_score: str | None = None
+    """Why XLA evaluates score_mod, or None."""
+
+    @functools.cached_property
+    def places(self) -> Any:
+        """The arguments of `IndexFunction.over`."""
+        return places(self.query_offset, *self.sizes)
+
+    @property
+    def has_long_rows(self) -> bool:
+        """Whether the kernels that evaluate functions are those that would run without one."""
+        return self.sizes[2] >= _FEW_QUERIES and self.sizes[3] > _FEW_KEYS
+
+    def of_score(
+        self, function: IndexFunction, bias: jax.Array | None, dtype: Any
+    ) -> tuple[jax.Array | None, ScoreMod | None]:
+        """Returns the bias that includes an additive score_mod, and another one for XLA; or neither.
+
+        What is added is a bias, whose gradient is that of the arrays it was computed from. One that
+        depends on query and key together would be as large as the logits, so kernels evaluate it.
+        """
+        score = ScoreMod(function, self.places, dtype)
+        own = None
+        if self.why_no_kernel is None:
+            own = kernel_function(function.shifted(self.query_offset), "score_mod")
+        if function.is_additive:
+            _, _, by_query, by_key = function.used
+            is_large = by_query and by_key and self.has_long_rows
+            if own is not None and own.function is not None and is_large and not own.reads_matrices:
+                self.score = own
+                return bias, None
+            return (score.bias() if bias is None else bias + score.bias()), None
+        if own is None:
+            self.why_no_score = f"score_mod does more than add, and {self.why_no_kernel}"
+        elif own.function is None:
+            self.why_no_score = own.reason
+        elif bias is not None:
+            self.why_no_score = (
+                "score_mod does more than add, and there is a bias; add it in score_mod"
+            )
+        else:
+            self.score = own
+        return bias, score
+
+    def takes_mask(self, function: IndexFunction) -> bool:
+        """Whether kernels evaluate a mask_mod, instead of reading an array of it."""
+        _, _, by_query, by_key = function.used
+        if self.why_no_kernel is not None or not (by_query and by_key and self.has_long_rows):
+            return False
+        own = kernel_function(function.shifted(self.query_offset), "mask_mod")
+        if own.function is None or own.reads_matrices:
+            return False
+        self.mask = own
+        return True
+
+    def reads(self) -> tuple[jax.Array, ...]:
+        """Returns the arrays that the kernels read for both functions."""
+        at = places(None, *self.sizes)
+        own = (function for function in (self.score, self.mask) if function is not None)
+        return tuple(array for function in own for array in function.values(at))

@@ -1,0 +1,562 @@
+"""Functions of a logit and its place, evaluated on tiles of logits in registers.
+
+A function is a program of scalars: of the score, the indices of query and key, and numbers that are read
+from arrays. What depends on the query alone is computed once a row of the tile, what depends on the key
+alone once a column, and the rest for each element.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+# fmt: off
+_ELEMENTWISE = frozenset({
+    "abs", "add", "add_any", "and", "bitcast_convert_type", "clamp", "convert_element_type",
+    "copy", "div", "eq", "exp", "exp2", "ge", "gt", "integer_pow", "le", "log", "log2",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "rem",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sqrt", "square", "stop_gradient", "sub", "tanh", "xor",
+})
+# fmt: on
+_OF_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+"""Primitives that return a scalar's value where their operand and their result are scalars."""
+_CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+)
+_DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_)))
+_HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
+_EXACT = 2**23
+"""Integers below it are exact in float32, and a float32 has them in its low bits."""
+
+
+def why_not_on_tiles(eqn: Any) -> str | None:
+    """Returns what of an equation over scalars kernels do not evaluate, or None."""
+    name = eqn.primitive.name
+    if name in _CALLS:
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        reasons = map(why_not_on_tiles, getattr(inner, "jaxpr", inner).eqns)
+        return next((reason for reason in reasons if reason is not None), None)
+    if any(var.aval.shape != () for var in (*eqn.invars, *eqn.outvars)):
+        return f"{name} of arrays"
+    if name not in _ELEMENTWISE | _OF_SHAPES or len(eqn.outvars) != 1:
+        return name
+    dtypes = {jnp.dtype(var.aval.dtype) for var in (*eqn.invars, *eqn.outvars)}
+    allowed = _DTYPES if name == "bitcast_convert_type" else _DTYPES | _HALVES
+    if not dtypes <= allowed:
+        return f"{name} of {', '.join(sorted(d.name for d in dtypes - allowed))}"
+    if name == "integer_pow" and eqn.params["y"] == 0:
+        return "integer_pow to the power 0"
+    if name == "select_n" and (len(eqn.invars) != 3 or eqn.invars[0].aval.dtype != jnp.bool_):
+        return f"select_n of {len(eqn.invars) - 1} cases"
+    if eqn.params.get("accuracy") is not None:
+        return f"{name} of a stated accuracy"
+    return None
+
+
+def inlined(program: ClosedJaxpr, calls: frozenset[str] = _CALLS) -> ClosedJaxpr:
+    """Returns the program with the bodies of functions in place of their calls."""
+
+    def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+        )
+        for eqn in jaxpr.eqns:
+            given = [value_of(env, var) for var in eqn.invars]
+            if eqn.primitive.name in calls:
+                inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+                results = run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given)
+            else:
+                results = bound(eqn, given)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [value_of(env, var) for var in jaxpr.outvars]
+
+    args = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in program.in_avals]
+    return jax.make_jaxpr(lambda *args: run(program.jaxpr, program.consts, args))(*args)
+
+
+def value_of(env: dict[Any, Any], var: Any) -> Any:
+    """Returns the value of a variable or a literal."""
+    return var.val if isinstance(var, Literal) else env[var]
+
+
+def bound(eqn: Any, given: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation, evaluated by JAX."""
+    args = {v: x for v, x in zip(eqn.invars, given, strict=True) if not isinstance(v, Literal)}
+    jaxpr = Jaxpr((), tuple(args), tuple(eqn.outvars), [eqn], eqn.effects, debug_info=_DEBUG_INFO)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*args.values())
+
+
+_DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+
+
+class Part(NamedTuple):
+    """A number for each row (axis 0), each column (1), each element (0, 1) of a tile, or one for all."""
+
+    array: Any
+    axes: tuple[int, ...]
+
+    def over(self, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        """Returns it as an array over `axes` of a tile."""
+        if self.axes == axes:
+            return self.array
+        dimensions = [axes.index(axis) for axis in self.axes]
+        sizes = tuple(shape[axis] for axis in axes)
+        return lax.broadcast_in_dim(jnp.asarray(self.array), sizes, dimensions)
+
+
+@dataclass(frozen=True, eq=False)
+class TileFunction:
+    """A function of a score, or of places alone if not `of_score`; equal ones have equal programs."""
+
+    program: ClosedJaxpr
+    """From (score, query, key, *reads), or without the score, to one scalar."""
+    of_score: bool
+    wanted: tuple[bool, ...] = ()
+    """For each read, whether it gets a gradient."""
+    is_additive: bool = False
+    """Whether the score is added to what does not depend on it."""
+
+    @functools.cached_property
+    def partials(self) -> ClosedJaxpr:
+        """The program of the derivatives by the score and by each of the wanted reads."""
+
+        def derivatives(score, query, key, *reads):
+            def f(score, *floats):
+                floats = iter(floats)
+                args = [next(floats) if w else r for r, w in zip(reads, self.wanted, strict=True)]
+                return jaxpr_as_fun(self.program)(score, query, key, *args)[0]
+
+            wanted = [read for read, is_wanted in zip(reads, self.wanted, strict=True) if is_wanted]
+            result, vjp = jax.vjp(f, score, *wanted)
+            return vjp(jnp.ones_like(result))
+
+        args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.program.in_avals]
+        return inlined(jax.make_jaxpr(derivatives)(*args))
+
+    @functools.cached_property
+    def flat(self) -> ClosedJaxpr:
+        return inlined(self.program)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """A hash of the program and of its derivatives."""
+        programs = [self.flat, self.partials] if self.of_score else [self.flat]
+        text = [_text(program.jaxpr) for program in programs]
+        return hashlib.sha256(repr((text, self.of_score, self.wanted)).encode()).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TileFunction) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return f"TileFunction({self.text})"
+
+    @property
+    def reads(self) -> int:
+        """The number of arrays that it reads."""
+        return len(self.program.in_avals) - (3 if self.of_score else 2)
+
+    @functools.cached_property
+    def derivative_by_element(self) -> bool:
+        """Whether the derivative by the score depends on the score."""
+        if not self.of_score or self.is_additive:
+            return False
+        jaxpr = self.partials.jaxpr
+        needed = {jaxpr.outvars[0]} if not isinstance(jaxpr.outvars[0], Literal) else set()
+        for eqn in reversed(jaxpr.eqns):
+            if needed & set(eqn.outvars):
+                needed |= {var for var in eqn.invars if not isinstance(var, Literal)}
+        return jaxpr.invars[0] in needed
+
+    def why_not(self) -> str | None:
+        """Returns what kernels do not evaluate, or None."""
+        programs = [("", self.flat)] + (
+            [("the derivative of ", self.partials)] if self.of_score else []
+        )
+        for of, program in programs:
+            for eqn in program.eqns:
+                if (reason := why_not_on_tiles(eqn)) is not None:
+                    return of + reason
+        return None
+
+    def __call__(
+        self, tile: Any, reads: Sequence[Any], limits: tuple[int, int], score: Any = None
+    ) -> Any:
+        """Returns the function of each element of a tile, in a kernel.
+
+        Args:
+          tile: `logits.Tile`.
+          reads: references to the arrays in global memory.
+          limits: queries and keys, beyond which there are no places.
+          score: the scores of the tile, or a function that returns them.
+        """
+        (result,) = self._evaluated(self.flat.jaxpr, tile, reads, limits, score, [0])
+        return result.over((0, 1), tile.shape)
+
+    def separated(
+        self, tile: Any, reads: Sequence[Any], limits: tuple[int, int]
+    ) -> "Separated | None":
+        """Returns what the function adds to the score, if it is one term a query and one a key."""
+        if not self.is_additive:
+            return None
+        return self._values(self.flat.jaxpr, tile, reads, limits, None).added(tile)
+
+    def derivatives(
+        self,
+        which: Sequence[int],
+        tile: Any,
+        reads: Sequence[Any],
+        limits: tuple[int, int],
+        score: Any,
+    ) -> list[Part]:
+        """Returns the derivatives by the score (0), or by the wanted read of number 1, 2, ..."""
+        return self._evaluated(self.partials.jaxpr, tile, reads, limits, score, which)
+
+    def _evaluated(
+        self,
+        jaxpr: Jaxpr,
+        tile: Any,
+        reads: Sequence[Any],
+        limits: tuple[int, int],
+        score: Any,
+        which: Sequence[int],
+    ) -> list[Part]:
+        values = self._values(jaxpr, tile, reads, limits, score)
+        return [values.of(jaxpr.outvars[i]) for i in which]
+
+    def _values(
+        self, jaxpr: Jaxpr, tile: Any, reads: Sequence[Any], limits: tuple[int, int], score: Any
+    ) -> "_Values":
+        given: list[_Given] = []
+        if self.of_score:
+            given.append(_Given((0, 1), lambda: score() if callable(score) else score))
+        for axis in (0, 1):
+            numbers = functools.partial(_positions, tile, axis, limits[axis])
+            given.append(_Given((axis ^ tile.query_axis,), numbers, (0, limits[axis] - 1)))
+        for ref, aval in zip(reads, self.program.in_avals[len(given) :], strict=True):
+            given.append(_Given(tile.axes(ref), functools.partial(_loaded, tile, ref, aval.dtype)))
+        return _Values(jaxpr, tile.shape, dict(zip(jaxpr.invars, given, strict=True)))
+
+
+class _Given(NamedTuple):
+    """An input of a program: the axes along which it varies, its array, and its bounds if known."""
+
+    axes: tuple[int, ...]
+    array: Callable[[], Any]
+    bounds: tuple[int, int] | None = None
+
+
+class Separated(NamedTuple):
+    """A sum of terms of the query and terms of the key, each computed when it is called."""
+
+    by_query: list[Callable[[], Part]]
+    by_key: list[Callable[[], Part]]
+    origins: int = 0
+    """How often the first query's index is missing, from which places are counted here.
+
+    Places are far from 0, and near to each other where attention is strongest.
+    """
+
+    def mapped(self, f: Callable[[Part], Part], factor: int = 1) -> "Separated":
+        """Returns the sum with each term changed by `f`, and the origins multiplied."""
+        terms = ([functools.partial(_called, f, t) for t in terms] for terms in self[:2])
+        return Separated(*terms, self.origins * factor)
+
+    def plus(self, other: "Separated") -> "Separated":
+        """Returns the sum of both."""
+        origins = self.origins + other.origins
+        return Separated(self.by_query + other.by_query, self.by_key + other.by_key, origins)
+
+
+def _called(f: Callable[[Part], Part], term: Callable[[], Part]) -> Part:
+    return f(term())
+
+
+def total(terms: Sequence[Callable[[], Part]], axis: int, shape: tuple[int, ...]) -> Any:
+    """Returns the sum of terms that vary along one axis of a tile at most, along this axis."""
+    arrays = [term().over((axis,), shape).astype(jnp.float32) for term in terms]
+    return functools.reduce(lambda x, y: x + y, arrays)
+
+
+def _positions(tile: Any, axis: int, limit: int) -> Any:
+    """Returns the indices of queries (axis 0) or keys (axis 1), at most those of the last ones."""
+    numbers = tile.numbers(axis)
+    if limit % tile.shape[axis ^ tile.query_axis]:
+        # A function of places beyond the last may be NaN, which no mask would remove from a product.
+        numbers = jnp.minimum(numbers, limit - 1)
+    return numbers
+
+
+def _loaded(tile: Any, ref: Any, dtype: Any) -> Any:
+    array = tile.read(ref)
+    if dtype == jnp.bool_:
+        return array != 0
+    return array if array.dtype == _held(dtype) else array.astype(_held(dtype))
+
+
+def _held(dtype: Any) -> Any:
+    """Returns the dtype in which values are held: floats of 16 bits in 32, as XLA may hold them."""
+    return jnp.float32 if dtype in _HALVES else dtype
+
+
+class _Values:
+    """The values of a program's variables, each computed when it is first asked for.
+
+    Mosaic searches long for the layout of a tile that is computed and not used.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, shape: tuple[int, ...], given: dict[Any, _Given]) -> None:
+        self.shape, self.given, self.result = shape, given, jaxpr.outvars[0]
+        self.equations = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns}
+        self.parts: dict[Any, Part] = {}
+        self.floats: dict[Any, Part] = {}
+
+    def of(self, var: Any) -> Part:
+        if isinstance(var, Literal):
+            return Part(jnp.asarray(var.val, _held(var.aval.dtype)), ())
+        if var not in self.parts:
+            if var in self.given:
+                self.parts[var] = Part(self.given[var].array(), self.given[var].axes)
+            else:
+                self.parts[var] = self.computed(self.equations[var])
+        return self.parts[var]
+
+    def axes(self, var: Any) -> tuple[int, ...]:
+        if isinstance(var, Literal):
+            return ()
+        if var in self.given:
+            return self.given[var].axes
+        return tuple(sorted({axis for v in self.equations[var].invars for axis in self.axes(v)}))
+
+    def computed(self, eqn: Any) -> Part:
+        name, out = eqn.primitive.name, eqn.outvars[0].aval.dtype
+        if name in _OF_SHAPES or name in ("copy", "stop_gradient"):
+            return self.of(eqn.invars[0])
+        if name == "convert_element_type":
+            if (
+                out == jnp.float32
+                and self.axes(eqn.invars[0]) != ()
+                and self.is_exact(eqn.invars[0])
+            ):
+                return self.as_float(eqn.invars[0])
+            part = self.of(eqn.invars[0])
+            if out in _HALVES:
+                rounded = self.converted(part, jnp.float32).array.astype(out)
+                return Part(rounded.astype(jnp.float32), part.axes)
+            return self.converted(part, out)
+        return self.applied(eqn, [self.of(var) for var in eqn.invars])
+
+    def converted(self, part: Part, dtype: Any) -> Part:
+        if part.array.dtype == dtype:
+            return part
+        if part.array.dtype == jnp.bool_:
+            one, zero = (jnp.full(part.array.shape, x, dtype) for x in (1, 0))
+            return Part(jnp.where(part.array, one, zero), part.axes)
+        if dtype == jnp.bool_:
+            return Part(part.array != 0, part.axes)
+        return Part(part.array.astype(dtype), part.axes)
+
+    def applied(self, eqn: Any, parts: Sequence[Part]) -> Part:
+        """Returns an equation's result on parts, spread to the axes that any of them has."""
+        axes = tuple(sorted({axis for part in parts for axis in part.axes}))
+        arrays = [part.over(axes, self.shape) for part in parts]
+        name, params = eqn.primitive.name, eqn.params
+        if name == "tanh":
+            # The instruction errs by more than the rounding of 16 bits.
+            result = 1.0 - 2.0 / (jnp.exp(2.0 * arrays[0]) + 1.0)
+        elif name == "not" and arrays[0].dtype == jnp.bool_:
+            result = jnp.where(arrays[0], jnp.zeros_like(arrays[0]), jnp.ones_like(arrays[0]))
+        elif name == "add_any":
+            result = arrays[0] + arrays[1]
+        elif name == "integer_pow" and params["y"] < 2:
+            power = abs(params["y"])
+            result = arrays[0] if power == 1 else lax.integer_pow(arrays[0], power)
+            result = 1.0 / result if params["y"] < 0 else result
+        else:
+            result = eqn.primitive.bind(*arrays, **params)
+        return Part(result, axes)
+
+    # --- sums of a term of the query and a term of the key ----------------------------------------
+
+    def added(self, tile: Any) -> Separated | None:
+        """Returns what an additive program adds to its first input."""
+        found = Separated([], [])
+        score, query, key, *_ = self.given
+        var = self.result
+        while var is not score:
+            eqn = self.equations[var]
+            if eqn.primitive.name not in ("add", "add_any", "sub"):
+                (var,) = eqn.invars
+                continue
+            is_first = not isinstance(eqn.invars[0], Literal) and self.leads_to(
+                eqn.invars[0], score
+            )
+            var, other = eqn.invars if is_first else eqn.invars[::-1]
+            terms = self.separate(other, tile, query, key)
+            if terms is None:
+                return None
+            if eqn.primitive.name == "sub":
+                terms = terms.mapped(_negative, -1)
+            found = found.plus(terms)
+        if found.origins:
+            origin = Part(tile.query_start.astype(jnp.float32) * found.origins, ())
+            found.by_query.append(lambda: origin)
+        return found
+
+    def leads_to(self, var: Any, score: Any) -> bool:
+        if isinstance(var, Literal) or var in self.given:
+            return var is score
+        return any(self.leads_to(given, score) for given in self.equations[var].invars)
+
+    def separate(self, var: Any, tile: Any, query: Any, key: Any) -> Separated | None:
+        """Returns a variable as a sum of a term of the query and a term of the key, or None."""
+        if var is query or var is key:
+            axis = 0 if var is query else 1
+            part = functools.partial(_from_first_query, tile, axis)
+            return Separated(*(([part], []) if axis == 0 else ([], [part])), 1)
+        axes = self.axes(var)
+        eqn = None if isinstance(var, Literal) else self.equations.get(var)
+        name = None if eqn is None else eqn.primitive.name
+        is_integer = var.aval.dtype == jnp.int32
+        if is_integer and not self.is_exact(var):
+            return None
+        if eqn is not None and name in ("add", "add_any", "sub", "neg"):
+            sums = [self.separate(given, tile, query, key) for given in eqn.invars]
+            one, *others = sums
+            if one is None or None in others:
+                return None
+            if name == "neg":
+                return one.mapped(_negative, -1)
+            (other,) = others
+            assert other is not None
+            return one.plus(other if name != "sub" else other.mapped(_negative, -1))
+        if eqn is not None and (name in _OF_SHAPES or name in ("copy", "stop_gradient")):
+            return self.separate(eqn.invars[0], tile, query, key)
+        if eqn is not None and name == "convert_element_type" and var.aval.dtype == jnp.float32:
+            (given,) = eqn.invars
+            if given.aval.dtype in (jnp.int32, jnp.float32):
+                return self.separate(given, tile, query, key)
+        if len(axes) < 2:
+            part = functools.partial(self.as_float if is_integer else self.of, var)
+            by_key = axes == (1 - tile.query_axis,)
+            return Separated([], [part]) if by_key else Separated([part], [])
+        if eqn is not None and name == "mul":
+            for factor, other in (eqn.invars, eqn.invars[::-1]):
+                if self.axes(factor) == () and not is_integer:
+                    terms = self.separate(other, tile, query, key)
+                    if terms is not None and not terms.origins:
+                        return terms.mapped(functools.partial(self.times, factor))
+        return None
+
+    def times(self, factor: Any, part: Part) -> Part:
+        return Part(self.of(factor).over(part.axes, self.shape) * part.array, part.axes)
+
+    # --- integers as floats: conversions of each element are as slow as exponentials -------------
+
+    def bounds(self, var: Any) -> tuple[int, int] | None:
+        """Returns the least and the greatest value of an integer, or None where they are unknown."""
+        if isinstance(var, Literal):
+            return int(var.val), int(var.val)
+        if var in self.given:
+            return self.given[var].bounds
+        eqn = self.equations[var]
+        name = eqn.primitive.name
+        if name in _OF_SHAPES or name in ("copy", "stop_gradient"):
+            return self.bounds(eqn.invars[0])
+        if eqn.primitive.name not in _OF_INTEGERS:
+            return None
+        of_inputs = [self.bounds(v) for v in eqn.invars if v.aval.dtype == jnp.int32]
+        if any(b is None for b in of_inputs) or len(of_inputs) != len(eqn.invars):
+            return None
+        return _OF_INTEGERS[name](*of_inputs)
+
+    def is_exact(self, var: Any) -> bool:
+        """Whether an integer, and all from which it is computed, are exact in float32."""
+        if var.aval.dtype != jnp.int32:
+            return False
+        own = self.bounds(var)
+        if own is None or not -_EXACT < own[0] <= own[1] < _EXACT:
+            return False
+        if isinstance(var, Literal) or var in self.given:
+            return True
+        return all(self.is_exact(v) for v in self.equations[var].invars)
+
+    def as_float(self, var: Any) -> Part:
+        """Returns an exact integer in float32, computed from integers that were converted earlier."""
+        if isinstance(var, Literal):
+            return Part(jnp.float32(var.val), ())
+        if var not in self.floats:
+            eqn = self.equations.get(var)
+            if eqn is None:
+                array, axes = self.of(var)
+                # Below 2^23 the bits of 2^23 + n end with those of n: two additions and no conversion.
+                bits = array + jnp.int32(0x4B000000)
+                number = lax.bitcast_convert_type(bits, jnp.float32) - jnp.float32(_EXACT)
+                self.floats[var] = Part(number, axes)
+            elif eqn.primitive.name in _OF_SHAPES or eqn.primitive.name in (
+                "copy",
+                "stop_gradient",
+            ):
+                self.floats[var] = self.as_float(eqn.invars[0])
+            else:
+                self.floats[var] = self.applied(eqn, [self.as_float(v) for v in eqn.invars])
+        return self.floats[var]
+
+
+def _negative(part: Part) -> Part:
+    return Part(-part.array, part.axes)
+
+
+def _from_first_query(tile: Any, axis: int) -> Part:
+    """Returns the places of queries or keys in float32, counted from the tile's first query.
+
+    The last 3 bits of a column's number differ between threads, and the compiler knows the others.
+    """
+    dimension = axis ^ tile.query_axis
+    start = (tile.query_start, tile.key_start)[axis] - tile.query_start
+    numbers = tile.numbers(axis, from_start=True)
+    low = (start + (numbers & 7)).astype(jnp.float32)
+    return Part(low + (numbers - (numbers & 7)).astype(jnp.float32), (dimension,))
+
+
+def _product_bounds(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    products = [x * y for x in a for y in b]
+    return min(products), max(products)
+
+
+_OF_INTEGERS: dict[str, Callable[..., tuple[int, int]]] = {
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "neg": lambda a: (-a[1], -a[0]),
+    "mul": _product_bounds,
+    "abs": lambda a: (0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))),
+    "max": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+}
+"""Bounds of operations that float32 computes exactly where its operands and its result are."""
+
+
+def _text(jaxpr: Jaxpr) -> str:
+    """Returns a program's text, in which variables are numbers."""
+    numbers: dict[Any, int] = {}
+
+    def name(var: Any) -> str:
+        if isinstance(var, Literal):
+            return f"{var.val}:{var.aval.dtype}"
+        return f"v{numbers.setdefault(var, len(numbers))}:{var.aval.dtype}{var.aval.shape}"
+
+    lines = [" ".join(map(name, jaxpr.invars))]
+    for eqn in jaxpr.eqns:
+        params = {key: str(value) for key, value in sorted(eqn.params.items())}
+        given, results = (" ".join(map(name, vs)) for vs in (eqn.invars, eqn.outvars))
+        lines.append(f"{results} = {eqn.primitive.name} {params} {given}")
+    return "\n".join([*lines, " ".join(map(name, jaxpr.outvars))])
