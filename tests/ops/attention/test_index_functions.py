@@ -284,8 +284,8 @@ def test_kernels_take_what_is_added_and_masks():
 
     with dispatch.assume(H200):
         assert "attention_forward" in kernels(f, *args)
-        with pytest.raises(ValueError, match="does more than add"):
-            attend(*args, score_mod=lambda s, b, h, q, k: 2 * s, implementation="pallas")
+        with pytest.raises(ValueError, match="sin, which depends on the score"):
+            attend(*args, score_mod=lambda s, b, h, q, k: jnp.sin(s), implementation="pallas")
 
 
 @pytest.mark.parametrize("kind", ["array", "number"])
