@@ -103,6 +103,14 @@ __device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_
                : "memory");
 }
 
+// Transposes a matrix of 8 rows of 8 values of 16 bits, of which lane 4 r + q has values 2 q and
+// 2 q + 1 of row r.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t of_column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(of_column) : "r"(pair));
+  return of_column;
+}
+
 __device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }

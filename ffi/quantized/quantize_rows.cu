@@ -1,22 +1,18 @@
 // Rows in int8 or float8, with a scale for each: the largest magnitude of a row becomes the largest
 // number of the dtype. A warp has a short row, a block a long one, which it reads again from the
 // cache once the scale is known.
-#include <cuda_fp8.h>
-
-#include <cfloat>
 #include <cstdint>
 #include <string>
 
 #include "common/handler.h"
 #include "common/operands.h"
+#include "common/rounded_bytes.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVec = 8;
 constexpr int kWarpFeatures = 1024;  // longest row that one warp quantises
-
-enum class Format : int { kInt8, kE4m3, kE5m2 };
 
 struct RowsArgs {
   const void* x;    // [rows, features]
@@ -29,23 +25,6 @@ struct RowsArgs {
   float unit;       // 1 / limit
   Format format;
 };
-
-// Rounds x / scale, half to even. Values beyond the range are clipped, and NaN becomes 0 in int8.
-__device__ __forceinline__ uint8_t rounded(float x, float scale, float limit, Format format) {
-  const float units = __fdiv_rn(x, scale);
-  // Conditions of this form pass a NaN on.
-  const float clipped = units > limit ? limit : units < -limit ? -limit : units;
-  switch (format) {
-    case Format::kInt8: {
-      const int number = clipped == clipped ? __float2int_rn(clipped) : 0;
-      return static_cast<uint8_t>(number & 255);
-    }
-    case Format::kE4m3:
-      return __nv_cvt_float_to_fp8(clipped, __NV_SATFINITE, __NV_E4M3);
-    default:
-      return __nv_cvt_float_to_fp8(clipped, __NV_SATFINITE, __NV_E5M2);
-  }
-}
 
 // Quantises rows; a thread reads and writes kSize adjacent values at a time.
 template <typename T, int kSize>
@@ -77,9 +56,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(RowsArgs args) 
 #pragma unroll
     for (const uint32_t other : of_warps) largest = max(largest, other);
   }
-  // The scale of zeros is FLT_MIN, so that it can be divided by; that of non-finite rows is NaN.
-  const float scale = largest >= 0x7f800000u ? __uint_as_float(0x7fffffffu)
-                                             : fmaxf(__uint_as_float(largest) * args.unit, FLT_MIN);
+  const float scale = scale_of(largest, args.unit);
   if (rank == 0 && end > 0) args.scale[row] = scale;
 
   for (int column = first; column < end; column += stride) {
@@ -128,19 +105,17 @@ ffi::Error quantize_rows(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi:
   switch (values->element_type()) {
     case ffi::DataType::S8:
       args.format = Format::kInt8;
-      args.limit = 127.0f;
       break;
     case ffi::DataType::F8E4M3FN:
       args.format = Format::kE4m3;
-      args.limit = 448.0f;
       break;
     case ffi::DataType::F8E5M2:
       args.format = Format::kE5m2;
-      args.limit = 57344.0f;
       break;
     default:
       return ffi::Error::InvalidArgument("values must be int8, float8_e4m3fn or float8_e5m2");
   }
+  args.limit = largest_of(args.format);
   args.unit = 1.0f / args.limit;
   args.x = x.untyped_data();
   args.values = static_cast<uint8_t*>(values->untyped_data());

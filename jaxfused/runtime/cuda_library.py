@@ -21,10 +21,12 @@ PLATFORM = "CUDA"
 """XLA's name of the platform that the kernels run on."""
 
 TARGETS = (
+    "jaxfused_append",
     "jaxfused_attention_forward",
     "jaxfused_attention_backward",
     "jaxfused_bias_activation",
     "jaxfused_bias_activation_backward",
+    "jaxfused_cached_attention",
     "jaxfused_cross_entropy_forward",
     "jaxfused_cross_entropy_backward",
     "jaxfused_csr_matmul",

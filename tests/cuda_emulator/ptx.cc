@@ -161,6 +161,32 @@ void load_matrices(Operand* operands) {
   together(&here, 0xffffffffu, load, operands);
 }
 
+void widen_e4m3(Operand* operands) {
+  const auto word = read<uint32_t>(operands[2]);
+  for (int i = 0; i < 2; ++i) {
+    const auto bytes = static_cast<__nv_fp8x2_storage_t>(word >> 16 * i);
+    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(bytes, __NV_E4M3);
+    write(operands[i], static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16);
+  }
+}
+
+void transpose(Operand* operands) {
+  static const char here = 0;
+  const auto exchange = [](const Lanes& lanes) {
+    for (int lane = 0; lane < 32; ++lane) {
+      uint16_t pair[2];
+      for (int i = 0; i < 2; ++i) {
+        // Value (row, lane / 4), which lane 4 row + lane / 8 has.
+        const int row = lane % 4 * 2 + i;
+        const auto* of = static_cast<const Operand*>(lanes.of[4 * row + lane / 8]);
+        pair[i] = static_cast<uint16_t>(read<uint32_t>(of[1]) >> lane / 4 % 2 * 16);
+      }
+      write(static_cast<Operand*>(lanes.of[lane])[0], bits<uint32_t>(pair));
+    }
+  };
+  together(&here, 0xffffffffu, exchange, operands);
+}
+
 template <int kWords>
 void load_shared(Operand* operands) {
   const auto address = read<uint32_t>(operands[kWords]);
@@ -352,6 +378,8 @@ const Entry kEntries[] = {
     {"{\nmma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
     {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", load_matrices<false>},
     {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", load_matrices<true>},
+    {"{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2", widen_e4m3},
+    {"movmatrix.sync.aligned.m8n8.trans.b16 %0, %1", transpose},
     {"ld.shared.v2.b32", load_shared<2>},
     {"ld.shared.v4.b32", load_shared<4>},
     {"st.shared.b32", store_shared<1>},

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfused import dispatch
 from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
-from jaxfused.ops.quantize.quantize import quantize
-from jaxfused.runtime import sharding
+from jaxfused.ops.rope.rope import check_tables
+from jaxfused.ops.serving import append_stages
 from jaxfused.runtime.checks import (
+    as_arrays,
     as_int32,
     check_count,
     check_shape,
@@ -202,18 +204,27 @@ class KVCache:
         layer: int | jax.Array | None = None,
         counts: jax.Array | None = None,
         batch_index: jax.Array | None = None,
+        cos: jax.Array | None = None,
+        sin: jax.Array | None = None,
+        interleaved: bool = False,
+        implementation: dispatch.Implementation | None = None,
     ) -> "KVCache":
         """Returns the cache with T new tokens of each sequence, whose lengths are as before.
 
         Args:
-          key: [B, T, K, H], rotated already, of any float dtype; it is rounded or quantised to the
-            cache's.
+          key: [B, T, K, H] of any float dtype, rotated already unless `cos` is given; it is rounded or
+            quantised to the cache's.
           value: [B, T, K, V].
           layer: which layer of a stack.
           counts: [B] integers, how many of the T tokens each sequence has, the others being padding on
             the right; None for all.
           batch_index: [B'] integers, the sequences of the cache that the B' of `key` and `value` are;
             None for all in order.
+          cos: [T, R/2] or [B, T, R/2] with `sin`: the keys are rotated here, as `jaxfused.rope` does.
+          sin: like `cos`.
+          interleaved: as in `jaxfused.rope`.
+          implementation: None for the fastest that can run, or "cuda", "xla". "cuda" does all of it in
+            one kernel.
 
         Tokens past the last place of a cache that is no ring are dropped: nothing else is overwritten.
 
@@ -221,34 +232,45 @@ class KVCache:
           ValueError: shapes do not fit.
         """
         self._check_layer(layer)
-        lengths, counts = self._lengths(key, counts, batch_index)
+        lengths, given = self._lengths(key, counts, batch_index)
+        given = None if counts is None else given
         batch, tokens = key.shape[:2]
         what = f"the cache has {self.key.shape[-2]} key heads"
         for name, new, kept in (("key", key, self.key), ("value", value, self.value)):
             check_shape("KVCache.append", name, new, (batch, tokens, *kept.shape[-2:]), what)
-        every = jnp.arange(batch, dtype=jnp.int32)
-        row = every if batch_index is None else _integers("batch_index", batch_index)
-        place = self._places(lengths, counts, tokens)
-
-        def write(kept: Any, new: jax.Array | None) -> Any:
-            if new is None:
-                return kept
-            index: tuple[Any, ...] = (row[:, None], place)
-            if layer is not None:
-                index = (layer, *index)
-            # Under Explicit axes JAX requires the result's sharding if the batch is split over devices.
-            where = jax.typeof(kept).sharding if sharding.is_explicit(kept) else None
-            return kept.at[index].set(new, mode="drop", unique_indices=True, out_sharding=where)
-
-        new_key, key_scale = self._as_kept(key, self.key_scale, layer)
-        new_value, value_scale = self._as_kept(value, self.value_scale, layer)
-        return replace(
-            self,
-            key=write(self.key, new_key),
-            value=write(self.value, new_value),
-            key_scale=write(self.key_scale, key_scale),
-            value_scale=write(self.value_scale, value_scale),
+        if cos is not None or sin is not None:
+            cos, sin = check_tables("KVCache.append", key.shape, *as_arrays(cos, sin))
+            if cos.ndim == key.ndim:
+                raise ValueError(
+                    f"KVCache.append: cos has shape {cos.shape}, with angles of each head, but here all"
+                    " heads share them; rotate the keys by jaxfused.rope before."
+                )
+            cos, sin = (table.astype(jnp.float32) for table in (cos, sin))
+        scales = self.key_scale, self.value_scale
+        scales_tokens = self.key_scale is not None and self._scales_tokens(self.key_scale)
+        if layer is not None and not scales_tokens:
+            scales = tuple(None if s is None else _of_layer(s, layer) for s in scales)
+        written = append_stages.append(
+            append_stages.Arrays(
+                self.key,
+                self.value,
+                key,
+                value,
+                lengths,
+                given,
+                None if batch_index is None else _integers("batch_index", batch_index),
+                None if layer is None else as_int32(layer),
+                *scales,
+                cos,
+                sin,
+            ),
+            append_stages.Options(
+                self.dtype, self.window is not None, bool(interleaved), scales_tokens
+            ),
+            implementation,
         )
+        new = dict(zip(("key", "value", "key_scale", "value_scale"), written, strict=True))
+        return replace(self, **{name: array for name, array in new.items() if array is not None})
 
     @python_numbers
     def attend(
@@ -361,22 +383,6 @@ class KVCache:
         )
         return lengths, jnp.clip(counts, 0, tokens)
 
-    def _places(self, lengths: jax.Array, counts: jax.Array, tokens: int) -> jax.Array:
-        """Returns the place of each new token, [B, T]; unwritten tokens have places beyond S.
-
-        No two tokens of a sequence have the same place.
-        """
-        token = jnp.arange(tokens, dtype=jnp.int32)[None]
-        place = lengths[:, None] + token
-        is_written = token < counts[:, None]
-        if self.window is None:
-            is_written &= place < self.capacity
-        else:
-            # If there are more tokens than places, the last tokens stay.
-            is_written &= token >= counts[:, None] - self.capacity
-            place = place % self.capacity
-        return jnp.where(is_written, place, self.capacity + token)
-
     def _mask(
         self, lengths: jax.Array, counts: jax.Array, tokens: int, batch_index: Any
     ) -> dict[str, Any]:
@@ -437,36 +443,25 @@ class KVCache:
         """Returns whether each token and head has a scale of its own, rather than each head."""
         return scale.ndim == self.key.ndim - 1
 
-    def _as_kept(
-        self, new: jax.Array, scale: jax.Array | None, layer: Any
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns new tokens in the cache's dtype, and their scales [B, T, K] if tokens have scales."""
-        if scale is None:
-            return new.astype(self.dtype), None
-        of_tokens = self._scales_tokens(scale)
-        given = None
-        if not of_tokens:
-            of_heads = scale if layer is None else lax.dynamic_index_in_dim(scale, layer, 0, False)
-            given = of_heads[None, None, :, None]
-        kept = quantize(new, self.dtype, axis=-1, scale=given)
-        bits = lax.bitcast_convert_type(kept.values, self.key.dtype)
-        return bits, kept.scale[..., 0] if of_tokens else None
-
     def _read(
         self, kept: jax.Array, scale: jax.Array | None, layer: Any, batch_index: Any, dtype: Any
     ) -> jax.Array:
         """Returns keys or values [B, S, K, H] of a layer in the query's dtype."""
         if layer is not None:
-            kept = lax.dynamic_index_in_dim(kept, layer, 0, False)
+            kept = _of_layer(kept, layer)
         kept = self._of(kept, batch_index)
         if scale is None:
             return kept.astype(dtype)
         of_heads = not self._scales_tokens(scale)
         if layer is not None:
-            scale = lax.dynamic_index_in_dim(scale, layer, 0, False)
+            scale = _of_layer(scale, layer)
         scale = scale[None, None] if of_heads else self._of(scale, batch_index)
         kept = lax.bitcast_convert_type(kept, self.dtype)
         return QuantizedArray(kept, scale[..., None], None, axis=-1).dequantize(dtype)
+
+
+def _of_layer(array: jax.Array, layer: Any) -> jax.Array:
+    return lax.dynamic_index_in_dim(array, layer, 0, False)
 
 
 def _integers(name: str, value: Any) -> jax.Array:

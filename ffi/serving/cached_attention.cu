@@ -1,0 +1,813 @@
+// Attention of a few new tokens of each sequence to keys and values in a cache, in one piece or in
+// pages, of 16 bits or of 8.
+//
+// A warp reads a tile of 16 keys of a head straight from memory into the registers that tensor
+// cores take as operands, and the next tile while it computes. Nothing passes through shared
+// memory and no warp waits for another, so the size of the pages does not matter, and bytes are
+// widened in registers right before they are multiplied. A second kernel merges the parts of each
+// sequence in a fixed order.
+#include <cfloat>
+#include <cstdint>
+#include <string>
+
+#include "common/handler.h"
+#include "common/operands.h"
+#include "serving/decode_work.cuh"
+#include "serving/kept_values.cuh"
+#include "serving/pages.h"
+
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLowest = -1e30f;  // the maximum of no logits
+constexpr int kRows = 16;          // of a unit at most
+constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of this
+
+struct CacheArgs {
+  const void* query;     // [batch, tokens, key heads, group, head size]
+  const uint8_t* key;    // pages; the values have the same strides
+  const uint8_t* value;
+  const float* key_scale;  // nullptr where nothing is scaled
+  const float* value_scale;
+  const int* table;  // [batch, most_pages], nullptr for page b of sequence b
+  const int* layer;  // [1], nullptr for 0
+  const float* sinks;
+  float* parts;  // [slots + batch, units, unit_rows, head size]
+  float2* sums;  // [slots + batch, units, unit_rows]: maximum and sum of exponentials, base 2
+  void* output;  // like the query
+  Sequences sequences;
+  Strides strides;
+  Strides scale_strides;
+  int layer_pages;
+  int layers;
+  int page_size;
+  int page_shift;  // its logarithm, or -1 for a size that is no power of two
+  int most_pages;
+  int tokens;
+  int key_heads;
+  int group;
+  int row_tiles;  // units of a key head
+  int unit_rows;  // rows of a unit that are stored
+  float scale;
+  float cap;           // 0 for none
+  float inverse_cap;
+  bool is_half;  // whether query and output are float16, not bfloat16
+
+  __device__ __forceinline__ int units() const { return key_heads * row_tiles; }
+  __device__ __forceinline__ int rows() const { return tokens * group; }
+  // Index of a row of a key head in query and output.
+  __device__ __forceinline__ int64_t place_of(int sequence, int head, int row) const {
+    const int token = row / group;
+    return (static_cast<int64_t>(sequence * tokens + token) * key_heads + head) * group +
+           row % group;
+  }
+};
+
+__device__ __forceinline__ float2 pair_of(uint32_t bits, bool is_half) {
+  if (is_half) return __half22float2(reinterpret_cast<const __half2&>(bits));
+  return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
+
+// A power of two from its exponent.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+
+// The rows of a unit, in tiles of 8, as operands B.
+template <typename V, int kHead, int kTiles>
+struct Queries {
+  using Tile = KeyTile<V, kHead>;
+  static constexpr int kSteps = Tile::kChunks * Tile::kSteps;
+
+  uint32_t operands[kTiles][kSteps][2];
+
+  // Loads the rows, and returns in `factors` by what the products of the rows 2 q and 2 q + 1 of
+  // each tile are multiplied.
+  __device__ __forceinline__ void load(const CacheArgs& args, int sequence, int head, int first,
+                                       float (&factors)[kTiles][2]) {
+    constexpr bool kWidens = kKeptBytes<V> == 1;
+    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int row = first + 8 * n + g;
+      const bool exists = row < args.rows();
+      const auto* from = static_cast<const uint16_t*>(args.query) +
+                         args.place_of(sequence, head, exists ? row : 0) * kHead;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int column = Tile::column(i / Tile::kSteps, i % Tile::kSteps, q);
+        uint2 word = {};
+        if (exists) word = *reinterpret_cast<const uint2*>(from + column);
+        operands[n][i][0] = word.x;
+        operands[n][i][1] = word.y;
+      }
+      float factor = args.scale * kLog2e;
+      if constexpr (kWidens) {
+        // bfloat16 has larger numbers than float16: the row is divided by a power of two.
+        float most = 0.0f;
+#pragma unroll
+        for (const auto& step : operands[n]) {
+#pragma unroll
+          for (const uint32_t bits : step) {
+            const float2 x = pair_of(bits, args.is_half);
+            most = fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y)));
+          }
+        }
+        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+        const int biased = __float_as_int(most) >> 23;
+        const int exponent = biased > 0 && biased < 255 ? min(max(biased - 127, -100), 100) : 0;
+        factor *= power_of_two(exponent);
+        const float down = power_of_two(-exponent);
+#pragma unroll
+        for (auto& step : operands[n]) {
+#pragma unroll
+          for (uint32_t& bits : step) {
+            const float2 x = pair_of(bits, args.is_half);
+            bits = rounded_pair<__half>(x.x * down, x.y * down);
+          }
+        }
+      }
+      factors[n][0] = __shfl_sync(kAllLanes, factor, 8 * q);
+      factors[n][1] = __shfl_sync(kAllLanes, factor, 8 * q + 4);
+    }
+  }
+};
+
+// The output of a unit's rows, transposed and not yet divided by the sums of exponentials.
+template <typename V, int kHead, int kTiles>
+struct Output {
+  using Tile = ValueTile<V, kHead>;
+
+  float columns[kTiles][kHead / 16][4] = {};
+
+  __device__ __forceinline__ void scale(const float (&by)[kTiles][2]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (auto& column : columns[n]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) column[i] *= by[n][i % 2];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(const uint32_t (&weights)[kTiles][2], const Tile& tile) {
+    tile.for_each([&](int product, const uint32_t (&a)[4]) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        multiply_add<Multiplied<V>>(columns[n][product], a, weights[n][0], weights[n][1]);
+      }
+    });
+  }
+
+  // Stores the lane's columns of the row 2 q + e of a tile.
+  __device__ __forceinline__ void store(int n, int e, float* row, float factor) const {
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int c = 0; c < Tile::kChunks; ++c) {
+      float* const to = row + Tile::column(c, g);
+#pragma unroll
+      for (int i = 0; i < Tile::kValues; i += 4) {
+        const auto& two = columns[n][(c * Tile::kValues + i) / 2];
+        const auto& next = columns[n][(c * Tile::kValues + i) / 2 + 1];
+        *reinterpret_cast<float4*>(to + i) = {two[e] * factor, two[2 + e] * factor,
+                                              next[e] * factor, next[2 + e] * factor};
+      }
+    }
+  }
+};
+
+// Where the two groups of 8 keys of a tile are, none of which crosses a page's end.
+struct TilePlace {
+  int page[2];
+  int within[2];
+};
+
+template <typename V, int kHead, int kTiles, bool kScaled>
+class Unit {
+ public:
+  __device__ __forceinline__ Unit(const CacheArgs& args, int unit)
+      : args_(args),
+        unit_(unit),
+        head_(unit / args.row_tiles),
+        first_row_(unit % args.row_tiles * 8 * kTiles),
+        lane_(threadIdx.x % 32),
+        g_(lane_ / 4),
+        q_(lane_ % 4),
+        first_page_(max(first_page(args.layer, args.layer_pages, args.layers), 0)),
+        page_stride_(static_cast<uint32_t>(args.strides.page * kKeptBytes<V> / kUnitBytes)),
+        place_stride_(static_cast<uint32_t>(args.strides.place * kKeptBytes<V> / kUnitBytes)) {
+    const int64_t head = head_ * args.strides.head * kKeptBytes<V>;
+    const int64_t place_bytes = args.strides.place * kKeptBytes<V>;
+    key_ = args.key + head + g_ * place_bytes + q_ * 16;
+    value_ = args.value + head + 2 * q_ * place_bytes + g_ * ValueTile<V, kHead>::kChunkBytes;
+    if constexpr (kScaled) {
+      scale_ = (q_ < 2 ? args.key_scale : args.value_scale) + head_ * args.scale_strides.head +
+               g_ * args.scale_strides.place;
+    }
+  }
+
+  // Computes the part of a sequence that has its tiles from `begin` to `stop`.
+  __device__ __forceinline__ void part(int sequence, int begin, int stop, int number) {
+    sequence_ = sequence;
+    length_ = args_.sequences.lengths[sequence];
+    Queries<V, kHead, kTiles> queries;
+    float factors[kTiles][2];
+    queries.load(args_, sequence, head_, first_row_, factors);
+    Output<V, kHead, kTiles> output;
+    float maximum[kTiles][2], sum[kTiles][2];
+    int end[kTiles][2];  // beyond the keys that a row sees
+    const int offset = args_.sequences.offsets[sequence];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        maximum[n][e] = kLowest;
+        sum[n][e] = 0.0f;
+        const int row = min(first_row_ + 8 * n + 2 * q_ + e, args_.rows() - 1);
+        end[n][e] = offset + row / args_.group + 1;
+      }
+    }
+    uint32_t unit_bits = 0x0d800000u;  // 2^-100; the output is in units of this power of two
+
+    // No row sees a part only of the tiles between these keys.
+    const int safe_end = min(offset + first_row_ / args_.group + 1, length_);
+    const int window = args_.sequences.window, last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
+    const int safe_start = window == 0 ? 0 : offset + last / args_.group + 1 - window;
+
+    KeyTile<V, kHead> keys;
+    ValueTile<V, kHead> values;
+    TilePlace next = place_of(begin);
+    uint32_t rows[2];
+    set_rows(next, rows);
+    load(keys, rows, begin);
+    load(values, rows, begin);
+    float scale = 0.0f, next_scale = 0.0f;
+    if constexpr (kScaled) scale = load_scale(next, begin);
+    if (begin + 1 < stop) next = place_of(begin + 1);
+    for (int tile = begin; tile < stop; ++tile) {
+      const bool has_next = tile + 1 < stop;
+      // Products of keys g and g + 8 with rows 2 q and 2 q + 1 of each tile, in two sums that do
+      // not wait for each other.
+      float logits[kTiles][4] = {}, others[kTiles][4] = {};
+#pragma unroll
+      for (int c = 0; c < KeyTile<V, kHead>::kChunks; ++c) {
+#pragma unroll
+        for (int s = 0; s < KeyTile<V, kHead>::kSteps; ++s) {
+          uint32_t a[4];
+          keys.operands(c, s, a);
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            const auto& b = queries.operands[n][c * KeyTile<V, kHead>::kSteps + s];
+            multiply_add<Multiplied<V>>(s % 2 == 0 ? logits[n] : others[n], a, b[0], b[1]);
+          }
+        }
+      }
+      if (has_next) {
+        set_rows(next, rows);
+        load(keys, rows, tile + 1);
+        if constexpr (kScaled) next_scale = load_scale(next, tile + 1);
+        if (tile + 2 < stop) next = place_of(tile + 2);
+      }
+
+      float rescaling = 1.0f, key_scale[2], value_scale[2];
+      if constexpr (kScaled) {
+        // Lanes with q of 2 and 3 have the scales of the values, which the unit is at least.
+        const uint32_t own = q_ < 2 ? 0u : __float_as_uint(scale) & 0x7fffffffu;
+        const uint32_t most = __reduce_max_sync(kAllLanes, own);
+        const uint32_t bits = min((most + 0x7fffffu) & 0x7f800000u, 0x7e800000u);
+        if (bits > unit_bits) {
+          rescaling = __uint_as_float(unit_bits) * inverse(bits);
+          unit_bits = bits;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          key_scale[i] = __shfl_sync(kAllLanes, scale, 4 * g_ + i);
+          value_scale[i] = __shfl_sync(kAllLanes, scale, 4 * g_ + 2 + i) * inverse(unit_bits);
+        }
+      }
+      const int first_key = tile * kTileKeys;
+      const bool is_edge = first_key + kTileKeys > safe_end || first_key < safe_start;
+      float rescale[kTiles][2];
+      uint32_t weights[kTiles][2];
+      bool changes = false;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float highest = maximum[n][e];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& x = logits[n][2 * i + e];
+            x = (x + others[n][2 * i + e]) * factors[n][e];
+            if constexpr (kScaled) x *= key_scale[i];
+            if (args_.cap > 0.0f) x = capped(x);
+            if (is_edge && !is_seen(first_key + 8 * i + g_, end[n][e])) x = -INFINITY;
+            highest = fmaxf(highest, x);
+          }
+#pragma unroll
+          for (int lanes = 4; lanes < 32; lanes *= 2) {
+            highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, lanes));
+          }
+          const float decay = exp2_fast(maximum[n][e] - highest);
+          maximum[n][e] = highest;
+          sum[n][e] *= decay;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& x = logits[n][2 * i + e];
+            x = exp2_fast(x - highest);
+            sum[n][e] += x;
+            if constexpr (kScaled) x *= value_scale[i];
+          }
+          rescale[n][e] = decay * rescaling;
+          changes = changes || rescale[n][e] != 1.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          weights[n][i] = transposed(
+              rounded_pair<Multiplied<V>>(logits[n][2 * i], logits[n][2 * i + 1]));
+        }
+      }
+      if (__any_sync(kAllLanes, changes)) output.scale(rescale);
+      output.add(weights, values);
+      if (has_next) load(values, rows, tile + 1);
+      scale = next_scale;
+    }
+
+    const float unit = kScaled ? __uint_as_float(unit_bits) : 1.0f;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) {
+          sum[n][e] += __shfl_xor_sync(kAllLanes, sum[n][e], lanes);
+        }
+        const int row = 8 * n + 2 * q_ + e;
+        if (first_row_ + row >= args_.rows()) continue;
+        const int64_t index =
+            (static_cast<int64_t>(number) * args_.units() + unit_) * args_.unit_rows + row;
+        output.store(n, e, args_.parts + index * kHead, unit);
+        if (g_ == 0) args_.sums[index] = {maximum[n][e], sum[n][e]};
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ float inverse(uint32_t power_bits) {
+    return __uint_as_float((254u << 23) - power_bits);
+  }
+
+  // Whether a row that sees no key from `end` on sees this one.
+  __device__ __forceinline__ bool is_seen(int key, int end) const {
+    const int window = args_.sequences.window;
+    return key < min(end, length_) && (window == 0 || key >= end - window);
+  }
+
+  // Returns cap * tanh(x / cap) of a logit in base 2.
+  __device__ __forceinline__ float capped(float x) const {
+    const float e = exp2_fast(2.0f * x * args_.inverse_cap);
+    return args_.cap * kLog2e * (1.0f - __fdividef(2.0f, e + 1.0f));
+  }
+
+  // Finds a tile. Of one behind the last page, which nothing is loaded from, the place is wrong.
+  __device__ __forceinline__ TilePlace place_of(int tile) const {
+    TilePlace place;
+    const int key = tile * kTileKeys;
+    if (args_.most_pages == 1) {
+      const int page = args_.table == nullptr ? sequence_ : args_.table[sequence_];
+      return {{page, page}, {key, key + 8}};
+    }
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      const int own = key + 8 * group;
+      const int slot = args_.page_shift < 0 ? own / args_.page_size : own >> args_.page_shift;
+      place.within[group] = own - slot * args_.page_size;
+      place.page[group] =
+          args_.table[sequence_ * args_.most_pages + min(slot, args_.most_pages - 1)];
+    }
+    return place;
+  }
+
+  // Returns an id of a page that there is.
+  __device__ __forceinline__ uint32_t page_of(int page) const {
+    return first_page_ + min(max(page, 0), args_.layer_pages - 1);
+  }
+
+  // Finds the first row of each group of 8 keys.
+  __device__ __forceinline__ void set_rows(const TilePlace& place, uint32_t (&rows)[2]) const {
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      rows[group] = page_of(place.page[group]) * page_stride_ +
+                    static_cast<uint32_t>(place.within[group]) * place_stride_;
+    }
+  }
+
+  static __device__ __forceinline__ const uint8_t* at(const uint8_t* first, uint32_t row) {
+    return first + static_cast<uint64_t>(row) * kUnitBytes;
+  }
+
+  __device__ __forceinline__ void load(KeyTile<V, kHead>& keys, const uint32_t (&rows)[2],
+                                       int tile) const {
+    const int left = length_ - tile * kTileKeys;
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      if (left >= kTileKeys) {
+        keys.template load<false>(group, at(key_, rows[group]), true);
+      } else {
+        keys.template load<true>(group, at(key_, rows[group]), 8 * group + g_ < left);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(ValueTile<V, kHead>& values, const uint32_t (&rows)[2],
+                                       int tile) const {
+    const int left = length_ - tile * kTileKeys;
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        const uint8_t* const from = at(value_, rows[group] + which * place_stride_);
+        if (left >= kTileKeys) {
+          values.template load<false>(group, which, from, true);
+        } else {
+          values.template load<true>(group, which, from, 8 * group + 2 * q_ + which < left);
+        }
+      }
+    }
+  }
+
+  // Loads the scales of keys g and g + 8 in lanes with q of 0 and 1, and those of their values.
+  __device__ __forceinline__ float load_scale(const TilePlace& place, int tile) const {
+    const int group = q_ % 2;
+    const uint32_t page = page_of(group == 0 ? place.page[0] : place.page[1]);
+    const uint32_t within = group == 0 ? place.within[0] : place.within[1];
+    const uint32_t from = page * static_cast<uint32_t>(args_.scale_strides.page) +
+                          within * static_cast<uint32_t>(args_.scale_strides.place);
+    const bool exists = tile * kTileKeys + 8 * group + g_ < length_;
+    return exists ? __ldg(scale_ + from) : 0.0f;
+  }
+
+  const CacheArgs& args_;
+  int unit_;
+  int head_;
+  int first_row_;
+  int lane_;
+  int g_;
+  int q_;
+  int first_page_;
+  uint32_t page_stride_;  // in units of kUnitBytes, as is the next one
+  uint32_t place_stride_;
+  // What the lane reads of page 0: its part of the first row of a group.
+  const uint8_t* key_;
+  const uint8_t* value_;
+  const float* scale_ = nullptr;
+  int sequence_ = 0;
+  int length_ = 0;
+};
+
+// Warps of a block, and blocks of an SM, by the registers that a warp needs.
+template <typename V, int kTiles>
+constexpr int kWarps = kKeptBytes<V> == 1 && kTiles == 1 ? 8 : 4;
+template <typename V, int kTiles>
+constexpr int kBlocks = kTiles == 1 ? (kKeptBytes<V> == 1 ? 2 : 3) : (kKeptBytes<V> == 1 ? 3 : 2);
+
+template <typename V, int kHead, int kTiles, bool kScaled>
+__global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
+    attend_to_cache(const __grid_constant__ CacheArgs args) {
+  if constexpr (kHasProducts<Multiplied<V>>) {
+    const int warp = blockIdx.x * kWarps<V, kTiles> + static_cast<int>(threadIdx.x) / 32;
+    const int slot = warp / args.units();
+    if (slot >= args.sequences.slots) return;
+    const TileList list(args.sequences);
+    int tile = slot * list.quota;
+    const int stop = min(tile + list.quota, list.total);
+    if (tile >= stop) return;
+    const int2 found = list.find(args.sequences, tile);
+    int sequence = found.x, before = found.y;
+    Unit<V, kHead, kTiles, kScaled> unit(args, warp % args.units());
+    for (; tile < stop; ++sequence) {
+      const int tiles = args.sequences.tiles(sequence);
+      if (tiles == 0) continue;
+      const int first = args.sequences.first_tile(sequence) - before;
+      const int end = min(stop, before + tiles);
+      unit.part(sequence, first + tile, first + end, slot + sequence);
+      before += tiles;
+      tile = end;
+    }
+  }
+}
+
+constexpr int kMergeThreads = 256;
+// Parts that a warp loads at a time.
+constexpr int kTogether = 4;
+
+// What a warp has merged: a lane has kHead / 32 columns of the output.
+template <int kHead>
+struct Merged {
+  static constexpr int kColumns = kHead / 32;
+
+  float maximum = kLowest;
+  float sum = 0.0f;
+  float out[kColumns] = {};
+
+  __device__ __forceinline__ void add(float2 sums, const float (&columns)[kColumns]) {
+    const float highest = fmaxf(maximum, sums.x);
+    const float decay = exp2_fast(maximum - highest), weight = exp2_fast(sums.x - highest);
+    maximum = highest;
+    sum = fmaf(sums.y, weight, sum * decay);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) out[i] = fmaf(columns[i], weight, out[i] * decay);
+  }
+};
+
+template <int kColumns>
+__device__ __forceinline__ void load_columns(const float* from, float (&columns)[kColumns]) {
+  const auto vector = load_vector<float, kColumns>(from);
+  unpack(vector, columns);
+}
+
+// Merges the parts of rows; kWarps warps share a row and take its parts in turn.
+template <int kHead, int kRowWarps>
+__global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 32 : kMergeThreads)
+    merge_cached_parts(const __grid_constant__ CacheArgs args) {
+  constexpr int kColumns = Merged<kHead>::kColumns;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kRowWarps;
+  const int64_t number =
+      blockIdx.x * static_cast<int64_t>(blockDim.x / 32 / kRowWarps) + threadIdx.x / 32 / kRowWarps;
+  const int row_of_unit = static_cast<int>(number % args.unit_rows);
+  const int64_t of_unit = number / args.unit_rows;
+  const int unit = static_cast<int>(of_unit % args.units());
+  const int64_t of_batch = of_unit / args.units();
+  const int row = unit % args.row_tiles * args.unit_rows + row_of_unit;
+  const int head = unit / args.row_tiles;
+  // Rows beyond the last one belong to none of the blocks with several warps for a row.
+  if (of_batch >= args.sequences.batch || row >= args.rows()) return;
+  const int sequence = static_cast<int>(of_batch);
+  const TileList list(args.sequences);
+  const int before = list.before(args.sequences, sequence);
+  const int tiles = args.sequences.tiles(sequence);
+  const int first = before / list.quota;
+  const int count = tiles == 0 ? 0 : (before + tiles - 1) / list.quota + 1 - first;
+
+  const int64_t stride = static_cast<int64_t>(args.units()) * args.unit_rows;
+  const int64_t index = (first + sequence) * stride + unit * args.unit_rows + row_of_unit;
+  Merged<kHead> merged;
+  for (int start = warp; start < count; start += kTogether * kRowWarps) {
+    float2 sums[kTogether];
+    float columns[kTogether][kColumns];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int64_t part = index + min(start + i * kRowWarps, count - 1) * stride;
+      sums[i] = args.sums[part];
+      load_columns(args.parts + part * kHead + lane * kColumns, columns[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (start + i * kRowWarps < count) merged.add(sums[i], columns[i]);
+    }
+  }
+  if constexpr (kRowWarps > 1) {
+    __shared__ float outs[kRowWarps][kHead];
+    __shared__ float2 sums[kRowWarps];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) outs[warp][lane * kColumns + i] = merged.out[i];
+    if (lane == 0) sums[warp] = {merged.maximum, merged.sum};
+    __syncthreads();
+    if (warp > 0) return;
+    merged = {};
+#pragma unroll
+    for (int w = 0; w < kRowWarps; ++w) {
+      float columns[kColumns];
+      load_columns(&outs[w][lane * kColumns], columns);
+      merged.add(sums[w], columns);
+    }
+  }
+  if (args.sinks != nullptr) {
+    const float none[kColumns] = {};
+    merged.add({args.sinks[head * args.group + row % args.group] * kLog2e, 1.0f}, none);
+  }
+  const int token = row / args.group;
+  const bool is_real = args.sequences.counts == nullptr || token < args.sequences.counts[sequence];
+  // The sum is 0 for a row that sees no key.
+  const float inverse = is_real && merged.sum != 0.0f ? __fdividef(1.0f, merged.sum) : 0.0f;
+  const int64_t place = args.place_of(sequence, head, row) * kHead + lane * kColumns;
+#pragma unroll
+  for (int i = 0; i < kColumns; i += 2) {
+    const float low = merged.out[i] * inverse, high = merged.out[i + 1] * inverse;
+    uint16_t* const to = static_cast<uint16_t*>(args.output) + place + i;
+    *reinterpret_cast<uint32_t*>(to) =
+        args.is_half ? rounded_pair<__half>(low, high) : rounded_pair<__nv_bfloat16>(low, high);
+  }
+}
+
+// Launches the merge with as many warps for a row as a sequence may have parts.
+template <int kHead>
+ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream) {
+  const int parts = args.sequences.slots / args.sequences.batch + 2;
+  const auto launch = [&](auto kernel, int warps) {
+    const int threads = std::max(kMergeThreads, 32 * warps);
+    const int64_t blocks = divide_up(rows * warps, threads / 32);
+    return launch_kernel(kernel, args, {dim3(static_cast<unsigned>(blocks)), threads, 0}, stream);
+  };
+  if (parts <= 2 * kTogether) return launch(merge_cached_parts<kHead, 1>, 1);
+  if (parts <= 16 * kTogether) return launch(merge_cached_parts<kHead, 8>, 8);
+  return launch(merge_cached_parts<kHead, 32>, 32);
+}
+
+template <typename V, int kHead, int kTiles>
+ffi::Error launch(CacheArgs args, int most_slots, cudaStream_t stream) {
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  constexpr int kBlockWarps = kWarps<V, kTiles>;
+  const int units = args.key_heads * args.row_tiles;
+  const int warps = device.multiprocessors * kBlocks<V, kTiles> * kBlockWarps;
+  args.sequences.slots = std::min(std::max(warps / units, 1), most_slots);
+  const int64_t blocks = divide_up(int64_t{args.sequences.slots} * units, int64_t{kBlockWarps});
+  RETURN_IF_ERROR(launch_kernel(attend_to_cache<V, kHead, kTiles, kKeptBytes<V> == 1>, args,
+                                {dim3(static_cast<unsigned>(blocks)), 32 * kBlockWarps, 0},
+                                stream));
+  const int64_t rows = int64_t{args.sequences.batch} * units * args.unit_rows;
+  return launch_merge<kHead>(args, rows, stream);
+}
+
+template <typename V, int kHead>
+ffi::Error launch_with_rows(const CacheArgs& args, int most_slots, cudaStream_t stream) {
+  if (args.tokens * args.group <= 8) return launch<V, kHead, 1>(args, most_slots, stream);
+  return launch<V, kHead, 2>(args, most_slots, stream);
+}
+
+template <typename V>
+ffi::Error launch_with_heads(const CacheArgs& args, int head_size, int most_slots,
+                             cudaStream_t stream) {
+  if (head_size == 64) return launch_with_rows<V, 64>(args, most_slots, stream);
+  return launch_with_rows<V, 128>(args, most_slots, stream);
+}
+
+ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer key,
+                            ffi::AnyBuffer value, ffi::AnyBuffer key_scale,
+                            ffi::AnyBuffer value_scale, ffi::AnyBuffer table,
+                            ffi::AnyBuffer lengths, ffi::AnyBuffer offsets, ffi::AnyBuffer counts,
+                            ffi::AnyBuffer sinks, ffi::AnyBuffer layer,
+                            ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> parts,
+                            ffi::Result<ffi::AnyBuffer> sums, bool heads_first, int32_t kind,
+                            int32_t layer_pages, int32_t window, float scale, float cap) {
+  const auto shape = query.dimensions();
+  if (shape.size() != 5 || key.dimensions().size() != 4 || is_absent(query) || is_absent(key)) {
+    return ffi::Error::InvalidArgument("query must have 5 axes and key 4, and neither be empty");
+  }
+  const bool is_half = query.element_type() == ffi::DataType::F16;
+  if (!is_half && query.element_type() != ffi::DataType::BF16) {
+    return ffi::Error::InvalidArgument("query must be bfloat16 or float16");
+  }
+  const int64_t batch = shape[0], tokens = shape[1], heads = shape[2], group = shape[3];
+  const int64_t head_size = shape[4], rows = tokens * group;
+  RETURN_IF_ERROR(check_like("output", *output, query));
+  const bool combined = is_absent(value);
+  const auto pool = key.dimensions();
+  const int64_t pages = pool[heads_first ? 1 : 0], page_size = pool[heads_first ? 2 : 1];
+  if (pool[heads_first ? 0 : 2] != heads * (combined ? 2 : 1) || pool[3] != head_size ||
+      (combined && heads_first)) {
+    return ffi::Error::InvalidArgument("key has shape " + to_string(pool) +
+                                       ", which does not fit query of shape " + to_string(shape));
+  }
+  const auto kept = static_cast<Kept>(kind);
+  const bool scaled = kept != Kept::kFloats;
+  if (scaled ? !has_bytes(key) || combined : key.element_type() != query.element_type()) {
+    return ffi::Error::InvalidArgument("key has another dtype than is needed");
+  }
+  if (!combined) RETURN_IF_ERROR(check_like("value", value, key));
+  CacheArgs args = {};
+  if (scaled) {
+    const auto scales = key_scale.dimensions();
+    if (scales.size() != 3) return ffi::Error::InvalidArgument("key_scale must have 3 axes");
+    for (int i = 0; i < 3; ++i) {
+      if (scales[i] != pool[i] && scales[i] != 1) {
+        return ffi::Error::InvalidArgument("key_scale has shape " + to_string(scales) +
+                                           ", which does not fit key of shape " + to_string(pool));
+      }
+    }
+    RETURN_IF_ERROR(check_shape("value_scale", value_scale, scales));
+    RETURN_IF_ERROR(check_dtype("key_scale", key_scale, ffi::DataType::F32));
+    RETURN_IF_ERROR(check_dtype("value_scale", value_scale, ffi::DataType::F32));
+    args.scale_strides = strides_of(scales, heads_first);
+    if (scales[heads_first ? 1 : 0] == 1) args.scale_strides.page = 0;
+    if (scales[heads_first ? 2 : 1] == 1) args.scale_strides.place = 0;
+    if (scales[heads_first ? 0 : 2] == 1) args.scale_strides.head = 0;
+    args.key_scale = static_cast<const float*>(key_scale.untyped_data());
+    args.value_scale = static_cast<const float*>(value_scale.untyped_data());
+  }
+  int64_t most_pages = 1;
+  if (!is_absent(table)) {
+    if (table.dimensions().size() != 2) {
+      return ffi::Error::InvalidArgument("table must have 2 axes");
+    }
+    most_pages = table.dimensions()[1];
+    RETURN_IF_ERROR(check_integers("table", table, {batch, most_pages}));
+    args.table = static_cast<const int*>(table.untyped_data());
+  }
+  RETURN_IF_ERROR(check_integers("lengths", lengths, {batch}));
+  RETURN_IF_ERROR(check_integers("offsets", offsets, {batch}));
+  if (!is_absent(counts)) RETURN_IF_ERROR(check_integers("counts", counts, {batch}));
+  if (!is_absent(layer)) RETURN_IF_ERROR(check_integers("layer", layer, {1}));
+  if (!is_absent(sinks)) RETURN_IF_ERROR(check_float32("sinks", sinks, {heads, group}));
+  if ((head_size != 64 && head_size != 128) || (most_pages > 1 && page_size % 8 != 0) ||
+      most_pages * page_size > INT32_MAX / 2 || pages > INT32_MAX || layer_pages < 1 ||
+      pages % layer_pages != 0 || (args.table == nullptr && batch > layer_pages) || window < 0 ||
+      batch * tokens > INT32_MAX / 2 || rows > INT32_MAX / kRows ||
+      key.size_bytes() / kUnitBytes > UINT32_MAX || key_scale.element_count() > UINT32_MAX) {
+    return ffi::Error::InvalidArgument("sizes that the kernel does not have: query " +
+                                       to_string(shape) + ", key " + to_string(pool));
+  }
+  const int64_t row_tiles = divide_up(rows, int64_t{kRows}), unit_rows = std::min<int64_t>(rows, kRows);
+  const int64_t units = heads * row_tiles;
+  const int64_t most_slots = parts->dimensions().size() == 0 ? 0 : parts->dimensions()[0] - batch;
+  if (most_slots < 1 || most_slots > INT32_MAX || batch * units * unit_rows > INT32_MAX ||
+      most_slots * units > INT32_MAX) {
+    return ffi::Error::InvalidArgument("parts have too few rows, or query is too large");
+  }
+  RETURN_IF_ERROR(
+      check_float32("parts", *parts, {most_slots + batch, units, unit_rows, head_size}));
+  RETURN_IF_ERROR(check_float32("sums", *sums, {most_slots + batch, units, unit_rows, 2}));
+  if (!are_aligned({key.untyped_data(), data_or_null(value), query.untyped_data(),
+                    parts->untyped_data()})) {
+    return ffi::Error::InvalidArgument("an operand does not start at a multiple of 16 bytes");
+  }
+  args.query = query.untyped_data();
+  args.key = static_cast<const uint8_t*>(key.untyped_data());
+  args.value = static_cast<const uint8_t*>((combined ? key : value).untyped_data());
+  args.layer = data_or_null<int>(layer);
+  args.sinks = data_or_null<float>(sinks);
+  args.parts = static_cast<float*>(parts->untyped_data());
+  args.sums = static_cast<float2*>(sums->untyped_data());
+  args.output = output->untyped_data();
+  args.sequences = {static_cast<const int*>(lengths.untyped_data()),
+                    static_cast<const int*>(offsets.untyped_data()),
+                    data_or_null<int>(counts),
+                    static_cast<int>(batch),
+                    window,
+                    1};
+  args.strides = strides_of(pool, heads_first);
+  if (combined) {
+    args.value += head_size * 2;
+    args.strides.head *= 2;
+  }
+  args.layer_pages = layer_pages;
+  args.layers = static_cast<int>(pages / layer_pages);
+  args.page_size = static_cast<int>(page_size);
+  args.most_pages = static_cast<int>(most_pages);
+  args.tokens = static_cast<int>(tokens);
+  args.key_heads = static_cast<int>(heads);
+  args.group = static_cast<int>(group);
+  args.row_tiles = static_cast<int>(row_tiles);
+  args.unit_rows = static_cast<int>(unit_rows);
+  args.scale = scale;
+  args.cap = cap;
+  args.inverse_cap = cap > 0.0f ? 1.0f / cap : 0.0f;
+  args.page_shift = -1;
+  for (int shift = 0; shift < 30; ++shift) {
+    if (page_size == int64_t{1} << shift) args.page_shift = shift;
+  }
+  args.is_half = is_half;
+  const int size = static_cast<int>(head_size), slots = static_cast<int>(most_slots);
+  switch (kept) {
+    case Kept::kFloats:
+      return is_half ? launch_with_heads<__half>(args, size, slots, stream)
+                     : launch_with_heads<__nv_bfloat16>(args, size, slots, stream);
+    case Kept::kInt8:
+      return launch_with_heads<int8_t>(args, size, slots, stream);
+    case Kept::kE4m3:
+      return launch_with_heads<E4m3>(args, size, slots, stream);
+    case Kept::kE5m2:
+      return launch_with_heads<E5m2>(args, size, slots, stream);
+  }
+  return ffi::Error::InvalidArgument("this kind of cache is not known");
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_cached_attention, cached_attention,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // query
+                   .Arg<ffi::AnyBuffer>()  // key
+                   .Arg<ffi::AnyBuffer>()  // value
+                   .Arg<ffi::AnyBuffer>()  // key_scale
+                   .Arg<ffi::AnyBuffer>()  // value_scale
+                   .Arg<ffi::AnyBuffer>()  // table
+                   .Arg<ffi::AnyBuffer>()  // lengths
+                   .Arg<ffi::AnyBuffer>()  // offsets
+                   .Arg<ffi::AnyBuffer>()  // counts
+                   .Arg<ffi::AnyBuffer>()  // sinks
+                   .Arg<ffi::AnyBuffer>()  // layer
+                   .Ret<ffi::AnyBuffer>()  // output
+                   .Ret<ffi::AnyBuffer>()  // parts
+                   .Ret<ffi::AnyBuffer>()  // sums
+                   .Attr<bool>("heads_first")
+                   .Attr<int32_t>("kind")
+                   .Attr<int32_t>("layer_pages")
+                   .Attr<int32_t>("window")
+                   .Attr<float>("scale")
+                   .Attr<float>("cap"),
+               {ffi::Traits::kCmdBufferCompatible});

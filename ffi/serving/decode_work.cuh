@@ -1,0 +1,82 @@
+// Division of attention over a cache among warps, by the lengths that the sequences have on the
+// device.
+//
+// The work is a list of tiles of 16 keys: those of the first sequence, of the next one, and so on.
+// A slot takes as many consecutive tiles as any other, whatever sequences they belong to, and has a
+// warp for each unit: a key head and 16 of the rows, which are its queries. What a slot computes
+// for one sequence is a part of that sequence; since both are in order, part number (slot +
+// sequence) is of no other slot and sequence.
+#pragma once
+
+#include <cstdint>
+
+constexpr int kTileKeys = 16;
+// Tiles that a slot takes at least: a part costs a row of the merge.
+constexpr int kLeastTiles = 2;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct Sequences {
+  const int* lengths;  // [batch] keys of each
+  const int* offsets;  // [batch] position of the first query among the keys
+  const int* counts;   // [batch] queries that there are, or nullptr for all
+  int batch;
+  int window;  // keys that a query sees with its own, 0 for all
+  int slots;
+
+  // The first tile of a sequence that a query sees.
+  __device__ __forceinline__ int first_tile(int sequence) const {
+    return window == 0 ? 0 : max(offsets[sequence] + 1 - window, 0) / kTileKeys;
+  }
+
+  __device__ __forceinline__ int tiles(int sequence) const {
+    const int end = (max(lengths[sequence], 0) + kTileKeys - 1) / kTileKeys;
+    return max(end - first_tile(sequence), 0);
+  }
+};
+
+__device__ __forceinline__ int sum_of_lanes(int x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
+  return x;
+}
+
+// The list of all tiles; whole warps call its functions.
+struct TileList {
+  int total = 0;
+  int quota = 1;  // tiles of a slot
+
+  __device__ __forceinline__ explicit TileList(const Sequences& sequences) {
+    const int lane = threadIdx.x % 32;
+    for (int b = lane; b < sequences.batch; b += 32) total += sequences.tiles(b);
+    total = sum_of_lanes(total);
+    quota = max((total + sequences.slots - 1) / sequences.slots, kLeastTiles);
+  }
+
+  // Returns the sequence of tile `number` of the list, and the tiles before that sequence.
+  __device__ __forceinline__ int2 find(const Sequences& sequences, int number) const {
+    const int lane = threadIdx.x % 32;
+    int before = 0;
+    for (int first = 0;; first += 32) {
+      const int own = first + lane < sequences.batch ? sequences.tiles(first + lane) : 0;
+      int until = own;  // with the lanes before this one
+#pragma unroll
+      for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const int other = __shfl_sync(kAllLanes, until, max(lane - lanes, 0));
+        if (lane >= lanes) until += other;
+      }
+      const bool is_before = before + until <= number;
+      const int sum = __shfl_sync(kAllLanes, until, 31);
+      if (before + sum > number) {
+        return {first + sum_of_lanes(is_before ? 1 : 0), before + sum_of_lanes(is_before ? own : 0)};
+      }
+      before += sum;
+    }
+  }
+
+  // Returns how many tiles are before a sequence.
+  __device__ __forceinline__ int before(const Sequences& sequences, int sequence) const {
+    int sum = 0;
+    for (int b = threadIdx.x % 32; b < sequence; b += 32) sum += sequences.tiles(b);
+    return sum_of_lanes(sum);
+  }
+};

@@ -1,0 +1,166 @@
+// Keys and values as a cache keeps them, in 16 or in 8 bits, as operands of products on tensor
+// cores.
+//
+// Values of 8 bits are widened to float16, exactly: int8 and both float8 are subsets of it.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/mma.cuh"
+#include "common/mma_bytes.cuh"
+
+// What is kept: a type of 16 bits, int8_t, E4m3 or E5m2.
+template <typename V>
+constexpr int kKeptBytes = std::is_same_v<V, __half> || std::is_same_v<V, __nv_bfloat16> ? 2 : 1;
+
+// The type that tensor cores multiply.
+template <typename V>
+using Multiplied = std::conditional_t<kKeptBytes<V> == 2, V, __half>;
+
+// Widens the bytes of a word, to two float16 in each register.
+template <typename V>
+__device__ __forceinline__ uint2 widened(uint32_t word) {
+  if constexpr (std::is_same_v<V, int8_t>) {
+    // 0x64 above a byte u is the float16 of 1024 + u, and u - 128 is the number.
+    const uint32_t biased = word ^ 0x80808080u, bias = 0x64806480u;
+    uint32_t pairs[2] = {__byte_perm(biased, 0x64646464u, 0x4140u),
+                         __byte_perm(biased, 0x64646464u, 0x4342u)};
+#pragma unroll
+    for (uint32_t& pair : pairs) {
+      const __half2 numbers = __hsub2(reinterpret_cast<const __half2&>(pair),
+                                      reinterpret_cast<const __half2&>(bias));
+      pair = reinterpret_cast<const uint32_t&>(numbers);
+    }
+    return {pairs[0], pairs[1]};
+  } else if constexpr (std::is_same_v<V, E5m2>) {
+    return {__byte_perm(word, 0u, 0x1404u), __byte_perm(word, 0u, 0x3424u)};
+  } else {
+    uint2 pairs;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}\n"
+        : "=r"(pairs.x), "=r"(pairs.y)
+        : "r"(word));
+#else
+    const auto low = __nv_cvt_fp8x2_to_halfraw2(word & 0xffffu, __NV_E4M3);
+    const auto high = __nv_cvt_fp8x2_to_halfraw2(word >> 16, __NV_E4M3);
+    pairs.x = static_cast<uint32_t>(low.x) | static_cast<uint32_t>(low.y) << 16;
+    pairs.y = static_cast<uint32_t>(high.x) | static_cast<uint32_t>(high.y) << 16;
+#endif
+    return pairs;
+  }
+}
+
+// Loads kBytes, 8 or 16, that are used only once. With kMaybe, what does not exist is zeros.
+template <int kBytes, bool kMaybe>
+__device__ __forceinline__ void load_words(const uint8_t* from, uint32_t* to, bool exists) {
+  using Words = std::conditional_t<kBytes == 16, uint4, uint2>;
+  Words words = {};
+  if (!kMaybe || exists) words = __ldcs(reinterpret_cast<const Words*>(from));
+  to[0] = words.x;
+  to[1] = words.y;
+  if constexpr (kBytes == 16) {
+    to[2] = words.z;
+    to[3] = words.w;
+  }
+}
+
+// A lane's part of a tile of 16 keys of one head: row g of each group of 8 keys, of whose every
+// four chunks of 16 bytes the lane has one. (g = lane / 4 and q = lane % 4, as in mma.cuh.)
+template <typename V, int kHead>
+struct KeyTile {
+  static constexpr int kChunks = kHead * kKeptBytes<V> / 64;
+  static constexpr int kValues = 16 / kKeptBytes<V>;  // of a chunk
+  static constexpr int kSteps = kValues / 4;          // products over 16 columns that a chunk gives
+
+  uint32_t rows[2][kChunks * 4];
+
+  // The first of the four columns that the lane has in a step.
+  static __device__ __forceinline__ int column(int chunk, int step, int q) {
+    return chunk * 4 * kValues + q * kValues + 4 * step;
+  }
+
+  // Loads the row of a group of keys from where the lane's first chunk begins.
+  template <bool kMaybe>
+  __device__ __forceinline__ void load(int group, const uint8_t* from, bool exists) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      load_words<16, kMaybe>(from + c * 64, &rows[group][c * 4], exists);
+    }
+  }
+
+  // Returns the keys as operand A of a product over 16 columns.
+  __device__ __forceinline__ void operands(int chunk, int step, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      if constexpr (kKeptBytes<V> == 2) {
+        a[group] = rows[group][chunk * 4 + 2 * step];
+        a[2 + group] = rows[group][chunk * 4 + 2 * step + 1];
+      } else {
+        const uint2 pairs = widened<V>(rows[group][chunk * 4 + step]);
+        a[group] = pairs.x;
+        a[2 + group] = pairs.y;
+      }
+    }
+  }
+};
+
+// A lane's part of the values of 16 keys: of each group of 8 keys the rows 2 q and 2 q + 1, of
+// whose every eight chunks the lane has one.
+template <typename V, int kHead>
+struct ValueTile {
+  static constexpr int kChunkBytes = kHead * kKeptBytes<V> / 8 < 16 ? 8 : 16;
+  static constexpr int kChunks = kHead * kKeptBytes<V> / 8 / kChunkBytes;
+  static constexpr int kWords = kChunkBytes / 4;
+  static constexpr int kValues = kChunkBytes / kKeptBytes<V>;  // of a chunk
+
+  uint32_t rows[2][2][kChunks * kWords];
+
+  // The first of the neighbouring columns that lanes g have of a chunk. Product i takes as rows g
+  // and g + 8 of A the columns 2 i and 2 i + 1 from here on, counted over all chunks.
+  static __device__ __forceinline__ int column(int chunk, int g) {
+    return (chunk * 8 + g) * kValues;
+  }
+
+  template <bool kMaybe>
+  __device__ __forceinline__ void load(int group, int which, const uint8_t* from, bool exists) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      load_words<kChunkBytes, kMaybe>(from + c * 8 * kChunkBytes,
+                                      &rows[group][which][c * kWords], exists);
+    }
+  }
+
+  // Calls use(number, transposed values as operand A) for the products over the 16 keys.
+  template <typename Use>
+  __device__ __forceinline__ void for_each(const Use& use) const {
+    // A register gets the values of one column, or of two in bytes, from two neighbouring keys.
+    constexpr uint32_t kLow = kKeptBytes<V> == 2 ? 0x5410u : 0x5140u;
+    constexpr uint32_t kHigh = kKeptBytes<V> == 2 ? 0x7632u : 0x7362u;
+#pragma unroll
+    for (int w = 0; w < kChunks * kWords; ++w) {
+      uint32_t low[2], high[2];
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        low[group] = __byte_perm(rows[group][0][w], rows[group][1][w], kLow);
+        high[group] = __byte_perm(rows[group][0][w], rows[group][1][w], kHigh);
+      }
+      if constexpr (kKeptBytes<V> == 2) {
+        use(w, {low[0], high[0], low[1], high[1]});
+      } else {
+        const uint2 a = widened<V>(low[0]), b = widened<V>(low[1]);
+        use(2 * w, {a.x, a.y, b.x, b.y});
+        const uint2 c = widened<V>(high[0]), d = widened<V>(high[1]);
+        use(2 * w + 1, {c.x, c.y, d.x, d.y});
+      }
+    }
+  }
+};

@@ -1,0 +1,53 @@
+// Pages of a cache: blocks of places in one array, of which each sequence has some. A cache in one
+// piece is a page for each sequence.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "common/handler.h"
+
+// What is kept: numbers of 16 or 32 bits as they are, or of 8 bits with scales.
+enum class Kept : int32_t { kFloats, kInt8, kE4m3, kE5m2 };
+
+// Distances in elements.
+struct Strides {
+  int64_t page;
+  int64_t place;
+  int64_t head;
+};
+
+// Returns the strides of pages [pages, places, heads, ...] or, with `heads_first`, [heads, pages,
+// places, ...], with a last axis or without it.
+inline Strides strides_of(ffi::AnyBuffer::Dimensions shape, bool heads_first) {
+  const int64_t inner = shape.size() == 4 ? shape[3] : 1;
+  if (heads_first) return {shape[2] * inner, inner, shape[1] * shape[2] * inner};
+  return {shape[1] * shape[2] * inner, shape[2] * inner, inner};
+}
+
+inline ffi::Error check_integers(std::string_view name, const ffi::AnyBuffer& x,
+                                 std::initializer_list<int64_t> shape) {
+  RETURN_IF_ERROR(check_shape(name, x, shape));
+  return check_dtype(name, x, ffi::DataType::S32);
+}
+
+// Whether an array keeps bytes; float8 may be given as the bits.
+inline bool has_bytes(const ffi::AnyBuffer& x) {
+  switch (x.element_type()) {
+    case ffi::DataType::S8:
+    case ffi::DataType::U8:
+    case ffi::DataType::F8E4M3FN:
+    case ffi::DataType::F8E5M2:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Returns the first page of a layer, of layers that follow each other; negative numbers count from
+// the last one. A layer that there is not gives -1.
+__device__ __forceinline__ int first_page(const int* layer, int layer_pages, int layers) {
+  if (layer == nullptr) return 0;
+  const int number = *layer < 0 ? *layer + layers : *layer;
+  return number < 0 || number >= layers ? -1 : number * layer_pages;
+}

@@ -1,0 +1,138 @@
+"""New tokens written into a cache in place, by the kernel of ffi/serving/append.cu."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime import cuda_library
+
+_MOST_COLUMNS = 512
+KINDS = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
+"""How ffi/serving/pages.h numbers what is kept in 8 bits; 0 is floats."""
+
+
+class Tokens(NamedTuple):
+    """New tokens and where they go; see `Arrays` of append_stages, or the ragged batch of `pages`."""
+
+    key: Any
+    """[tokens, K, H]"""
+    value: Any
+    """[tokens, K, V], of the keys' dtype."""
+    lengths: Any
+    """[B] int32."""
+    counts: Any = None
+    """[B] int32, or None; or the [B + 1] bounds of a ragged batch's rows."""
+    sequences: Any = None
+    """[1] int32: how many sequences a ragged batch has; None for B."""
+    table: Any = None
+    """[B, n] int32: the pages of each sequence; None where sequence b has page b."""
+    layer: Any = None
+    """[] int32, or None."""
+    cos: Any = None
+    """float32 [angles, R/2]: token t has the angles t % angles. None where nothing is rotated."""
+    sin: Any = None
+
+
+class Pages(NamedTuple):
+    """The arrays that are written in place, with axes P, S, K or K, P, S; all but `key` may be None."""
+
+    key: Any
+    value: Any
+    key_scale: Any
+    """float32 [P, S, K], which the kernel chooses, or [K], which are given; and so the next one."""
+    value_scale: Any
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtype: Any,
+    value_dtype: Any,
+    kept: Any,
+    columns: int,
+    places: int,
+) -> str | None:
+    """Returns None if the kernel can run, else the rule that rejects the call.
+
+    Args:
+      compute_capability: of the GPU.
+      dtype: of the new keys; `value_dtype` is that of the new values.
+      value_dtype: see above.
+      kept: the dtype of what is kept.
+      columns: the larger one of the head sizes of keys and values.
+      places: tokens for which the cache has room.
+    """
+    reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(
+        dtype, "keys have"
+    )
+    if reason is not None:
+        return reason
+    if value_dtype != dtype:
+        return f"it takes keys and values of one dtype, got {dtype} and {value_dtype}"
+    kept = jnp.dtype(kept)
+    if kept not in cuda_library.DTYPES and kept.name not in KINDS:
+        return f"it writes float32, bfloat16, float16 and 8 bits, not {kept}"
+    if columns > _MOST_COLUMNS:
+        return f"it takes heads of at most {_MOST_COLUMNS} columns, got {columns}"
+    if places >= 2**30:
+        return "the cache has too many places"
+    return cuda_library.why_unavailable()
+
+
+def forward(
+    tokens: Tokens,
+    pages: Pages,
+    *,
+    kept: Any,
+    sequence_tokens: int | None,
+    layer_pages: int | None = None,
+    heads_first: bool = False,
+    is_ring: bool = False,
+    interleaved: bool = False,
+) -> Pages:
+    """Returns the pages with the tokens in them, in the memory of the given ones.
+
+    Args:
+      tokens: what is written.
+      pages: where.
+      kept: the dtype whose bits the pages have.
+      sequence_tokens: T, the tokens of each sequence; None for a ragged batch.
+      layer_pages: pages of a layer, which follow each other; None for all.
+      heads_first: whether the heads are the first axis of pages.
+      is_ring: whether token p lies at place p % S of its page.
+      interleaved: as in `jaxfused.rope`.
+    """
+    cuda_library.register()
+
+    def operand(array: jax.Array | None, dtype: Any) -> jax.Array:
+        # Like the keys, because in a `jax.shard_map` all operands must vary over the same axes.
+        return jnp.zeros_like(tokens.key, shape=(0,), dtype=dtype) if array is None else array
+
+    written = [operand(a, d) for a, d in zip(pages, (pages.key.dtype,) * 2 + (jnp.float32,) * 2)]
+    layer = None if tokens.layer is None else tokens.layer.reshape(1)
+    integers = (tokens.lengths, tokens.counts, tokens.sequences, tokens.table, layer)
+    inputs = [
+        tokens.key,
+        tokens.value,
+        *(operand(a, jnp.float32) for a in (tokens.cos, tokens.sin)),
+        *(operand(a, jnp.int32) for a in integers),
+    ]
+    count = pages.key.shape[1 if heads_first else 0]
+    call = jax.ffi.ffi_call(
+        "jaxfused_append",
+        tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in written),
+        input_output_aliases={len(inputs) + i: i for i in range(len(written))},
+    )
+    results = call(
+        *inputs,
+        *written,
+        heads_first=np.bool_(heads_first),
+        is_ring=np.bool_(is_ring),
+        interleaved=np.bool_(interleaved),
+        sequence_tokens=np.int32(0 if sequence_tokens is None else sequence_tokens),
+        layer_pages=np.int32(count if layer_pages is None else layer_pages),
+        kind=np.int32(KINDS.get(jnp.dtype(kept).name, 0)),
+    )
+    return Pages(*(None if a is None else new for a, new in zip(pages, results, strict=True)))

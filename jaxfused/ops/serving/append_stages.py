@@ -1,0 +1,276 @@
+"""New tokens written into a KVCache: XLA's scatters, and the stage of the kernel that does all at once."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfused import dispatch
+from jaxfused.ops.quantize.quantize import quantize
+from jaxfused.ops.rope.rope import rope
+from jaxfused.ops.serving import append_cuda
+from jaxfused.runtime import sharding
+from jaxfused.runtime.estimate import kernels_first
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.runner import Axes, Results, Runner
+
+
+NO_PALLAS = "there is no Pallas kernel that appends to a cache"
+
+
+class Arrays(NamedTuple):
+    """Operands of an append; those after `lengths` may be None."""
+
+    kept_key: Any
+    """[B, S, K, H], or [L, B, S, K, H] of a stack; the next one has the values."""
+    kept_value: Any
+    key: Any
+    """[B, T, K, H]; the next one [B, T, K, V]."""
+    value: Any
+    lengths: Any
+    """[B] int32, the tokens before these."""
+    counts: Any
+    """[B] int32, how many of the T tokens there are."""
+    sequences: Any
+    """[B] int32, which sequences of the cache the tokens belong to; None for all in order."""
+    layer: Any
+    """[] int32."""
+    key_scale: Any
+    """float32, of each token and head, like `kept_key` without H; or [K] of each head, as given."""
+    value_scale: Any
+    cos: Any
+    """float32 [B, T, R/2] or [T, R/2], the rotation of the keys; None where nothing is rotated."""
+    sin: Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static options of an append."""
+
+    dtype: Any
+    """The dtype of what is kept, also where the cache holds the bits of it."""
+    is_ring: bool
+    interleaved: bool
+    scales_tokens: bool
+    """Whether there is a scale of each token and head, which is chosen."""
+
+
+def places(
+    lengths: jax.Array, counts: jax.Array | None, tokens: int, capacity: int, is_ring: bool
+) -> jax.Array:
+    """Returns the place of each new token, [B, T]; unwritten tokens have places beyond S.
+
+    No two tokens of a sequence have the same place.
+    """
+    token = jnp.arange(tokens, dtype=jnp.int32)[None]
+    place = lengths[:, None] + token
+    count = jnp.full_like(lengths, tokens)[:, None] if counts is None else counts[:, None]
+    is_written = token < count
+    if not is_ring:
+        is_written &= place < capacity
+    else:
+        # If there are more tokens than places, the last tokens stay.
+        is_written &= token >= count - capacity
+        place = place % capacity
+    return jnp.where(is_written, place, capacity + token)
+
+
+def append_xla(arrays: Arrays, options: Options) -> Results:
+    """Returns keys, values and, where they are chosen, the scales of both, by XLA's scatters."""
+    batch, tokens = arrays.key.shape[:2]
+    capacity = arrays.kept_key.shape[-3]
+    every = jnp.arange(batch, dtype=jnp.int32)
+    row = every if arrays.sequences is None else arrays.sequences
+    place = places(arrays.lengths, arrays.counts, tokens, capacity, options.is_ring)
+
+    def write(kept: Any, new: jax.Array | None) -> Any:
+        if new is None:
+            return None
+        index: tuple[Any, ...] = (row[:, None], place)
+        if arrays.layer is not None:
+            index = (arrays.layer, *index)
+        # Under Explicit axes JAX requires the result's sharding if the batch is split over devices.
+        where = jax.typeof(kept).sharding if sharding.is_explicit(kept) else None
+        return kept.at[index].set(new, mode="drop", unique_indices=True, out_sharding=where)
+
+    key = arrays.key
+    if arrays.cos is not None:
+        rotated = rope(
+            key,
+            cos=arrays.cos,
+            sin=arrays.sin,
+            interleaved=options.interleaved,
+            implementation="xla",
+        )
+        assert isinstance(rotated, jax.Array)
+        key = rotated
+    new_key, key_scale = _as_kept(key, arrays.key_scale, arrays.kept_key.dtype, options)
+    new_value, value_scale = _as_kept(
+        arrays.value, arrays.value_scale, arrays.kept_value.dtype, options
+    )
+    return (
+        write(arrays.kept_key, new_key),
+        write(arrays.kept_value, new_value),
+        write(arrays.key_scale, key_scale),
+        write(arrays.value_scale, value_scale),
+    )
+
+
+def _as_kept(
+    new: jax.Array, scale: jax.Array | None, bits: Any, options: Options
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns new tokens in the cache's dtype, and their scales [B, T, K] where they are chosen."""
+    if scale is None:
+        return new.astype(options.dtype), None
+    given = None if options.scales_tokens else scale[None, None, :, None]
+    kept = quantize(new, options.dtype, axis=-1, scale=given)
+    values = lax.bitcast_convert_type(kept.values, bits)
+    return values, kept.scale[..., 0] if options.scales_tokens else None
+
+
+@dataclass(frozen=True)
+class Append:
+    """Computes what `append_xla` does, in the memory of the cache."""
+
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return "KVCache.append forward"
+
+    def axes(self, *operands) -> Axes:
+        arrays = Arrays(*operands)
+        layers = "l" if arrays.layer is not None else ""
+        # The sequences of a cache that are chosen by index may be on any device.
+        batch = "b" if arrays.sequences is None else "c"
+        kept = [f"{layers}{batch}sk{size}" for size in "hv"]
+        scale = f"{layers}{batch}sk" if self.options.scales_tokens else "k"
+        angles = "tr" if arrays.cos is not None and arrays.cos.ndim == 2 else "btr"
+        tokens = ("btkh", "btkv", "b", "b", "b", "", scale, scale, angles, angles)
+        results = [scale if self.options.scales_tokens else None] * 2
+        return Axes((*kept, *tokens), (*kept, *results), whole="lcsthvr")
+
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        arrays = Arrays(*operands)
+        of_cuda = append_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=arrays.key.dtype,
+            value_dtype=arrays.value.dtype,
+            kept=self.options.dtype,
+            columns=max(arrays.key.shape[-1], arrays.value.shape[-1]),
+            places=arrays.kept_key.shape[-3],
+        )
+        return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
+
+    estimate = kernels_first("XLA rotates, quantises and writes each array in a kernel of its own")
+
+    def examples(self, random, device, *operands) -> Any:
+        del device
+        arrays = Arrays(*operands)
+        integers = ("lengths", "counts", "sequences", "layer")
+        zeros = {
+            name: None if array is None else jnp.zeros(array.shape, jnp.int32)
+            for name, array in arrays._asdict().items()
+            if name in integers
+        }
+        floats = {
+            name: None if array is None else random(array)
+            for name, array in arrays._asdict().items()
+            if name not in integers
+        }
+        return Arrays(**zeros, **floats)
+
+    def run(self, implementation, device, *operands) -> Results:
+        del device
+        arrays, options = Arrays(*operands), self.options
+        if implementation == "xla":
+            return append_xla(arrays, options)
+        batch, tokens = arrays.key.shape[:2]
+        pages = 1 if arrays.layer is None else arrays.kept_key.shape[0]
+        layer_pages = arrays.kept_key.shape[-4]
+
+        def merged(array: Any, axes: int) -> Any:
+            """Returns the array with the layers' pages on one axis."""
+            if array is None:
+                return None
+            return array.reshape(pages * layer_pages, *array.shape[-axes:])
+
+        def of_rows(array: Any) -> Any:
+            return array.reshape(batch * tokens, *array.shape[2:])
+
+        def angles(array: Any) -> Any:
+            return None if array is None else array.reshape(-1, array.shape[-1])
+
+        scales = (arrays.key_scale, arrays.value_scale)
+        if options.scales_tokens:
+            scales = tuple(merged(scale, 2) for scale in scales)
+        new = append_cuda.forward(
+            append_cuda.Tokens(
+                of_rows(arrays.key),
+                of_rows(arrays.value),
+                arrays.lengths,
+                arrays.counts,
+                table=None if arrays.sequences is None else arrays.sequences[:, None],
+                layer=arrays.layer,
+                cos=angles(arrays.cos),
+                sin=angles(arrays.sin),
+            ),
+            append_cuda.Pages(merged(arrays.kept_key, 3), merged(arrays.kept_value, 3), *scales),
+            kept=options.dtype,
+            sequence_tokens=tokens,
+            layer_pages=layer_pages,
+            is_ring=options.is_ring,
+            interleaved=options.interleaved,
+        )
+        kept = arrays.kept_key, arrays.kept_value
+        results = [a.reshape(old.shape) for a, old in zip(new[:2], kept, strict=True)]
+        if not options.scales_tokens:
+            return (*results, None, None)
+        old_scales = arrays.key_scale, arrays.value_scale
+        return (*results, *(a.reshape(o.shape) for a, o in zip(new[2:], old_scales, strict=True)))
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return None
+
+
+def append(arrays: Arrays, options: Options, implementation: str | None) -> Results:
+    """Returns what `append_xla` does, by the fastest implementation or the named one."""
+    stage = Append(options)
+    run = Runner(implementation, dispatch.current_device(arrays.key, arrays.kept_key))
+    if run.choice(stage, *arrays).implementation == "xla":
+        return append_xla(arrays, options)
+    spelt = stage.axes(*arrays)
+    aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
+    return _append(run, options, Arrays(*aligned))
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="KVCache.append")
+def _append(run: Runner, options: Options, arrays: Arrays) -> Results:
+    return run(Append(options), *arrays)
+
+
+def _append_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[Results, Arrays]:
+    return _append(run, options, arrays), arrays
+
+
+def _append_bwd(run: Runner, options: Options, arrays: Arrays, dresults: Any) -> Any:
+    """Differentiates XLA's scatters."""
+    del run
+    floats = {
+        name: array
+        for name, array in arrays._asdict().items()
+        if array is not None and jnp.issubdtype(array.dtype, jnp.floating)
+    }
+
+    def f(floats: dict[str, Any]) -> Results:
+        return append_xla(arrays._replace(**floats), options)
+
+    (gradients,) = jax.vjp(f, floats)[1](dresults)
+    return (Arrays(**{**dict.fromkeys(Arrays._fields), **gradients}),)
+
+
+_append.defvjp(_append_fwd, _append_bwd)

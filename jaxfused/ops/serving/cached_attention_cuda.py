@@ -1,0 +1,137 @@
+"""Attention to a cache, in pages or in one piece, by the kernel of ffi/serving/cached_attention.cu."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime import cuda_library
+
+HEAD_SIZES = (64, 128)
+MOST_ROWS = 64
+"""Queries of a key head; each 16 of them read the keys again."""
+_ROWS = 16
+_WARPS = 16
+"""Warps of an SM, at most."""
+_KINDS = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
+
+
+class Cache(NamedTuple):
+    """Arrays of a cache; all but `key` may be None."""
+
+    key: Any
+    """[P, S, K, H], or [K, P, S, H]; or [P, S, 2 K, H] with keys at even heads and values at odd ones."""
+    value: Any
+    key_scale: Any
+    """float32, like `key` without H; an axis may have length 1. For caches of 8 bits alone."""
+    value_scale: Any
+    table: Any
+    """[B, n] int32, the pages of each sequence; None where sequence b has page b."""
+    layer: Any = None
+    """[] int32: page 0 is page `layer * layer_pages`; None for 0."""
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtype: Any,
+    kept: Any,
+    rows: int,
+    head_size: int,
+    value_size: int,
+    page_size: int,
+    most_pages: int,
+    is_combined: bool,
+) -> str | None:
+    """Returns None if the kernel can run, else the rule that rejects the call.
+
+    Args:
+      compute_capability: of the GPU.
+      dtype: of the queries.
+      kept: the dtype of what is kept.
+      rows: queries of a key head: new tokens times the query heads that share it.
+      head_size: H.
+      value_size: V.
+      page_size: places of a page.
+      most_pages: pages that a sequence has at most.
+      is_combined: whether keys and values lie in one array.
+    """
+    if reason := cuda_library.why_unfit(compute_capability):
+        return reason
+    assert compute_capability is not None
+    if compute_capability < (8, 0):
+        return "it needs compute capability 8.0 or later"
+    kept = jnp.dtype(kept)
+    if dtype not in (jnp.bfloat16, jnp.float16) or (kept != dtype and kept.name not in _KINDS):
+        return f"queries must be bfloat16 or float16, and the cache too or of 8 bits, got {dtype}, {kept}"
+    if is_combined and kept != dtype:
+        return "keys and values of 8 bits must lie in two arrays"
+    if head_size != value_size or head_size not in HEAD_SIZES:
+        return f"heads must have 64 or 128 columns, got {head_size} and {value_size}"
+    if not 1 <= rows <= MOST_ROWS:
+        return f"a key head must have from 1 to {MOST_ROWS} queries, got {rows}"
+    if most_pages > 1 and page_size % 8:
+        return f"pages must hold a multiple of 8 tokens, got {page_size}"
+    if most_pages * page_size >= 2**30:
+        return "a sequence has too many places"
+    return cuda_library.why_not_built_from((8, 0), compute_capability)
+
+
+def forward(
+    query: jax.Array,
+    cache: Cache,
+    *,
+    lengths: jax.Array,
+    offsets: jax.Array,
+    counts: jax.Array | None,
+    sinks: jax.Array | None,
+    heads_first: bool,
+    kept: Any,
+    layer_pages: int | None,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    multiprocessors: int,
+) -> jax.Array:
+    """Returns the output like queries [B, T, K, G, H]; see `Arrays` of paged_stages for the operands.
+
+    `kept` is the dtype whose bits are kept, and `layer_pages` the pages of a layer, None for all.
+    """
+    cuda_library.register()
+    batch, tokens, key_heads, group, size = query.shape
+    rows = tokens * group
+    units, unit_rows = key_heads * -(-rows // _ROWS), min(rows, _ROWS)
+    pages = cache.key.shape[1 if heads_first else 0]
+    slots = max(1, multiprocessors * _WARPS // units)
+    results = (
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((slots + batch, units, unit_rows, size), jnp.float32),
+        jax.ShapeDtypeStruct((slots + batch, units, unit_rows, 2), jnp.float32),
+    )
+
+    def operand(array: jax.Array | None, dtype: Any) -> jax.Array:
+        # Like the query, because in a `jax.shard_map` all operands must vary over the same axes.
+        return jnp.zeros_like(query, shape=(0,), dtype=dtype) if array is None else array
+
+    layer = None if cache.layer is None else cache.layer.reshape(1)
+    output, _, _ = jax.ffi.ffi_call("jaxfused_cached_attention", results)(
+        query,
+        cache.key,
+        operand(cache.value, cache.key.dtype),
+        operand(cache.key_scale, jnp.float32),
+        operand(cache.value_scale, jnp.float32),
+        operand(cache.table, jnp.int32),
+        lengths,
+        offsets,
+        operand(counts, jnp.int32),
+        operand(sinks, jnp.float32),
+        operand(layer, jnp.int32),
+        heads_first=np.bool_(heads_first),
+        kind=np.int32(_KINDS.get(jnp.dtype(kept).name, 0)),
+        layer_pages=np.int32(pages if layer_pages is None else layer_pages),
+        window=np.int32(0 if window is None else window),
+        scale=np.float32(scale),
+        cap=np.float32(0.0 if soft_cap is None else soft_cap),
+    )
+    return output
