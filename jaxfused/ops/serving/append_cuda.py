@@ -110,7 +110,8 @@ def forward(
         # Like the keys, because in a `jax.shard_map` all operands must vary over the same axes.
         return jnp.zeros_like(tokens.key, shape=(0,), dtype=dtype) if array is None else array
 
-    written = [operand(a, d) for a, d in zip(pages, (pages.key.dtype,) * 2 + (jnp.float32,) * 2)]
+    dtypes = (pages.key.dtype, pages.key.dtype, jnp.float32, jnp.float32)
+    written = [operand(a, d) for a, d in zip(pages, dtypes, strict=True)]
     layer = None if tokens.layer is None else tokens.layer.reshape(1)
     integers = (tokens.lengths, tokens.counts, tokens.sequences, tokens.table, layer)
     inputs = [

@@ -1,4 +1,4 @@
-"""New tokens written into a KVCache: XLA's scatters, and the stage of the kernel that does all at once."""
+"""New tokens written into a KVCache: XLA's scatters, and the stage of the kernel that does it at once."""
 
 import functools
 from collections.abc import Mapping
@@ -17,7 +17,6 @@ from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Axes, Results, Runner
-
 
 NO_PALLAS = "there is no Pallas kernel that appends to a cache"
 

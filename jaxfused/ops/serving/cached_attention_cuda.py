@@ -6,22 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused.ops.serving.append_cuda import KINDS
 from jaxfused.runtime import cuda_library
 
 HEAD_SIZES = (64, 128)
 MOST_ROWS = 64
-"""Queries of a key head; each 16 of them read the keys again."""
-_ROWS = 16
+"""Queries of a key head at most."""
+ROWS_OF_A_READ = 16
+"""Rows that read the keys together."""
 _WARPS = 16
 """Warps of an SM, at most."""
-_KINDS = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
 
 
 class Cache(NamedTuple):
     """Arrays of a cache; all but `key` may be None."""
 
     key: Any
-    """[P, S, K, H], or [K, P, S, H]; or [P, S, 2 K, H] with keys at even heads and values at odd ones."""
+    """[P, S, K, H] or [K, P, S, H]; or [P, S, 2 K, H] with keys at even heads and values at odd ones."""
     value: Any
     key_scale: Any
     """float32, like `key` without H; an axis may have length 1. For caches of 8 bits alone."""
@@ -63,8 +64,10 @@ def why_unsupported(
     if compute_capability < (8, 0):
         return "it needs compute capability 8.0 or later"
     kept = jnp.dtype(kept)
-    if dtype not in (jnp.bfloat16, jnp.float16) or (kept != dtype and kept.name not in _KINDS):
-        return f"queries must be bfloat16 or float16, and the cache too or of 8 bits, got {dtype}, {kept}"
+    if dtype not in (jnp.bfloat16, jnp.float16) or (kept != dtype and kept.name not in KINDS):
+        return (
+            f"queries must have 16 bits, and the cache their dtype or 8 bits, got {dtype}, {kept}"
+        )
     if is_combined and kept != dtype:
         return "keys and values of 8 bits must lie in two arrays"
     if head_size != value_size or head_size not in HEAD_SIZES:
@@ -101,7 +104,7 @@ def forward(
     cuda_library.register()
     batch, tokens, key_heads, group, size = query.shape
     rows = tokens * group
-    units, unit_rows = key_heads * -(-rows // _ROWS), min(rows, _ROWS)
+    units, unit_rows = key_heads * -(-rows // ROWS_OF_A_READ), min(rows, ROWS_OF_A_READ)
     pages = cache.key.shape[1 if heads_first else 0]
     slots = max(1, multiprocessors * _WARPS // units)
     results = (
@@ -128,7 +131,7 @@ def forward(
         operand(sinks, jnp.float32),
         operand(layer, jnp.int32),
         heads_first=np.bool_(heads_first),
-        kind=np.int32(_KINDS.get(jnp.dtype(kept).name, 0)),
+        kind=np.int32(KINDS.get(jnp.dtype(kept).name, 0)),
         layer_pages=np.int32(pages if layer_pages is None else layer_pages),
         window=np.int32(0 if window is None else window),
         scale=np.float32(scale),

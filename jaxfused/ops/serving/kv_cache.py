@@ -1,5 +1,6 @@
 """KVCache: keys and values of the tokens that a model has read, written in place and attended to."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax import lax
 from jaxfused import dispatch
 from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
 from jaxfused.ops.rope.rope import check_tables
-from jaxfused.ops.serving import append_stages
+from jaxfused.ops.serving import append_stages, cache_stages
 from jaxfused.runtime.checks import (
     as_arrays,
     as_int32,
@@ -21,7 +22,10 @@ from jaxfused.runtime.checks import (
 )
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.serialization import serializable
+from jaxfused.runtime.shapes import merge_axes, split_axis
 
+_LONGEST = 2**29
+"""Longest window, in tokens, with which positions fit into 32 bits."""
 _QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -44,7 +48,8 @@ class KVCache:
     The cache is a pytree. Where `jax.jit` is given it with `donate_argnums`, and in the carry of
     `lax.scan`, `lax.fori_loop` and `lax.while_loop`, it is written in place and never copied. A scan
     over layers therefore has the whole stack in its carry and passes `layer`; `xs` would be copied.
-    Kernels read a copy of the layer's part of a stack; a tuple of caches, one a layer, needs none.
+    For a prompt, kernels read a copy of the layer's part of a stack; a tuple of caches, one a layer,
+    needs none.
     Keys and values that are kept in 8 bits have no gradient: train with a cache of floats.
 
     Letters: B sequences, S places for each, K key heads, H head size, V head size of the values.
@@ -294,12 +299,15 @@ class KVCache:
           query: [B, T, N, H], of any float dtype; neighbouring query heads share a key head.
           layer: as for `append`, and so are the next two.
           counts: queries beyond their sequence's count give 0.
-          batch_index: keys and values of these sequences are copied for the call.
+          batch_index: keys and values of these sequences are copied for the call, unless the kernel
+            reads the cache in place: see `implementation`.
           scale: the other arguments are those of `jaxfused.dot_product_attention`.
           local_window_size: not with the cache's own `window`.
           logits_soft_cap: as there.
           sinks: as there.
-          implementation: as there.
+          implementation: as there. None and "cuda" read a cache of 8 bits, or a layer of a stack, where
+            it lies, if heads have 64 or 128 columns and up to 16 queries share a key head; other calls
+            attend to a copy in the query's dtype.
 
         Returns:
           [B, T, N, V], of the query's dtype.
@@ -319,6 +327,10 @@ class KVCache:
         else:
             self._check_ring(tokens, local_window_size)
             options |= self._ring_mask(lengths, given, tokens, batch_index)
+        if "mask" not in options and self.starts is None:
+            attended = self._in_place(query, options, layer, batch_index, implementation)
+            if attended is not None:
+                return attended
         kept = (self.key, self.key_scale), (self.value, self.value_scale)
         key, value = (self._read(*x, layer, batch_index, query.dtype) for x in kept)
         if "mask" in options:
@@ -330,6 +342,64 @@ class KVCache:
         )
         assert isinstance(attended, jax.Array)
         return attended
+
+    def _in_place(
+        self,
+        query: jax.Array,
+        options: dict[str, Any],
+        layer: Any,
+        batch_index: Any,
+        implementation: str | None,
+    ) -> jax.Array | None:
+        """Returns the output by the kernel that reads the cache in place, or None."""
+        parts = (self.key_scale, layer, batch_index)
+        # A cache of floats for one layer is what the kernels of dot_product_attention read.
+        if all(part is None for part in parts) or implementation not in (None, "cuda"):
+            return None
+        device = dispatch.current_device(query, self.key)
+        heads, size = query.shape[2:]
+        key_heads = self.key.shape[-2]
+        window, scale, cap = (
+            options.get(name) for name in ("local_window_size", "scale", "logits_soft_cap")
+        )
+        sinks = options["sinks"]
+        sides = window if isinstance(window, tuple | list) else (window, window)
+        # dot_product_attention refuses arguments that do not fit, and names the rule.
+        fits = key_heads and heads % key_heads == 0 and size == self.key.shape[-1]
+        fits &= window is None or all(isinstance(side, int) and side >= 0 for side in sides)
+        fits &= scale is None or (isinstance(scale, int | float) and math.isfinite(scale))
+        fits &= cap is None or (isinstance(cap, int | float) and 0 < cap < math.inf)
+        fits &= sinks is None or jnp.shape(sinks) == (heads,)
+        if device.platform != "gpu" or not fits:
+            return None
+        grouped = (key_heads, heads // key_heads)
+        scales = self.key_scale, self.value_scale
+        if layer is not None and scales[0] is not None and not self._scales_tokens(scales[0]):
+            scales = tuple(_of_layer(s, layer) for s in scales)
+        lengths = options["key_value_seq_lengths"]
+        arrays = cache_stages.Arrays(
+            split_axis(query, 2, *grouped),
+            self.key,
+            self.value,
+            *scales,
+            lengths,
+            # In a ring, whose places are in no order, a single query sees all that hold tokens.
+            options.get("query_offset", lengths - 1),
+            options.get("query_seq_lengths"),
+            None if sinks is None else jnp.asarray(sinks).astype(jnp.float32).reshape(grouped),
+            None if batch_index is None else _integers("batch_index", batch_index),
+            None if layer is None else as_int32(layer),
+        )
+        of_call = cache_stages.Options(
+            self.dtype,
+            size**-0.5 if scale is None else float(scale),
+            None if cap is None else float(cap),
+            None if window is None else min(sides[0] + 1, _LONGEST),
+        )
+        if not cache_stages.reads_in_place(arrays, of_call, implementation):
+            return None
+        attended = cache_stages.attend(arrays, of_call, implementation)
+        return merge_axes(attended, 2)
 
     def advance(self, counts: int | jax.Array, batch_index: jax.Array | None = None) -> "KVCache":
         """Returns the cache after a step: with so many more tokens of each sequence, a number or [B]."""

@@ -1,0 +1,254 @@
+"""Attention to a KVCache in place: the stage of the kernel that reads bytes, layers and sequences."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfused import dispatch
+from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.ops.serving import cached_attention_cuda
+from jaxfused.runtime import sharding
+from jaxfused.runtime.estimate import kernels_first
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.quantized_array import QuantizedArray
+from jaxfused.runtime.runner import Axes, Results, Runner
+
+NO_PALLAS = (
+    "there is no Pallas kernel that reads a cache in 8 bits, or a layer of a stack, in place"
+)
+
+
+class Arrays(NamedTuple):
+    """Operands of the attention, with query heads [N] as [K, G] so that shards have whole groups."""
+
+    query: Any
+    """[B, T, K, G, H]"""
+    key: Any
+    """[B, S, K, H], or [L, B, S, K, H] of a stack; the next one has the values."""
+    value: Any
+    key_scale: Any
+    """float32 like `key` without H, or [K] of each head; None for keys that are not quantised."""
+    value_scale: Any
+    lengths: Any
+    """[B] int32: the keys of each sequence, of which each query sees those up to itself."""
+    offset: Any
+    """[B] int32: where the first query stands among the keys."""
+    counts: Any
+    """[B] int32: how many of the T queries there are; None for all."""
+    sinks: Any
+    """[K, G] float32, or None."""
+    sequences: Any
+    """[B] int32: which sequences of the cache these are; None for all in order."""
+    layer: Any
+    """[] int32, or None."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static options of a call."""
+
+    dtype: Any
+    """The dtype of what is kept, also where the cache holds the bits of it."""
+    scale: float
+    soft_cap: float | None
+    window: int | None
+    """How many tokens a query sees, with its own."""
+
+    def copied(self, arrays: Arrays, implementation: Any = None) -> jax.Array:
+        """Returns the output [B, T, K, G, V] of attention to a widened copy of keys and values."""
+        batch, tokens, heads, group, size = arrays.query.shape
+        pairs = (arrays.key, arrays.key_scale), (arrays.value, arrays.value_scale)
+        key, value = (self._read(*pair, arrays) for pair in pairs)
+        output = dot_product_attention(
+            arrays.query.reshape(batch, tokens, heads * group, size),
+            key,
+            value,
+            scale=self.scale,
+            is_causal=tokens > 1,
+            local_window_size=None if self.window is None else (self.window - 1, 0),
+            logits_soft_cap=self.soft_cap,
+            query_offset=arrays.offset,
+            query_seq_lengths=arrays.counts,
+            key_value_seq_lengths=arrays.lengths,
+            sinks=None if arrays.sinks is None else arrays.sinks.reshape(-1),
+            implementation=implementation,
+        )
+        assert isinstance(output, jax.Array)
+        return output.reshape(batch, tokens, heads, group, -1)
+
+    def _read(self, kept: jax.Array, scale: jax.Array | None, arrays: Arrays) -> jax.Array:
+        def part(array: jax.Array) -> jax.Array:
+            if arrays.layer is not None:
+                array = lax.dynamic_index_in_dim(array, arrays.layer, 0, False)
+            if arrays.sequences is not None:
+                array = array.at[arrays.sequences].get(mode="clip")
+            return array
+
+        kept = part(kept)
+        if scale is None:
+            return kept.astype(arrays.query.dtype)
+        scale = scale[None, None] if scale.ndim == 1 else part(scale)
+        values = lax.bitcast_convert_type(kept, self.dtype)
+        return QuantizedArray(values, scale[..., None], None, axis=-1).dequantize(
+            arrays.query.dtype
+        )
+
+
+@dataclass(frozen=True)
+class InCache:
+    """Computes (output [B, T, K, G, V],) from the operands of Arrays, without a copy of the cache."""
+
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return "KVCache.attend forward"
+
+    def axes(self, *operands) -> Axes:
+        arrays = Arrays(*operands)
+        layers = "l" if arrays.layer is not None else ""
+        # The sequences of a cache that are chosen by index may be on any device.
+        batch = "b" if arrays.sequences is None else "c"
+        kept = [f"{layers}{batch}sk{size}" for size in "hv"]
+        of_heads = arrays.key_scale is not None and arrays.key_scale.ndim == 1
+        scale = "k" if of_heads else f"{layers}{batch}sk"
+        others = (scale, scale, "b", "b", "b", "kg", "b", "")
+        return Axes(("btkgh", *kept, *others), ("btkgv",), whole="tglcshv")
+
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        arrays = Arrays(*operands)
+        of_cuda = cached_attention_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=arrays.query.dtype,
+            kept=self.options.dtype,
+            rows=arrays.query.shape[1] * arrays.query.shape[3],
+            head_size=arrays.key.shape[-1],
+            value_size=arrays.value.shape[-1],
+            page_size=arrays.key.shape[-3],
+            most_pages=1,
+            is_combined=False,
+        )
+        return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
+
+    estimate = kernels_first("it reads the cache where it lies, and XLA makes a copy of it")
+
+    def examples(self, random, device, *operands) -> Any:
+        del device
+        arrays = Arrays(*operands)
+        capacity, tokens = arrays.key.shape[-3], arrays.query.shape[1]
+
+        def full(array: Any, number: int) -> Any:
+            return None if array is None else jnp.full(array.shape, number, jnp.int32)
+
+        integers = dict(
+            lengths=full(arrays.lengths, capacity),
+            offset=full(arrays.offset, max(0, capacity - tokens)),
+            counts=full(arrays.counts, tokens),
+            sequences=full(arrays.sequences, 0),
+            layer=full(arrays.layer, 0),
+        )
+        floats = {
+            name: None if array is None else random(array)
+            for name, array in arrays._asdict().items()
+            if name not in integers
+        }
+        return Arrays(**floats, **integers)
+
+    def run(self, implementation, device, *operands) -> Results:
+        arrays, options = Arrays(*operands), self.options
+        if implementation == "xla":
+            return (options.copied(arrays, implementation="xla"),)
+        pages = arrays.key.shape[-4]
+
+        def merged(array: Any, axes: int) -> Any:
+            """Returns the array with layers and sequences on one axis."""
+            return None if array is None else array.reshape(-1, *array.shape[-axes:])
+
+        def scales(array: Any) -> Any:
+            return array[None, None] if array is not None and array.ndim == 1 else merged(array, 2)
+
+        sequences = arrays.sequences
+        if sequences is not None:
+            sequences = jnp.where(sequences < 0, sequences + pages, sequences)[:, None]
+        output = cached_attention_cuda.forward(
+            arrays.query,
+            cached_attention_cuda.Cache(
+                merged(arrays.key, 3),
+                merged(arrays.value, 3),
+                scales(arrays.key_scale),
+                scales(arrays.value_scale),
+                sequences,
+                arrays.layer,
+            ),
+            lengths=jnp.minimum(arrays.lengths, arrays.key.shape[-3]),
+            offsets=arrays.offset,
+            counts=arrays.counts,
+            sinks=arrays.sinks,
+            heads_first=False,
+            kept=options.dtype,
+            layer_pages=pages,
+            window=options.window,
+            scale=options.scale,
+            soft_cap=options.soft_cap,
+            multiprocessors=device.multiprocessors,
+        )
+        return (output,)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return None
+
+
+def reads_in_place(arrays: Arrays, options: Options, implementation: str | None) -> bool:
+    """Whether the kernel attends to the cache in place."""
+    if 0 in (arrays.query.size, arrays.key.size):
+        return False
+    device = dispatch.current_device(arrays.query, arrays.key)
+    stage = InCache(options)
+    # Each 16 rows read the keys again, which a copy for the kernels of long sequences need not do.
+    rows = arrays.query.shape[1] * arrays.query.shape[3]
+    if implementation is None and rows > cached_attention_cuda.ROWS_OF_A_READ:
+        return False
+    return Runner(None, device).choice(stage, *arrays).implementation == "cuda"
+
+
+def attend(arrays: Arrays, options: Options, implementation: str | None) -> jax.Array:
+    """Returns the output [B, T, K, G, V] of attention to the cache in place."""
+    stage = InCache(options)
+    spelt = stage.axes(*arrays)
+    aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
+    run = Runner(implementation, dispatch.current_device(arrays.query, arrays.key))
+    return _attend(run, options, Arrays(*aligned))
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="KVCache.attend")
+def _attend(run: Runner, options: Options, arrays: Arrays) -> jax.Array:
+    (output,) = run(InCache(options), *arrays)
+    return output
+
+
+def _attend_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[jax.Array, Arrays]:
+    return _attend(run, options, arrays), arrays
+
+
+def _attend_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Array) -> Any:
+    """Differentiates attention to a widened copy of the cache."""
+    del run
+    floats = {
+        name: array
+        for name, array in arrays._asdict().items()
+        if array is not None and jnp.issubdtype(array.dtype, jnp.floating)
+    }
+
+    def f(floats: dict[str, Any]) -> jax.Array:
+        return options.copied(arrays._replace(**floats))
+
+    (gradients,) = jax.vjp(f, floats)[1](doutput)
+    return (Arrays(**{**dict.fromkeys(Arrays._fields), **gradients}),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
