@@ -476,7 +476,7 @@ constexpr int kBlocks = kTiles == 1 ? (kKeptBytes<V> == 1 ? 2 : 3) : (kKeptBytes
 template <typename V, int kHead, int kTiles, bool kScaled>
 __global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
     attend_to_cache(const __grid_constant__ CacheArgs args) {
-  if constexpr (kHasProducts<Multiplied<V>>) {
+  if constexpr (kHasProducts<__nv_bfloat16>) {
     const int warp = blockIdx.x * kWarps<V, kTiles> + static_cast<int>(threadIdx.x) / 32;
     const int slot = warp / args.units();
     if (slot >= args.sequences.slots) return;

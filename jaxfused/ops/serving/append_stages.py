@@ -1,4 +1,4 @@
-"""New tokens written into a KVCache: XLA's scatters, and the stage of the kernel that does it at once."""
+"""New tokens written into a KVCache by XLA's scatters, or by the stage of the kernel that does all."""
 
 import functools
 from collections.abc import Mapping

@@ -68,9 +68,10 @@ def paged_attention(
       sliding_window: how many tokens each token sees, with itself; None for all.
       sinks: [N], one learned logit a head that takes probability and gives nothing.
       layout: the axes of the pages.
-      implementation: as for `jaxfused.dot_product_attention`, which attends to a copy of the pages. On
-        Hopper GPUs None and "pallas" read pages of 8, 16, 32 or a multiple of 64 tokens in bfloat16 or
-        float16 where they lie; "pallas" reads those of 8 bits too.
+      implementation: as for `jaxfused.dot_product_attention`, which attends to a copy of the pages.
+        Where they lie, "cuda" reads pages of multiples of 8 tokens, in 16 or 8 bits and heads of 64 or
+        128, on GPUs from Ampere on; "pallas" reads pages of 8, 16, 32 or a multiple of 64 tokens on
+        Hopper GPUs; None takes the faster of both that can.
 
     Returns:
       The output, of q's shape and dtype. No id outside the pool is read, whatever its place in the
