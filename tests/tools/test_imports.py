@@ -55,7 +55,12 @@ LAYERS = {
     "jaxfused/ops/quantized": ("jaxfused.ops.linear", *_KERNELS),
     "jaxfused/ops/rope": _KERNELS,
     "jaxfused/ops/sampling": _KERNELS,
-    "jaxfused/ops/serving": ("jaxfused.ops.attention", "jaxfused.ops.quantize", *_KERNELS),
+    "jaxfused/ops/serving": (
+        "jaxfused.ops.attention",
+        "jaxfused.ops.quantize",
+        "jaxfused.ops.rope",
+        *_KERNELS,
+    ),
     "jaxfused/ops/sparse": _KERNELS,
     "jaxfused/runtime": ("jaxfused.__version__", *_KERNELS),
     "pallas_kernels": (),

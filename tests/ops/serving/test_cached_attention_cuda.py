@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import KVCache
+from jaxfused import KVCache, dispatch
 from jaxfused.ops.serving import append_cuda, cached_attention_cuda
 from tests.support.arrays import put
 from tests.support.lowering import kernels
@@ -115,9 +115,16 @@ def filled(cache, layer):
     return dataclasses.replace(full, lengths=cache.lengths)
 
 
+@pytest.fixture
+def ampere():
+    """Skips a test on GPUs without the kernel's instructions."""
+    if dispatch.current_device().compute_capability < (8, 0):
+        pytest.skip("the kernel needs compute capability 8.0")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", READS)
-def test_a_cache_is_read_in_place(name):
+def test_a_cache_is_read_in_place(ampere, name):
     cache, tokens, heads, options = READS[name]
     cache = filled(cache, {k: v for k, v in options.items() if k == "layer"})
     batch = len(options.get("batch_index", LENGTHS))
@@ -157,7 +164,7 @@ def pages_of(kept, page_size, layout, lengths, key_heads=2, size=64):
         ("float8_e4m3fn", 8, "KPSH", 2, 6, dict(attn_logits_soft_cap=5.0)),
     ],
 )
-def test_pages_are_read_in_place(kept, page_size, layout, tokens, heads, options):
+def test_pages_are_read_in_place(ampere, kept, page_size, layout, tokens, heads, options):
     pages = pages_of(kept, page_size, layout, [100, 1, 0, 77, 33])
     query = drawn(8, 5, tokens, heads, 64)
 
