@@ -72,6 +72,7 @@ from jaxfused.ops.rope.rope_scaling import RopeScaling as RopeScaling
 from jaxfused.ops.rope.rope_scaling import YarnRope as YarnRope
 from jaxfused.ops.sampling.sample import sample as sample
 from jaxfused.ops.sampling.top_log_probs import LogProbs as LogProbs
+from jaxfused.ops.serving.append_to_pages import append_to_pages as append_to_pages
 from jaxfused.ops.serving.kv_cache import KVCache as KVCache
 from jaxfused.ops.serving.page_allocator import OutOfPages as OutOfPages
 from jaxfused.ops.serving.page_allocator import PageAllocator as PageAllocator
@@ -79,7 +80,6 @@ from jaxfused.ops.serving.paged_attention import paged_attention as paged_attent
 from jaxfused.ops.serving.paged_attention import (
     ragged_paged_attention as ragged_paged_attention,
 )
-from jaxfused.ops.serving.pages import append_to_pages as append_to_pages
 from jaxfused.ops.sparse.block_sparse import BlockSparse as BlockSparse
 from jaxfused.ops.sparse.block_sparse_matmul import block_sparse_matmul as block_sparse_matmul
 from jaxfused.ops.sparse.sparse24 import Sparse24 as Sparse24

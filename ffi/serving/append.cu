@@ -138,12 +138,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int64_t number = warp / 2 / args.heads;
   if (number >= args.tokens) return;
   const int token = static_cast<int>(number);
-  const int2 place = place_of(args, token);
-  if (place.x < 0) return;
   const Side& side = is_value ? args.value : args.key;
-  const int64_t at = place.x * side.strides.page + place.y * side.strides.place +
-                     head * side.strides.head;
 
+  // These loads are in flight while the token's place is found.
   float x[kEach] = {};
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
@@ -162,6 +159,10 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
     }
   });
+  const int2 place = place_of(args, token);
+  if (place.x < 0) return;
+  const int64_t at = place.x * side.strides.page + place.y * side.strides.place +
+                     head * side.strides.head;
   if (args.kept == Kept::kFloats) {
     with_type(args.kept_dtype, [&](auto type) {
 #pragma unroll

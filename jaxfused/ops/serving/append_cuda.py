@@ -124,7 +124,9 @@ def forward(
     call = jax.ffi.ffi_call(
         "jaxfused_append",
         tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in written),
-        input_output_aliases={len(inputs) + i: i for i in range(len(written))},
+        input_output_aliases={
+            len(inputs) + i: i for i, page in enumerate(pages) if page is not None
+        },
     )
     results = call(
         *inputs,

@@ -1,23 +1,16 @@
 """Pools of pages: keys and values of many sequences in blocks of equal size, in any order."""
 
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
-    as_arrays,
     as_int32,
-    check_floating,
-    check_shape,
-    python_numbers,
 )
-from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray
+from jaxfused.runtime.quantized_array import QuantizedArray
 
 Layout = Literal["KPSH", "PSKH"]
 """Axes of a pool: K key heads, P pages, S places of a page, H head size."""
@@ -220,143 +213,15 @@ def with_whole_rows(*arrays: jax.Array) -> Any:
     return sharding.align(arrays, operand_axes=axes, whole="rhbnc")
 
 
-@python_numbers
-def append_to_pages(
-    kv_pages: jax.Array | tuple[Pages, Pages],
-    key: jax.Array,
-    value: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array | None = None,
-    *,
-    layout: Layout = "PSKH",
-) -> Any:
-    """Writes the keys and values of new tokens into pages, in place where those are donated.
-
-    The arguments are those of `ragged_paged_attention`, which reads what is written: each sequence's
-    rows are its last tokens, and `kv_lens` counts them. For one new token of each sequence,
-    `cu_q_lens` is 0, 1, 2, ...
-
-    Args:
-      kv_pages: [P, S, 2 K, H] with keys at even heads and values at odd ones, or (k_pages, v_pages) in
-        the layout, which may be `QuantizedArray`s with a scale of each token and head: new tokens are
-        then quantised, and by scales that all tokens share (one, or one a head) where pages have such.
-        In plain float8 numbers beyond the largest become the largest.
-      key: [tokens, K, H], rotated already.
-      value: [tokens, K, V].
-      kv_lens: [B] integers, the tokens of each sequence with the new ones.
-      page_indices: [B, n] integers, the pages of each sequence in order.
-      cu_q_lens: [B + 1] integers; sequence b has rows cu_q_lens[b] to cu_q_lens[b + 1].
-      num_seqs: [1] integers, how many sequences there are; None for B.
-      layout: "PSKH" or "KPSH", the axes of a pair of pools.
-
-    Returns:
-      The pages, as they were given. Tokens whose page is outside the pool, or that have none, are
-      dropped.
-
-    Raises:
-      ValueError: shapes or dtypes do not fit; floats for pages of plain integers.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxfused
-      >>> pages, key = jnp.zeros((4, 2, 2, 8)), jnp.ones((3, 1, 8))
-      >>> table = jnp.array([[3, 1], [0, 2]])
-      >>> pages = jaxfused.append_to_pages(
-      ...     pages, key, 2 * key, jnp.array([2, 3]), table, jnp.array([0, 2, 3]))
-      >>> pages[..., 0, 0], pages[2, 0, :, 0]
-      (Array([[0., 0.],
-             [0., 0.],
-             [1., 0.],
-             [1., 1.]], dtype=float32), Array([1., 2.], dtype=float32))
-
-    Source: Kwon et al., "PagedAttention", 2023, https://arxiv.org/abs/2309.06180
-    """
-    op = "append_to_pages"
-    key, value = as_arrays(key, value)
-    pools = pools_of(op, kv_pages, layout)
-    pages, size, heads = pools.pages, pools.page_size, pools.heads
-    kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
-    of_value = pools.key if pools.value is None else pools.value
-    for name, new, pool in (("key", key, pools.key), ("value", value, of_value)):
-        expected = (key.shape[0], heads, pool.shape[-1])
-        check_shape(op, name, new, expected, f"the pages have {heads} heads of {pool.shape[-1]}")
-        _check_kept(op, name, new, pool, layout)
-    given = pools.key if pools.value is None else (pools.key, pools.value)
-    if not pools.are_split_by_heads():
-        spec = jax.typeof(jax.tree.leaves(given)[0]).sharding.spec
-        raise ValueError(
-            f"{op}: kv_pages are split as {spec}, but any device may have to write any page; split their"
-            " heads only, or call it in jax.shard_map with each device's own pages and table."
-        )
-    if 0 in (*page_indices.shape, key.shape[0], pages, size):
-        return given
-    key, value, *table = with_whole_rows(key, value, kv_lens, page_indices, cu_q_lens)
-    kv_lens, page_indices, cu_q_lens = table
-    tokens = tokens_of(op, key.shape[0], kv_lens, cu_q_lens, num_seqs)
-    slot = lax.div(tokens.position, jnp.int32(size))
-    page = page_indices[tokens.sequence, jnp.clip(slot, 0, page_indices.shape[1] - 1)]
-    fits = tokens.is_token & (slot < page_indices.shape[1]) & is_in_pool(page, pages)
-    # Ids outside the pool are dropped; negative ones too, which JAX would count from the end.
-    page, place = jnp.where(fits, page, pages), lax.rem(tokens.position, jnp.int32(size))
-    index: Any = (slice(None), page, place) if layout == "KPSH" else (page, place)
-
-    def written(pool: Pages, new: jax.Array) -> Pages:
-        new = new.swapaxes(0, 1) if layout == "KPSH" else new
-        if not isinstance(pool, QuantizedArray):
-            return pool.at[index].set(_as_kept(new, pool.dtype), mode="drop")
-        given = None
-        if _are_shared(pool, layout):
-            given = pool.scale[:, 0] if layout == "KPSH" else pool.scale[0]
-        kept = quantize(new, pool.dtype, axis=-1, scale=given)
-        values = pool.values.at[index].set(kept.values, mode="drop")
-        if given is not None:
-            return replace(pool, values=values)
-        scale = pool.scale.at[index].set(kept.scale.astype(pool.scale.dtype), mode="drop")
-        return replace(pool, values=values, scale=scale)
-
-    if pools.value is None:
-        both = jnp.stack([key, value], axis=2).reshape(key.shape[0], 2 * heads, -1)
-        return written(pools.key, both)
-    return written(pools.key, key), written(pools.value, value)
-
-
-def _are_shared(pool: QuantizedArray, layout: Layout) -> bool:
+def are_shared(pool: QuantizedArray, layout: Layout) -> bool:
     """Whether all tokens have one scale, or one for each head."""
     kinds = pool.scale.shape[1:3] if layout == "KPSH" else pool.scale.shape[:2]
-    return kinds == (1, 1) and pool.scale.shape[-1] == 1 and not _are_own(pool)
+    return kinds == (1, 1) and pool.scale.shape[-1] == 1 and not are_own(pool)
 
 
-def _are_own(pool: QuantizedArray) -> bool:
+def are_own(pool: QuantizedArray) -> bool:
     """Whether each token and head has a scale."""
     return pool.scale.shape == (*pool.values.shape[:-1], 1)
-
-
-def _check_kept(op: str, name: str, new: jax.Array, pool: Pages, layout: Layout) -> None:
-    """Checks that pages can keep new tokens: integers no fractions, quantised ones a scale a token."""
-    if isinstance(pool, QuantizedArray):
-        check_floating(op, {name: new})
-        if pool.dtype not in FORMATS or not (_are_own(pool) or _are_shared(pool, layout)):
-            raise ValueError(
-                f"{op}: the pages of {name} are {pool.dtype} with scales of shape {pool.scale.shape},"
-                " but tokens are quantised with a scale of each token and head, or one that all tokens"
-                " share; pass pages of"
-                " jaxfused.quantize(pages, axis=-1), or the values and the scales in two calls."
-            )
-    elif jnp.issubdtype(pool.dtype, jnp.integer) and not jnp.issubdtype(new.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: {name} has dtype {new.dtype}, but the pages have {pool.dtype}, which would cut off"
-            " its fractions; pass pages of jaxfused.quantize(pages, axis=-1), which get a scale of each"
-            f" token and head, or {name} divided by a scale of your own and rounded to {pool.dtype}."
-        )
-
-
-def _as_kept(new: jax.Array, dtype: Any) -> jax.Array:
-    """Returns numbers in the pages' dtype; those beyond float8 become its largest, as XLA's are NaN."""
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1:
-        largest = float(jnp.finfo(dtype).max)
-        new = jnp.clip(new, -largest, largest)
-    return new.astype(dtype)
 
 
 def check_table(

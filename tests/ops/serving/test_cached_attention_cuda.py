@@ -88,6 +88,39 @@ def test_keys_are_rotated_where_they_are_appended(rotary_dim, interleaved):
     equal_bits(new, expected, most_differing=0.01)
 
 
+PAGES_WRITTEN = [
+    ("bfloat16", "PSKH", False),
+    ("float32", "KPSH", False),
+    ("float16", "PSKH", True),
+    ("int8", "PSKH", False),
+    ("float8_e4m3fn", "KPSH", False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kept", "layout", "is_one_array"), PAGES_WRITTEN)
+def test_pages_are_written_as_by_xla(kept, layout, is_one_array):
+    """A ragged batch with a page outside the pool, rows of no sequence and a full table."""
+    sizes = (12, 4, 2, 40) if layout == "PSKH" else (2, 12, 4, 40)
+    if is_one_array:
+        pages = jnp.zeros((12, 4, 4, 40), kept)
+    elif kept in ("int8", "float8_e4m3fn"):
+        pages = tuple(jaxfused.quantize(jnp.zeros(sizes), kept, axis=-1) for _ in range(2))
+    else:
+        pages = (jnp.zeros(sizes, kept), jnp.zeros(sizes, kept))
+    table = put(np.array([[7, 2, 11], [5, -1, 99], [4, 12, 1], [0, 2, 8]], np.int32))
+    lengths, bounds = put(np.array([11, 7, 0, 14], np.int32)), put([1, 6, 11, 11, 15])
+    key, value = drawn(0, 17, 2, 40), drawn(1, 17, 2, 40)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def f(implementation, pages, count):
+        options = dict(layout=layout, implementation=implementation)
+        return jaxfused.append_to_pages(pages, key, value, lengths, table, bounds, count, **options)
+
+    for count in (None, put([2])):
+        equal_bits(*(f(name, pages, count) for name in ("cuda", "xla")), most_differing=1e-3)
+
+
 READS = {
     "int8": (cache_of(), 1, 8, {}),
     "float8_e4m3fn": (cache_of("float8_e4m3fn"), 3, 8, dict(sinks=np.linspace(-1, 1, 8))),

@@ -1,0 +1,261 @@
+"""New tokens written into pages: the stage of the kernel that finds each token's place and writes it."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfused import dispatch
+from jaxfused.ops.quantize.quantize import quantize
+from jaxfused.ops.serving import append_cuda
+from jaxfused.ops.serving.append_stages import NO_PALLAS
+from jaxfused.ops.serving.pages import Layout, Pages, Pools, is_in_pool, tokens_of
+from jaxfused.runtime import sharding
+from jaxfused.runtime.checks import as_int32
+from jaxfused.runtime.estimate import kernels_first
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.quantized_array import QuantizedArray
+from jaxfused.runtime.runner import Axes, Results, Runner
+
+
+class Arrays(NamedTuple):
+    """Operands; those after `bounds` may be None, and so may `kept_value` where one pool has both."""
+
+    kept_key: Any
+    """The keys' pool, in its layout, and the next one the values' pool; see `Pools`."""
+    kept_value: Any
+    key: Any
+    """[tokens, K, H]; the next one [tokens, K, V]."""
+    value: Any
+    lengths: Any
+    """[B] int32, with the new tokens."""
+    table: Any
+    """[B, n] int32"""
+    bounds: Any
+    """[B + 1] int32: the rows of each sequence."""
+    sequences: Any
+    """[1] int32"""
+    key_scale: Any
+    """float32 like the pool without H, where its numbers are quantised."""
+    value_scale: Any
+
+    def pools(self, layout: Layout) -> Pools:
+        """Returns the pools of these arrays."""
+
+        def pool(values: Any, scale: Any) -> Any:
+            if scale is None:
+                return values
+            return QuantizedArray(values, scale[..., None], None, axis=-1)
+
+        key, value = pool(self.kept_key, self.key_scale), pool(self.kept_value, self.value_scale)
+        return Pools(key, value, layout)
+
+
+def _values_and_scale(pool: Any) -> tuple[Any, Any]:
+    if not isinstance(pool, QuantizedArray):
+        return pool, None
+    return pool.values, pool.scale[..., 0]
+
+
+def _results(pools: Pools) -> Results:
+    """Returns (keys, values, scales of keys, scales of values)."""
+    (key, key_scale), (value, value_scale) = map(_values_and_scale, (pools.key, pools.value))
+    return key, value, key_scale, value_scale
+
+
+def append_xla(pools: Pools, arrays: Arrays) -> Pools:
+    """Returns the pools with the new tokens, by XLA's scatters."""
+    layout, pages, size = pools.layout, pools.pages, pools.page_size
+    tokens = tokens_of(
+        "append_to_pages", arrays.key.shape[0], arrays.lengths, arrays.bounds, arrays.sequences
+    )
+    slot = lax.div(tokens.position, jnp.int32(size))
+    most = arrays.table.shape[1]
+    page = arrays.table[tokens.sequence, jnp.clip(slot, 0, most - 1)]
+    fits = tokens.is_token & (slot < most) & is_in_pool(page, pages)
+    # Ids outside the pool are dropped; negative ones too, which JAX would count from the end.
+    page, place = jnp.where(fits, page, pages), lax.rem(tokens.position, jnp.int32(size))
+    index: Any = (slice(None), page, place) if layout == "KPSH" else (page, place)
+
+    def written(pool: Pages, new: jax.Array) -> Pages:
+        new = new.swapaxes(0, 1) if layout == "KPSH" else new
+        if not isinstance(pool, QuantizedArray):
+            return pool.at[index].set(_as_kept(new, pool.dtype), mode="drop")
+        kept = quantize(new, pool.dtype, axis=-1)
+        values = pool.values.at[index].set(kept.values, mode="drop")
+        scale = pool.scale.at[index].set(kept.scale.astype(pool.scale.dtype), mode="drop")
+        return replace(pool, values=values, scale=scale)
+
+    key, value = arrays.key, arrays.value
+    if pools.value is None:
+        both = jnp.stack([key, value], axis=2).reshape(key.shape[0], 2 * pools.heads, -1)
+        return pools._replace(key=written(pools.key, both))
+    return pools._replace(key=written(pools.key, key), value=written(pools.value, value))
+
+
+def _as_kept(new: jax.Array, dtype: Any) -> jax.Array:
+    """Returns numbers in the pages' dtype; those beyond float8 become its largest, as XLA's are NaN."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        new = jnp.clip(new, -largest, largest)
+    return new.astype(dtype)
+
+
+@dataclass(frozen=True)
+class AppendToPages:
+    """Computes (keys, values, scales of keys, scales of values) in the memory of the pages."""
+
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        return "append_to_pages forward"
+
+    def axes(self, *operands) -> Axes:
+        arrays = Arrays(*operands)
+        pool = "kps" if self.layout == "KPSH" else "psk"
+        # Heads of keys and values alternate on an axis that is not split.
+        kept, whole = (pool + "h", pool + "v"), "tpshvbnmcu"
+        if arrays.kept_value is None:
+            kept, whole = ("psch", "pscv"), whole + "k"
+        tokens = ("tkh", "tkv", "b", "bn", "m", "u", pool, pool)
+        results = (
+            kept[0],
+            None if arrays.kept_value is None else kept[1],
+            *(None if a is None else pool for a in (arrays.key_scale, arrays.value_scale)),
+        )
+        return Axes((*kept, *tokens), results, whole=whole)
+
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        arrays = Arrays(*operands)
+        kept, has_scales = jnp.dtype(arrays.kept_key.dtype), arrays.key_scale is not None
+        if has_scales != (kept.itemsize == 1):
+            why = "numbers of 8 bits without scales are written as they are"
+            return {"pallas": NO_PALLAS, "cuda": why, "xla": None}
+        of_cuda = append_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=arrays.key.dtype,
+            value_dtype=arrays.value.dtype,
+            kept=kept,
+            columns=max(arrays.key.shape[-1], arrays.value.shape[-1]),
+            places=arrays.kept_key.shape[2 if self.layout == "KPSH" else 1],
+        )
+        return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
+
+    estimate = kernels_first("XLA writes each array in a kernel of its own")
+
+    def examples(self, random, device, *operands) -> Any:
+        del device
+        integers = ("lengths", "table", "bounds", "sequences")
+        return Arrays(
+            **{
+                name: None
+                if array is None
+                else jnp.zeros(array.shape, jnp.int32)
+                if name in integers
+                else random(array)
+                for name, array in Arrays(*operands)._asdict().items()
+            }
+        )
+
+    def run(self, implementation, device, *operands) -> Results:
+        del device
+        arrays = Arrays(*operands)
+        if implementation == "xla":
+            return _results(append_xla(arrays.pools(self.layout), arrays))
+        written = append_cuda.forward(
+            append_cuda.Tokens(
+                arrays.key,
+                arrays.value,
+                arrays.lengths,
+                arrays.bounds,
+                arrays.sequences,
+                arrays.table,
+            ),
+            append_cuda.Pages(
+                arrays.kept_key, arrays.kept_value, arrays.key_scale, arrays.value_scale
+            ),
+            kept=arrays.kept_key.dtype,
+            sequence_tokens=None,
+            heads_first=self.layout == "KPSH",
+        )
+        return tuple(written)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return None
+
+
+def append(
+    pools: Pools,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array,
+    bounds: jax.Array,
+    sequences: Any,
+    implementation: str | None,
+) -> Pools:
+    """Returns the pools with new tokens; the other arguments are as in `Arrays`."""
+    parts = [_values_and_scale(pool) for pool in (pools.key, pools.value)]
+    (kept_key, key_scale), (kept_value, value_scale) = parts
+    scales = [scale for _, scale in parts if scale is not None]
+    count = None if sequences is None else as_int32(sequences).reshape(1)
+    arrays = Arrays(
+        *(kept_key, kept_value, key, value, lengths, table, bounds, count, key_scale, value_scale)
+    )
+    kept = {pool.dtype for pool, _ in parts if pool is not None}
+    # Pools of keys and values may be of two kinds, and scales of any float dtype, which XLA takes.
+    is_of_one_kind = len(kept) == 1 and len(scales) in (0, 2)
+    run = Runner(implementation, dispatch.current_device(key, kept_key))
+    stage = AppendToPages(pools.layout)
+    if not is_of_one_kind or any(scale.dtype != jnp.float32 for scale in scales):
+        if implementation == "cuda":
+            raise ValueError(
+                "append_to_pages: implementation='cuda' writes keys and values of one dtype with scales"
+                " in float32, and these pages are of others. Pass implementation=None."
+            )
+        run = replace(run, implementation="xla")
+    if run.choice(stage, *arrays).implementation == "xla":
+        return append_xla(pools, arrays)
+    spelt = stage.axes(*arrays)
+    aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
+    new, written = _append(run, stage, Arrays(*aligned)), []
+    for i, pool in enumerate((pools.key, pools.value)):
+        if isinstance(pool, QuantizedArray):
+            written.append(replace(pool, values=new[i], scale=new[2 + i][..., None]))
+        else:
+            written.append(new[i])
+    return Pools(*written, pools.layout)
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="append_to_pages")
+def _append(run: Runner, stage: AppendToPages, arrays: Arrays) -> Results:
+    return run(stage, *arrays)
+
+
+def _append_fwd(run: Runner, stage: AppendToPages, arrays: Arrays) -> tuple[Results, Arrays]:
+    return _append(run, stage, arrays), arrays
+
+
+def _append_bwd(run: Runner, stage: AppendToPages, arrays: Arrays, dresults: Any) -> Any:
+    """Differentiates XLA's scatters."""
+    del run
+    floats = {
+        name: array
+        for name, array in arrays._asdict().items()
+        if array is not None and jnp.issubdtype(array.dtype, jnp.floating)
+    }
+
+    def f(floats: dict[str, Any]) -> Results:
+        changed = arrays._replace(**floats)
+        return _results(append_xla(changed.pools(stage.layout), changed))
+
+    (gradients,) = jax.vjp(f, floats)[1](dresults)
+    return (Arrays(**{**dict.fromkeys(Arrays._fields), **gradients}),)
+
+
+_append.defvjp(_append_fwd, _append_bwd)
