@@ -95,8 +95,8 @@ def append_to_pages(
         )
     if 0 in (*page_indices.shape, key.shape[0], pages, size):
         return given
-    key, value, *table = with_whole_rows(key, value, kv_lens, page_indices, cu_q_lens)
-    written = page_append_stages.append(pools, key, value, *table, num_seqs, implementation)
+    tokens = with_whole_rows(key, value, kv_lens, page_indices, cu_q_lens)
+    written = page_append_stages.append(pools, tokens, num_seqs, implementation)
     return written.key if written.value is None else (written.key, written.value)
 
 

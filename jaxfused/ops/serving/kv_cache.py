@@ -238,7 +238,6 @@ class KVCache:
         """
         self._check_layer(layer)
         lengths, given = self._lengths(key, counts, batch_index)
-        given = None if counts is None else given
         batch, tokens = key.shape[:2]
         what = f"the cache has {self.key.shape[-2]} key heads"
         for name, new, kept in (("key", key, self.key), ("value", value, self.value)):
@@ -251,10 +250,7 @@ class KVCache:
                     " heads share them; rotate the keys by jaxfused.rope before."
                 )
             cos, sin = (table.astype(jnp.float32) for table in (cos, sin))
-        scales = self.key_scale, self.value_scale
         scales_tokens = self.key_scale is not None and self._scales_tokens(self.key_scale)
-        if layer is not None and not scales_tokens:
-            scales = tuple(None if s is None else _of_layer(s, layer) for s in scales)
         written = append_stages.append(
             append_stages.Arrays(
                 self.key,
@@ -262,10 +258,10 @@ class KVCache:
                 key,
                 value,
                 lengths,
-                given,
+                None if counts is None else given,
                 None if batch_index is None else _integers("batch_index", batch_index),
                 None if layer is None else as_int32(layer),
-                *scales,
+                *self._scales(layer),
                 cos,
                 sin,
             ),
@@ -274,8 +270,9 @@ class KVCache:
             ),
             implementation,
         )
-        new = dict(zip(("key", "value", "key_scale", "value_scale"), written, strict=True))
-        return replace(self, **{name: array for name, array in new.items() if array is not None})
+        names = ("key", "value", "key_scale", "value_scale")
+        changed: dict[str, Any] = dict(zip(names, written, strict=True))
+        return replace(self, **{name: new for name, new in changed.items() if new is not None})
 
     @python_numbers
     def attend(
@@ -328,9 +325,9 @@ class KVCache:
             self._check_ring(tokens, local_window_size)
             options |= self._ring_mask(lengths, given, tokens, batch_index)
         if "mask" not in options and self.starts is None:
-            attended = self._in_place(query, options, layer, batch_index, implementation)
-            if attended is not None:
-                return attended
+            in_place = self._in_place(query, options, layer, batch_index, implementation)
+            if in_place is not None:
+                return in_place
         kept = (self.key, self.key_scale), (self.value, self.value_scale)
         key, value = (self._read(*x, layer, batch_index, query.dtype) for x in kept)
         if "mask" in options:
@@ -365,7 +362,7 @@ class KVCache:
         sinks = options["sinks"]
         sides = window if isinstance(window, tuple | list) else (window, window)
         # dot_product_attention refuses arguments that do not fit, and names the rule.
-        fits = key_heads and heads % key_heads == 0 and size == self.key.shape[-1]
+        fits: bool = key_heads > 0 and heads % key_heads == 0 and size == self.key.shape[-1]
         fits &= window is None or all(isinstance(side, int) and side >= 0 for side in sides)
         fits &= scale is None or (isinstance(scale, int | float) and math.isfinite(scale))
         fits &= cap is None or (isinstance(cap, int | float) and 0 < cap < math.inf)
@@ -373,15 +370,12 @@ class KVCache:
         if device.platform != "gpu" or not fits:
             return None
         grouped = (key_heads, heads // key_heads)
-        scales = self.key_scale, self.value_scale
-        if layer is not None and scales[0] is not None and not self._scales_tokens(scales[0]):
-            scales = tuple(_of_layer(s, layer) for s in scales)
         lengths = options["key_value_seq_lengths"]
         arrays = cache_stages.Arrays(
             split_axis(query, 2, *grouped),
             self.key,
             self.value,
-            *scales,
+            *self._scales(layer),
             lengths,
             # In a ring, whose places are in no order, a single query sees all that hold tokens.
             options.get("query_offset", lengths - 1),
@@ -512,6 +506,16 @@ class KVCache:
     def _scales_tokens(self, scale: jax.Array) -> bool:
         """Returns whether each token and head has a scale of its own, rather than each head."""
         return scale.ndim == self.key.ndim - 1
+
+    def _scales(self, layer: Any) -> tuple[jax.Array | None, jax.Array | None]:
+        """Returns the scales of keys and of values; of a layer's heads, where heads have scales."""
+
+        def of(scale: jax.Array | None) -> jax.Array | None:
+            if scale is None or layer is None or self._scales_tokens(scale):
+                return scale
+            return _of_layer(scale, layer)
+
+        return of(self.key_scale), of(self.value_scale)
 
     def _read(
         self, kept: jax.Array, scale: jax.Array | None, layer: Any, batch_index: Any, dtype: Any

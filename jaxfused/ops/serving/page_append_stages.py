@@ -1,7 +1,7 @@
 """New tokens written into pages: the stage of the kernel that finds each token's place and writes it."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -190,16 +190,10 @@ class AppendToPages:
 
 
 def append(
-    pools: Pools,
-    key: jax.Array,
-    value: jax.Array,
-    lengths: jax.Array,
-    table: jax.Array,
-    bounds: jax.Array,
-    sequences: Any,
-    implementation: str | None,
+    pools: Pools, tokens: Sequence[jax.Array], sequences: Any, implementation: str | None
 ) -> Pools:
-    """Returns the pools with new tokens; the other arguments are as in `Arrays`."""
+    """Returns the pools with new tokens: keys, values, lengths, table and bounds as in `Arrays`."""
+    key, value, lengths, table, bounds = tokens
     parts = [_values_and_scale(pool) for pool in (pools.key, pools.value)]
     (kept_key, key_scale), (kept_value, value_scale) = parts
     scales = [scale for _, scale in parts if scale is not None]
@@ -223,13 +217,15 @@ def append(
         return append_xla(pools, arrays)
     spelt = stage.axes(*arrays)
     aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
-    new, written = _append(run, stage, Arrays(*aligned)), []
+    new = _append(run, stage, Arrays(*aligned))
+    written: list[Any] = []
     for i, pool in enumerate((pools.key, pools.value)):
         if isinstance(pool, QuantizedArray):
             written.append(replace(pool, values=new[i], scale=new[2 + i][..., None]))
         else:
             written.append(new[i])
-    return Pools(*written, pools.layout)
+    key_pages, value_pages = written
+    return Pools(key_pages, value_pages, pools.layout)
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="append_to_pages")
