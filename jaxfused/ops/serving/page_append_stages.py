@@ -13,7 +13,7 @@ from jaxfused import dispatch
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.ops.serving import append_cuda
 from jaxfused.ops.serving.append_stages import NO_PALLAS
-from jaxfused.ops.serving.pages import Layout, Pages, Pools, is_in_pool, tokens_of
+from jaxfused.ops.serving.pages import Layout, Pages, Pools, are_shared, is_in_pool, tokens_of
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_int32
 from jaxfused.runtime.estimate import kernels_first
@@ -85,8 +85,13 @@ def append_xla(pools: Pools, arrays: Arrays) -> Pools:
         new = new.swapaxes(0, 1) if layout == "KPSH" else new
         if not isinstance(pool, QuantizedArray):
             return pool.at[index].set(_as_kept(new, pool.dtype), mode="drop")
-        kept = quantize(new, pool.dtype, axis=-1)
+        given = None
+        if are_shared(pool, layout):
+            given = pool.scale[:, 0] if layout == "KPSH" else pool.scale[0]
+        kept = quantize(new, pool.dtype, axis=-1, scale=given)
         values = pool.values.at[index].set(kept.values, mode="drop")
+        if given is not None:
+            return replace(pool, values=values)
         scale = pool.scale.at[index].set(kept.scale.astype(pool.scale.dtype), mode="drop")
         return replace(pool, values=values, scale=scale)
 
@@ -201,18 +206,20 @@ def append(
     arrays = Arrays(
         *(kept_key, kept_value, key, value, lengths, table, bounds, count, key_scale, value_scale)
     )
-    kept = {pool.dtype for pool, _ in parts if pool is not None}
-    # Pools of keys and values may be of two kinds, and scales of any float dtype, which XLA takes.
-    is_of_one_kind = len(kept) == 1 and len(scales) in (0, 2)
-    run = Runner(implementation, dispatch.current_device(key, kept_key))
-    stage = AppendToPages(pools.layout)
-    if not is_of_one_kind or any(scale.dtype != jnp.float32 for scale in scales):
+    kept = [pool for pool, _ in parts if pool is not None]
+    has_own = [scale.shape == pool.shape[:-1] for pool, scale in parts if scale is not None]
+    # Pools of keys and values may be of two kinds, and scales shared or not of float32.
+    fits = len({pool.dtype for pool in kept}) == 1 and len(has_own) in (0, 2) and all(has_own)
+    if not fits or any(scale.dtype != jnp.float32 for scale in scales):
         if implementation == "cuda":
             raise ValueError(
-                "append_to_pages: implementation='cuda' writes keys and values of one dtype with scales"
-                " in float32, and these pages are of others. Pass implementation=None."
+                "append_to_pages: implementation='cuda' writes keys and values of one dtype, with a"
+                " scale of each token and head in float32 if they are quantised, and these pages are of"
+                " others. Pass implementation=None."
             )
-        run = replace(run, implementation="xla")
+        return append_xla(pools, arrays)
+    run = Runner(implementation, dispatch.current_device(key, kept_key))
+    stage = AppendToPages(pools.layout)
     if run.choice(stage, *arrays).implementation == "xla":
         return append_xla(pools, arrays)
     spelt = stage.axes(*arrays)
