@@ -30,8 +30,8 @@ struct AppendArgs {
   Side value;
   const float* cos;  // [angles, pairs], nullptr where nothing is rotated
   const float* sin;
-  const int* lengths;    // [sequences], before the new tokens; of a ragged batch with them
-  const int* counts;     // [sequences] tokens that there are, or nullptr; or the ragged rows' bounds
+  const int* lengths;  // [sequences], before the new tokens; of a ragged batch with them
+  const int* counts;   // [sequences] tokens that there are, or nullptr; or the ragged rows' bounds
   const int* sequences;  // [1] how many there are, of a ragged batch, or nullptr for all
   const int* table;      // [sequences, most_pages], nullptr for page b of sequence b
   const int* layer;      // [1] or nullptr
@@ -161,8 +161,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   });
   const int2 place = place_of(args, token);
   if (place.x < 0) return;
-  const int64_t at = place.x * side.strides.page + place.y * side.strides.place +
-                     head * side.strides.head;
+  const int64_t at =
+      place.x * side.strides.page + place.y * side.strides.place + head * side.strides.head;
   if (args.kept == Kept::kFloats) {
     with_type(args.kept_dtype, [&](auto type) {
 #pragma unroll
@@ -222,13 +222,12 @@ ffi::Error check_side(const char* name, const ffi::AnyBuffer& tokens, const ffi:
   return ffi::Error::Success();
 }
 
-ffi::Error append(cudaStream_t stream, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                  ffi::AnyBuffer cos, ffi::AnyBuffer sin, ffi::AnyBuffer lengths,
-                  ffi::AnyBuffer counts, ffi::AnyBuffer sequences, ffi::AnyBuffer table,
-                  ffi::AnyBuffer layer, ffi::AnyBuffer key_pages, ffi::AnyBuffer value_pages,
-                  ffi::AnyBuffer key_scale, ffi::AnyBuffer value_scale,
-                  ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
-                  ffi::Result<ffi::AnyBuffer> new_key_scale,
+ffi::Error append(cudaStream_t stream, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer cos,
+                  ffi::AnyBuffer sin, ffi::AnyBuffer lengths, ffi::AnyBuffer counts,
+                  ffi::AnyBuffer sequences, ffi::AnyBuffer table, ffi::AnyBuffer layer,
+                  ffi::AnyBuffer key_pages, ffi::AnyBuffer value_pages, ffi::AnyBuffer key_scale,
+                  ffi::AnyBuffer value_scale, ffi::Result<ffi::AnyBuffer> new_keys,
+                  ffi::Result<ffi::AnyBuffer> new_values, ffi::Result<ffi::AnyBuffer> new_key_scale,
                   ffi::Result<ffi::AnyBuffer> new_value_scale, bool heads_first, bool is_ring,
                   bool interleaved, int32_t sequence_tokens, int32_t layer_pages, int32_t kind) {
   const auto kept = static_cast<Kept>(kind);

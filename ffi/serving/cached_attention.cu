@@ -24,8 +24,8 @@ constexpr int kRows = 16;          // of a unit at most
 constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of this
 
 struct CacheArgs {
-  const void* query;     // [batch, tokens, key heads, group, head size]
-  const uint8_t* key;    // pages; the values have the same strides
+  const void* query;   // [batch, tokens, key heads, group, head size]
+  const uint8_t* key;  // pages; the values have the same strides
   const uint8_t* value;
   const float* key_scale;  // nullptr where nothing is scaled
   const float* value_scale;
@@ -49,7 +49,7 @@ struct CacheArgs {
   int row_tiles;  // units of a key head
   int unit_rows;  // rows of a unit that are stored
   float scale;
-  float cap;           // 0 for none
+  float cap;  // 0 for none
   float inverse_cap;
   bool is_half;  // whether query and output are float16, not bfloat16
 
@@ -233,7 +233,8 @@ class Unit {
 
     // No row sees a part only of the tiles between these keys.
     const int safe_end = min(offset + first_row_ / args_.group + 1, length_);
-    const int window = args_.sequences.window, last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
+    const int window = args_.sequences.window,
+              last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
     const int safe_start = window == 0 ? 0 : offset + last / args_.group + 1 - window;
 
     KeyTile<V, kHead> keys;
@@ -325,8 +326,8 @@ class Unit {
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          weights[n][i] = transposed(
-              rounded_pair<Multiplied<V>>(logits[n][2 * i], logits[n][2 * i + 1]));
+          weights[n][i] =
+              transposed(rounded_pair<Multiplied<V>>(logits[n][2 * i], logits[n][2 * i + 1]));
         }
       }
       if (__any_sync(kAllLanes, changes)) output.scale(rescale);
@@ -720,7 +721,8 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
     return ffi::Error::InvalidArgument("sizes that the kernel does not have: query " +
                                        to_string(shape) + ", key " + to_string(pool));
   }
-  const int64_t row_tiles = divide_up(rows, int64_t{kRows}), unit_rows = std::min<int64_t>(rows, kRows);
+  const int64_t row_tiles = divide_up(rows, int64_t{kRows}),
+                unit_rows = std::min<int64_t>(rows, kRows);
   const int64_t units = heads * row_tiles;
   const int64_t most_slots = parts->dimensions().size() == 0 ? 0 : parts->dimensions()[0] - batch;
   if (most_slots < 1 || most_slots > INT32_MAX || batch * units * unit_rows > INT32_MAX ||
@@ -730,8 +732,8 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   RETURN_IF_ERROR(
       check_float32("parts", *parts, {most_slots + batch, units, unit_rows, head_size}));
   RETURN_IF_ERROR(check_float32("sums", *sums, {most_slots + batch, units, unit_rows, 2}));
-  if (!are_aligned({key.untyped_data(), data_or_null(value), query.untyped_data(),
-                    parts->untyped_data()})) {
+  if (!are_aligned(
+          {key.untyped_data(), data_or_null(value), query.untyped_data(), parts->untyped_data()})) {
     return ffi::Error::InvalidArgument("an operand does not start at a multiple of 16 bytes");
   }
   args.query = query.untyped_data();

@@ -67,7 +67,8 @@ struct TileList {
       const bool is_before = before + until <= number;
       const int sum = __shfl_sync(kAllLanes, until, 31);
       if (before + sum > number) {
-        return {first + sum_of_lanes(is_before ? 1 : 0), before + sum_of_lanes(is_before ? own : 0)};
+        return {first + sum_of_lanes(is_before ? 1 : 0),
+                before + sum_of_lanes(is_before ? own : 0)};
       }
       before += sum;
     }

@@ -31,8 +31,8 @@ __device__ __forceinline__ uint2 widened(uint32_t word) {
                          __byte_perm(biased, 0x64646464u, 0x4342u)};
 #pragma unroll
     for (uint32_t& pair : pairs) {
-      const __half2 numbers = __hsub2(reinterpret_cast<const __half2&>(pair),
-                                      reinterpret_cast<const __half2&>(bias));
+      const __half2 numbers =
+          __hsub2(reinterpret_cast<const __half2&>(pair), reinterpret_cast<const __half2&>(bias));
       pair = reinterpret_cast<const uint32_t&>(numbers);
     }
     return {pairs[0], pairs[1]};
@@ -134,8 +134,8 @@ struct ValueTile {
   __device__ __forceinline__ void load(int group, int which, const uint8_t* from, bool exists) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      load_words<kChunkBytes, kMaybe>(from + c * 8 * kChunkBytes,
-                                      &rows[group][which][c * kWords], exists);
+      load_words<kChunkBytes, kMaybe>(from + c * 8 * kChunkBytes, &rows[group][which][c * kWords],
+                                      exists);
     }
   }
 
