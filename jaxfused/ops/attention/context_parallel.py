@@ -72,8 +72,8 @@ def context_parallel_attention(
         axes of the mesh are Auto; batch and heads may be. By default by `axis_name` alone. Types
         with Explicit axes state it themselves.
       layout: "contiguous" or "zigzag", the tokens' order.
-      method: None for "all_to_all" where a causal mask meets a contiguous layout and the heads can be
-        split, and "all_gather" elsewhere.
+      method: None for "all_to_all" where the size of the axis divides the heads, and "all_gather"
+        elsewhere.
       scale: of the logits; by default 1 / sqrt(H).
       is_causal: a token attends to itself and those before it.
       local_window_size: (left, right), or one number for both: keys this near to a query count.
@@ -275,11 +275,11 @@ def _on_a_device(options: _Options, method: Method | None, operands: _Operands) 
             f"{_OP}: a device has {tokens} tokens, but the zigzag layout has two equal parts of them;"
             f" pass a multiple of {2 * size} tokens in all."
         )
+    is_divisible = key_heads % size == 0 and heads % size == 0
     if method is None:
-        is_uneven = options.is_causal and options.layout == "contiguous"
-        method = "all_to_all" if is_uneven and key_heads % size == 0 else "all_gather"
+        method = "all_to_all" if is_divisible else "all_gather"
     if method == "all_to_all":
-        if key_heads % size or heads % size:
+        if not is_divisible:
             raise ValueError(
                 f"{_OP}: method is 'all_to_all', but {heads} query and {key_heads} key heads cannot be"
                 f" split over {size} devices; pass method='all_gather' or 'ring'."
