@@ -63,9 +63,23 @@ def linear_softmax_cross_entropy(options: Options) -> Problem:
     return _loss(o, operands, jaxfused.linear_softmax_cross_entropy, ("x", "w"), more)
 
 
+_PLAIN: Options = dict(
+    soft=False,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    ignore=False,
+    weights=False,
+    reduction="mean",
+    soft_cap=None,
+    cotangent=None,
+)
+"""Options of a cross-entropy that need not be stated."""
+
+
 def _loss(
-    o: Options, operands: dict[str, Operand], loss: Any, first: tuple[str, ...], more: Any
+    options: Options, operands: dict[str, Operand], loss: Any, first: tuple[str, ...], more: Any
 ) -> Problem:
+    o = _PLAIN | options
     rng, constants = rng_of(o), {}
     if o["soft"]:
         labels = rng.dirichlet(np.ones(o["classes"]), tuple(o["rows"]))

@@ -13,98 +13,67 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import jaxfused
-from benchmarks.run.case import Arrays, Function
+from benchmarks.fuzz import products
+from benchmarks.fuzz.problem import Problem
+from benchmarks.run.case import Function
 from benchmarks.sweep.program_parts import (
     ACTIVATIONS,
     Programs,
-    RandomArrays,
     dense,
+    of_problem,
     split_operands,
 )
 from benchmarks.sweep.quantized_configs import Fp8Linear, Fp8MLP
 from benchmarks.sweep.quantized_programs import narrow_sums, quantised
 
 
+def _layer(config: Fp8Linear | Fp8MLP) -> dict[str, Any]:
+    """Returns the fuzz's options of a layer over [rows, width]."""
+    return dict(
+        rows=(config.rows,),
+        width=config.width,
+        dtype=config.dtype,
+        param_dtype=config.dtype if config.param_dtype == "same" else config.param_dtype,
+        bias=config.bias,
+        activation=config.activation,
+        residual=config.dtype if config.residual else None,
+        precision="fp8",
+    )
+
+
 def fp8_linear(config: Fp8Linear) -> Programs:
-    dtype, shape = jnp.dtype(config.dtype), (config.rows, config.out)
-    param_dtype = jnp.dtype(config.dtype if config.param_dtype == "same" else config.param_dtype)
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [random.normal((config.rows, config.width), dtype)]
-        operands.append(random.weight((config.width, config.out), param_dtype))
-        operands += [random.small(config.out, param_dtype) for _ in range(config.bias)]
-        return (*operands, *(random.normal(shape, dtype) for _ in range(1 + config.residual)))
-
-    def ours(*args: jax.Array) -> Any:
-        x, w, bias, residual = split_operands(config, args)
-        options: Any = dict(activation=config.activation, residual=residual, precision="fp8")
-        return jaxfused.linear(x, w, bias, **options)
-
     def written(product: Function, *args: jax.Array) -> Any:
         x, w, bias, residual = split_operands(config, args)
         y = ACTIVATIONS[config.activation](dense(x, w, bias, product))
         return y if residual is None else y + residual
 
-    return _fp8_programs(
-        make_inputs, ours, written, differentiable=2 + config.bias + config.residual
-    )
+    return _fp8_programs(products.linear(_layer(config) | dict(out=config.out)), written)
 
 
 def fp8_mlp(config: Fp8MLP) -> Programs:
-    dtype, shape = jnp.dtype(config.dtype), (config.rows, config.width)
-    param_dtype = jnp.dtype(config.dtype if config.param_dtype == "same" else config.param_dtype)
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [random.normal(shape, dtype)]
-        for weight in ((config.width, config.hidden), (config.hidden, config.width)):
-            operands.append(random.weight(weight, param_dtype))
-            operands += [random.small(weight[1], param_dtype) for _ in range(config.bias)]
-        return (*operands, *(random.normal(shape, dtype) for _ in range(1 + config.residual)))
-
-    def split(args: Arrays) -> tuple[Any, ...]:
-        x, *rest = args
-        residual = rest.pop() if config.residual else None
-        layers = rest if config.bias else [rest[0], None, rest[1], None]
-        return x, *layers, residual
-
-    def ours(*args: jax.Array) -> Any:
-        *operands, residual = split(args)
-        options: Any = dict(activation=config.activation, residual=residual, save=config.save)
-        return jaxfused.mlp(*operands, precision="fp8", **options)
+    problem = products.mlp(
+        _layer(config)
+        | dict(hidden=config.hidden, out=config.width, out_bias=config.bias, save=config.save)
+    )
 
     def written(product: Function, *args: jax.Array) -> Any:
-        x, w1, b1, w2, b2, residual = split(args)
-        y = dense(ACTIVATIONS[config.activation](dense(x, w1, b1, product)), w2, b2, product)
-        return y if residual is None else y + residual
+        layers = dict(zip(problem.operands, args, strict=True))
+        h = dense(layers["x"], layers["w1"], layers.get("b1"), product)
+        y = dense(ACTIVATIONS[config.activation](h), layers["w2"], layers.get("b2"), product)
+        return y + layers["residual"] if config.residual else y
 
-    differentiable = 1 + 2 * (1 + config.bias) + config.residual
-    return _fp8_programs(make_inputs, ours, written, differentiable=differentiable)
+    return _fp8_programs(problem, written)
 
 
-def _fp8_programs(
-    make_inputs: Callable[[jax.Array], Arrays],
-    ours: Function,
-    written: Function,
-    *,
-    differentiable: int,
-) -> Programs:
+def _fp8_programs(problem: Problem, written: Function) -> Programs:
     """Builds the programs; stock is `written` with XLA's products of bfloat16 and of float8."""
     stock = {
         "bfloat16": partial(written, jnp.matmul),
         "float8 scaled first": partial(written, _fp8_product(_scaled_first)),
         "float8 scaled last": partial(written, _fp8_product(_scaled_after)),
     }
-    return Programs(
-        make_inputs,
-        ours,
-        stock,
-        differentiable=differentiable,
-        reference=partial(written, _fp8_product(_in_bfloat16)),
-        truth=stock["bfloat16"],
-    )
+    reference = partial(written, _fp8_product(_in_bfloat16))
+    return of_problem(problem, stock, reference=reference, truth=stock["bfloat16"])
 
 
 _Fp8 = tuple[jax.Array, jax.Array]

@@ -114,7 +114,9 @@ def of_problem(
         arrays += [jnp.asarray(constant) for constant in problem.constants.values()]
         form = next(iter(stock.values()), ours)
         found = _as_tuple(jax.eval_shape(form, *arrays))
-        return (*arrays, *(random.normal(y.shape, y.dtype) for y in found))
+        # The cotangent of a loss is 1.
+        dys = (random.normal(y.shape, y.dtype) if y.ndim else jnp.ones((), y.dtype) for y in found)
+        return (*arrays, *dys)
 
     return Programs(make_inputs, ours, stock, len(problem.operands), cotangents=results, **more)
 

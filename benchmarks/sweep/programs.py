@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jaxfused
-from benchmarks.fuzz import norms, others, products
+from benchmarks.fuzz import losses, norms, others, products
 from benchmarks.fuzz.problem import Problem
 from benchmarks.run.case import Arrays, Function
 from benchmarks.sweep import attention, fp8_programs, image_programs, quantized_programs
@@ -364,24 +363,15 @@ def _qkv_projection(config: QKVProjection) -> Programs:
 
 
 def _cross_entropy(config: CrossEntropy) -> Programs:
-    rows = (config.batch, config.tokens)
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        of_logits, of_labels, of_counts = jax.random.split(key, 3)
-        shape = (*rows, config.classes)
-        logits = 3.0 * jax.random.normal(of_logits, shape, jnp.dtype(config.dtype))
-        labels = jax.random.randint(of_labels, rows, 0, config.classes)
-        if config.ignored:
-            labels = jnp.where(jax.random.bernoulli(of_counts, 0.2, rows), -1, labels)
-        return logits.astype(config.dtype), labels, jnp.ones(())
-
-    def ours(logits: jax.Array, labels: jax.Array) -> Any:
-        return jaxfused.softmax_cross_entropy(
-            logits,
-            labels,
+    problem = losses.softmax_cross_entropy(
+        dict(
+            rows=(config.batch, config.tokens),
+            classes=config.classes,
+            dtype=config.dtype,
             label_smoothing=config.smoothing,
-            ignore_index=-1 if config.ignored else None,
+            ignore=config.ignored,
         )
+    )
 
     def stock(widens: bool, logits: jax.Array, labels: jax.Array) -> Any:
         logits = logits.astype(jnp.float32) if widens else logits
@@ -390,13 +380,13 @@ def _cross_entropy(config: CrossEntropy) -> Programs:
         if config.smoothing:
             targets = jax.nn.one_hot(classes, config.classes, dtype=logits.dtype)
             smooth = optax.smooth_labels(targets, config.smoothing)
-            losses = optax.softmax_cross_entropy(logits, smooth)
+            found = optax.softmax_cross_entropy(logits, smooth)
         else:
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, classes)
+            found = optax.softmax_cross_entropy_with_integer_labels(logits, classes)
         if not config.ignored:
-            return losses.mean().astype(jnp.float32)
-        return (jnp.sum(losses * counts) / jnp.maximum(counts.sum(), 1)).astype(jnp.float32)
+            return found.mean().astype(jnp.float32)
+        return (jnp.sum(found * counts) / jnp.maximum(counts.sum(), 1)).astype(jnp.float32)
 
     # A program that stays in the logits' dtype is stock too, although few rely on its losses.
     forms = {"as they are": partial(stock, False), "float32": partial(stock, True)}
-    return Programs(make_inputs, ours, forms, differentiable=1)
+    return of_problem(problem, forms)

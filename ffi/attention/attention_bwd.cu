@@ -149,8 +149,11 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
     const auto queries = [&](const void* operand, int head, int size) {
       return head_of<const T>(operand, at.batch, head, args.heads, args.query_count, size);
     };
+    // Keys and values beyond the length are read as zeros, since 0 times NaN is NaN.
     const auto keys = [&](const void* operand, int head, int size) {
-      return head_of<const T>(operand, at.batch, head, args.key_heads, args.key_count, size);
+      auto source = head_of<const T>(operand, at.batch, head, args.key_heads, args.key_count, size);
+      source.rows = extent.keys;
+      return source;
     };
     const auto statistics_of = [&](int head) {
       return args.statistics + (int64_t{at.batch} * args.heads + head) * args.statistics_rows;
@@ -408,11 +411,11 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
             const int key_head = head / (args.heads / args.key_heads);
             const auto load = [&](uint32_t smem, const void* operand, int size, auto rows) {
               const bool of_queries = smem == q_smem || smem == do_smem;
-              const auto source =
-                  of_queries
-                      ? head_of<const T>(operand, batch, head, args.heads, args.query_count, size)
-                      : head_of<const T>(operand, batch, key_head, args.key_heads, args.key_count,
-                                         size);
+              auto source = of_queries ? head_of<const T>(operand, batch, head, args.heads,
+                                                          args.query_count, size)
+                                       : head_of<const T>(operand, batch, key_head, args.key_heads,
+                                                          args.key_count, size);
+              if (!of_queries) source.rows = extent.keys;
               load_tile<kHead, rows.value, kThreads>(smem, source, of_queries ? first : column);
             };
             const std::integral_constant<int, kRows> rows;

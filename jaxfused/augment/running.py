@@ -138,8 +138,11 @@ def check_channels(part: Part, channels: int) -> None:
     """
     operations = part.operations() if isinstance(part, Pointwise) else ()
     if channels not in (1, 3, 4) and COLOURED & {op for ops in operations for op in ops}:
+        # Policies are made of parts of their own.
+        name = type(part).__name__
+        name = "RandAugment or TrivialAugmentWide" if name.startswith("_") else name
         raise ValueError(
-            f"Chain: {type(part).__name__} mixes colours, but images have {channels} channels; pass"
+            f"Chain: {name} mixes colours, but images have {channels} channels; pass"
             " images of 1, 3 or 4."
         )
 

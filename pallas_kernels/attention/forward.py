@@ -255,6 +255,8 @@ class _Forward:
             v_full=plgpu.Barrier(num_arrivals=value.count, num_barriers=stages),
             v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         )
+        if self.logits.mask.has_key_lengths:
+            memory["cleared"] = plgpu.Barrier(num_arrivals=consumers)
         if config.takes_turns:
             memory["turn"] = plgpu.Barrier(num_barriers=consumers)
         if config.has_own_output(self.shape):
@@ -341,7 +343,7 @@ class _Forward:
         at = cta.place(tile_idx)
         start = at.start + cta.wg_idx * WGMMA_ROWS
         visits = self.tiles.visits(at, start, WGMMA_ROWS)
-        lax.fori_loop(0, visits.skipped, functools.partial(self.skip, cta, step), None)
+        lax.fori_loop(0, visits.skipped, functools.partial(self.skip, cta, at, step), None)
         step += visits.skipped
         rows = _Rows(at, start, visits, step)
         weights, softmax = self.first_visit(cta, rows)
@@ -352,7 +354,7 @@ class _Forward:
         self.write(cta, rows, *self.normalized(cta, rows, out, softmax))
         return step + visits.count
 
-    def skip(self, cta: Cta, step: jax.Array, i: jax.Array, _: None) -> None:
+    def skip(self, cta: Cta, at: Place, step: jax.Array, i: jax.Array, _: None) -> None:
         """Skips a block that only other consumers' rows reach."""
         _, keys, values = self.rings(cta)
         slot = keys.slot(step + i)
@@ -361,7 +363,21 @@ class _Forward:
         self.pass_turn(cta)
         keys.release(slot)
         values.wait(slot)
+        self.clear_values(cta, at, at.block(i), slot)
         values.release(slot)
+
+    def clear_values(self, cta: Cta, at: Place, block: jax.Array, slot: jax.Array) -> None:
+        """Makes values of a block beyond the keys' length zeros; all consumers call this for it."""
+        if not self.logits.mask.has_key_lengths:
+            return
+        end = at.extent.key_length - block * self.config.key_block
+
+        @pl.when(end < self.config.key_block)
+        def _():
+            matrix = self.rings(cta)[2].matrix(slot)
+            pl.when(cta.wg_idx == 0)(lambda: matrix.clear(end))
+            plgpu.barrier_arrive(cta.memory["cleared"])
+            plgpu.barrier_wait(cta.memory["cleared"])
 
     def is_masked(self, visits: Visits | ListedVisits, i: int | jax.Array) -> bool | jax.Array:
         """Returns whether the visited block needs masking, as a Python bool if that is static."""
@@ -434,6 +450,7 @@ class _Forward:
         tile = self.tile(rows, i)
         keys.wait(k_slot)
         values.wait(v_slot)
+        self.clear_values(cta, rows.at, rows.visits.block(i - 1), v_slot)
         self.take_turn(cta)
 
         def both_products(s_acc, out_accs):
@@ -464,6 +481,7 @@ class _Forward:
             queries.release(cta.wg_idx)
         slot = values.slot(rows.step + rows.visits.count - 1)
         values.wait(slot)
+        self.clear_values(cta, rows.at, rows.visits.block(rows.visits.count - 1), slot)
 
         def product(out_accs):
             for acc, block in zip(out_accs, out, strict=True):

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.mask import BlockMask, Extent
+
 WGMMA_ROWS = 64
 """Rows of a WGMMA's accumulator, and of a warpgroup's tile."""
 
@@ -184,6 +186,28 @@ class Matrix(NamedTuple):
         places = self._places(heads, batch, start, head)
         for copied, place in zip(self.copied, places, strict=True):
             plgpu.copy_gmem_to_smem(place, copied, barrier)
+
+    def clear_beyond(self, mask: BlockMask, extent: Extent, start: Any) -> None:
+        """Makes values of keys beyond the length zeros; the matrix begins with key `start`.
+
+        Their weights are 0, but WGMMA multiplies 0 by NaN to NaN.
+        """
+        if mask.has_key_lengths:
+            end = extent.key_length - start
+            pl.when(end < self.operands[0].shape[0])(lambda: self.clear(end))
+
+    def clear(self, first: jax.Array) -> None:
+        """Makes the rows from `first` on zeros, also for WGMMA."""
+        for operand in self.operands:
+            rows, width = operand.shape
+            for start in range(0, rows, WGMMA_ROWS):
+                start = min(start, rows - WGMMA_ROWS)
+                some = operand.at[pl.ds(start, WGMMA_ROWS)]
+                layout = plgpu.Layout.WGMMA
+                row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, width), 0, layout=layout)
+                values = plgpu.load(some, layout=layout, optimized=False)
+                some[...] = jnp.where(row < first - start, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
 
     def store(self, blocks: list[jax.Array]) -> None:
         """Writes registers to shared memory, and makes the writes visible to TMA and WGMMA."""

@@ -506,12 +506,15 @@ class _Paged:
         place = cta.shared[f"{name}_scale"].at[slot, pl.ds(start, count)]
         plgpu.copy_gmem_to_smem(scales, place, cta.full(name, slot))
 
-    def scale(self, name: str, cta: _Cta, slot: Any) -> jax.Array:
-        """Returns the scales of a block's keys or values as a tile of logits."""
+    def scale(self, name: str, cta: _Cta, slot: Any, end: jax.Array | None = None) -> jax.Array:
+        """Returns the scales of a block's keys or values as a tile of logits, 0 from `end` on."""
         block = self.config.key_block
         scales = cta.shared[f"{name}_scale"].at[slot]
         layout = plgpu.Layout.WGMMA.reduce(0)
         scales = plgpu.load(scales, layout=layout, optimized=False)
+        if end is not None:
+            column = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=layout)
+            scales = jnp.where(column < end, scales, 0.0)
         return lax.broadcast_in_dim(scales, (WGMMA_ROWS, block), [1])
 
     def widen(self, name: str, cta: _Cta, slot: Any) -> Matrix:
@@ -613,13 +616,14 @@ class _Paged:
         value_scale = None
         if has_scales:
             plgpu.barrier_wait(cta.full("v", slot))
-            value_scale = self.scale("v", cta, slot)
+            value_scale = self.scale("v", cta, slot, extent.key_length - key_block * block)
         weights, softmax, decay = weighing(
             products, tile, cta.operands, extent, is_partial, softmax, value_scale
         )
         if not has_scales:
             plgpu.barrier_wait(cta.full("v", slot))
         values = self.widen("v", cta, slot) if has_scales else self.matrix("v", cta, slot)
+        values.clear_beyond(mask, extent, key_block * block)
 
         def value_products(accs):
             for acc, columns in zip(accs, out, strict=True):

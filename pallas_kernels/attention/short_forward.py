@@ -331,7 +331,11 @@ class _ShortForward:
         pl.when(changes_head)(lambda: self.copy_keys(worker, step + 1))
 
         weights, maximum, total = self.softmax(worker, at, self.logits_parts(worker, at, extent, x))
-        pl.when(is_first)(lambda: plgpu.barrier_wait(worker.full("v")))
+
+        @pl.when(is_first)
+        def _():
+            plgpu.barrier_wait(worker.full("v"))
+            worker.values().clear_beyond(self.logits.mask, extent, 0)
 
         def outputs(*accs):
             for i, part in enumerate(weights):

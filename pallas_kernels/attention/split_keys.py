@@ -350,11 +350,13 @@ class _SplitForward:
             products, tile, cta.operands, part.extent, is_partial, softmax
         )
         plgpu.barrier_wait(cta.full("v", slot))
+        values = self.matrix("v", cta, slot)
+        values.clear_beyond(self.logits.mask, part.extent, number * block)
 
         def value_products(accs):
             for acc, block in zip(accs, out, strict=True):
                 acc[...] = block * across(decay, block.shape)
-            memory.multiply(accs, weights, self.matrix("v", cta, slot))
+            memory.multiply(accs, weights, values)
             return memory.load_accumulators(accs)
 
         out = pl.run_scoped(value_products, self.value.accumulators())

@@ -186,6 +186,26 @@ def test_opacity_moves_and_keeps_its_value():
     np.testing.assert_array_equal(y[..., :3], jax.jit(chain)(KEY, x[..., :3]))
 
 
+POINTWISE = (
+    augment.ColorJitter(0.4),
+    augment.RandomAutocontrast(1.0),
+    augment.RandomEqualize(1.0),
+    augment.RandomGamma(),
+    augment.RandomInvert(1.0),
+    augment.RandomPosterize(3, p=1.0),
+    augment.RandomSolarize(0.5, p=1.0),
+)
+
+
+@parametrize("transform", POINTWISE, quick=[4])
+def test_what_mixes_no_colours_takes_any_number_of_channels(transform):
+    x = np.random.default_rng(1).integers(0, 256, (2, 8, 8, 5)).astype(np.uint8)
+    chain = jax.jit(augment.Chain(transform))
+    y = chain(KEY, x)
+    for channel in range(5):
+        np.testing.assert_array_equal(y[..., [channel]], chain(KEY, x[..., [channel]]))
+
+
 @parametrize("mixing", [augment.MixUp, augment.CutMix], quick=[1])
 def test_labels_are_weighted_by_what_is_seen(mixing):
     x = np.stack([np.full((12, 13, 1), level, np.float32) for level in (0, 1)])

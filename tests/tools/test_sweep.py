@@ -166,7 +166,7 @@ def test_weights_come_from_memory_however_few_they_are():
 
 
 def test_sweep_says_what_raised(monkeypatch, capsys):
-    monkeypatch.setattr(programs.jaxfused, "rms_norm", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(jaxfused, "rms_norm", lambda *_, **__: 1 / 0)
     assert __main__.main(["sweep", "rms_norm", "--count", "1", "--dry-run"]) == 1
     assert "raised: RuntimeError: ZeroDivisionError" in capsys.readouterr().out
 

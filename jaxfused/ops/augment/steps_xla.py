@@ -140,11 +140,12 @@ def _step(
 def _on_colours(
     f: Callable[[jax.Array, jax.Array, Statistics | None], jax.Array],
 ) -> Callable[[jax.Array, jax.Array, Statistics | None], jax.Array]:
-    """Returns a function of colours that leaves a fourth channel, opacity, unchanged."""
+    """Returns a function of colours that leaves the last of four channels, opacity, unchanged."""
 
     def with_opacity(x, values, statistics):
-        y = f(x[..., :3], values, statistics)
-        return y if x.shape[-1] != 4 else jnp.concatenate([y, x[..., 3:]], -1)
+        if x.shape[-1] != 4:
+            return f(x, values, statistics)
+        return jnp.concatenate([f(x[..., :3], values, statistics), x[..., 3:]], -1)
 
     return with_opacity
 

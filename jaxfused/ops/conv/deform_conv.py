@@ -33,7 +33,8 @@ def deform_conv(
     .. math:: y_{b, p, o} = \text{bias}_o + \sum_{t, c} w_{t, c, o} \, m_{b, p, t} \,
               x_{b, \, s p + d t - \text{low} + \Delta_{b, p, t}, \, c}
 
-    where x between pixels is bilinear and beyond its edges zero. It is differentiable by all arrays.
+    where x between pixels is bilinear and beyond its edges zero, also at infinity; at NaN it is NaN. It
+    is differentiable by all arrays.
 
     Args:
       x: [B, H, W, I], of any floating-point dtype.

@@ -62,6 +62,9 @@ def deform_conv(
 def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, int]) -> jax.Array:
     """Samples x [B, H W, parts, D] at places [B, H', W', parts, taps], the result's axes too."""
     height, width = size
+    # Infinity is outside of x, where a difference of infinities would be NaN; NaN stays NaN.
+    down, right = (jnp.where(jnp.isinf(place), -2, place) for place in (down, right))
+    is_nan = jnp.isnan(down) | jnp.isnan(right)
     top, left = jnp.floor(down), jnp.floor(right)
     total = jnp.zeros((), x.dtype)
     for row in (0, 1):
@@ -74,6 +77,6 @@ def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, i
             flat = merge_axes(jnp.moveaxis(places, 3, 4), 1, 3)
             found = jnp.take_along_axis(x, flat[..., None], axis=1, mode="clip")
             found = split_axis(found, 1, *places.shape[1:3], places.shape[4])
-            weight = jnp.where(inside, weight, 0)
+            weight = jnp.where(inside | is_nan, weight, 0)
             total = total + jnp.moveaxis(found, 4, 3) * weight[..., None]
     return total

@@ -73,6 +73,19 @@ def test_beyond_the_edges_samples_fade():
 
 
 @pytest.mark.exhaustive
+def test_infinity_is_outside_and_nan_reaches_the_result():
+    x = jnp.ones((1, 1, 4, 1))
+    offset = np.zeros((1, 1, 4, 2), np.float32)
+    offset[0, 0, :3] = (np.inf, 0), (0, -np.inf), (np.nan, 0)
+
+    def f(x, offset):
+        return jaxfused.deform_conv(x, jnp.ones((1, 1, 1, 1)), offset)
+
+    np.testing.assert_array_equal(f(x, offset).ravel(), [0, 0, np.nan, 1])
+    gradient = jax.grad(lambda o: jnp.sum(f(x, o)))(jnp.asarray(offset))
+    np.testing.assert_array_equal(gradient[0, 0, :2], 0)
+
+
 def test_without_offsets_it_is_a_convolution():
     x = jax.random.normal(jax.random.key(0), (2, 6, 7, 4))
     w = jax.random.normal(jax.random.key(1), (3, 3, 2, 6))

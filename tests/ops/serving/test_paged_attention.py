@@ -384,6 +384,11 @@ def test_a_ragged_batch_on_a_gpu(page_size, options):
         put(rng.normal(size=shape), jnp.bfloat16)
         for shape in ((counts.sum(), 8, 128), *[(table.size, page_size, 2, 128)] * 2)
     ]
+    # What lies beyond a length must not count.
+    is_beyond = np.arange(table[0].size * page_size)[None] >= lengths[:, None]
+    is_beyond = is_beyond.reshape(*table.shape, page_size, 1, 1)
+    query, *kept = arrays
+    arrays = [query, *(x.at[table].set(jnp.where(is_beyond, jnp.nan, x[table])) for x in kept)]
     options = dict(options, sm_scale=128**-0.5)
 
     def f(q, k, v, **more):

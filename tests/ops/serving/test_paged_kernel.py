@@ -49,6 +49,13 @@ class Case(NamedTuple):
         places = (pages, self.page_size, self.key_heads)
         key, value = normal(*places, self.head_size), normal(*places, self.value_size)
         table = random.permutation(pages)[: batch * self.pages_each].reshape(batch, -1)
+        # What lies beyond a length must not count.
+        place = np.arange(self.pages_each * self.page_size).reshape(1, -1, self.page_size)
+        is_beyond = place >= np.array(self.lengths)[:, None, None]
+        key, value = (
+            x.at[table].set(jnp.where(is_beyond[..., None, None], jnp.nan, x[table]))
+            for x in (key, value)
+        )
         sinks = jnp.asarray(random.normal(size=self.heads), jnp.float32)
         return query, key, value, jnp.asarray(table, jnp.int32), sinks if self.has_sinks else None
 
@@ -200,8 +207,10 @@ def test_bytes_are_widened(monkeypatch, kept):
     query, key, value, table, _ = case.arrays(jnp.bfloat16)
     random = np.random.default_rng(1)
     scales = [jnp.asarray(random.uniform(0.1, 1.0, key.shape[:3]), jnp.float32) for _ in "kv"]
-    small = [(8 * x).astype(kept) for x in (key, value)]
-    pages = paged.Pages(*small, table, *(jnp.moveaxis(scale, -1, 0) for scale in scales))
+    is_beyond = jnp.isnan(key[..., 0])
+    small = [(8 * jnp.nan_to_num(x)).astype(kept) for x in (key, value)]
+    given = [jnp.where(is_beyond, jnp.nan, scale) for scale in scales]
+    pages = paged.Pages(*small, table, *(jnp.moveaxis(scale, -1, 0) for scale in given))
     mask = BlockMask(1, 128, has_query_offset=True, has_key_lengths=True)
     lengths = jnp.asarray(case.lengths, jnp.int32)
 
