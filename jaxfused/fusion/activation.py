@@ -31,6 +31,8 @@ _AFAR = np.concatenate(
     [np.linspace(-30.0, 30.0, 241), np.outer([-1.0, 1.0], 10.0 ** np.arange(2, 31, 2)).reshape(-1)]
 )
 """Arguments at which a function with corners is compared too: it may be clipped anywhere."""
+_SPECIAL = np.array([np.inf, -np.inf, np.nan])
+"""Arguments that a select may single out: `jnp.nan_to_num` is part of no activation."""
 _LONGEST = 24
 
 
@@ -78,7 +80,7 @@ def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
     inside: set[Node] = set()
     made = {z}
     live = {z}
-    while len(inside) < _LONGEST:
+    while z.is_floating and len(inside) < _LONGEST:
         ready = [
             node
             for value in live
@@ -185,8 +187,8 @@ def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
         if not made_of & parts:
             continue
         expected = _expected(name, points)
-        off = np.abs(values - expected)
-        if (off <= _FAR * np.maximum(np.abs(expected), 1.0)).all():
+        off = _difference(values, expected)
+        if (off <= _FAR * np.fmax(np.abs(expected), 1.0)).all():
             if slack is None:
                 slack = _slack(z, result, covered, points, values)
             if (off <= slack).all():
@@ -201,7 +203,7 @@ def _points(covered: set[Node], made_of: set[str]) -> np.ndarray:
     numbers = [scalar(value) for node in covered for value in node.ins]
     near = [n for n in numbers if n is not None and math.isfinite(n)]
     around = np.outer(near, (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)).reshape(-1)
-    return np.concatenate([POINTS, _CORNERS, _AFAR, around])
+    return np.concatenate([POINTS, _CORNERS, _AFAR, around, _SPECIAL])
 
 
 _FAR = 0.1
@@ -222,8 +224,15 @@ def _slack(
         moved = number * (1 + 1.25 * rounding(number, constant))
         shifted = _evaluated({z: points, constant: np.asarray(moved)}, result, covered)
         assert shifted is not None
-        slack += np.abs(shifted - values)
-    return slack
+        slack += _difference(shifted, values)
+    return np.nan_to_num(slack)
+
+
+def _difference(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Returns the distance of two arrays; equal infinities have none, and neither have two NaNs."""
+    same = (values == expected) | (np.isnan(values) & np.isnan(expected))
+    with np.errstate(invalid="ignore"):
+        return np.where(same, 0.0, np.abs(values - expected))
 
 
 def _rounded_constants(covered: set[Node]) -> dict[Value, float]:
@@ -260,6 +269,7 @@ def _has_derivative(name: str, z: Value, result: Value, covered: set[Node]) -> b
         return known[result]
 
     points = _points(covered, made_of)
+    points = points[np.isfinite(points)]
     derivative = _derivative(function, z.struct, points)
     expected = _expected_derivative(name, points)
     off = 4 * sum(rounding(n, value) for value, n in _rounded_constants(covered).items())

@@ -49,8 +49,6 @@ ACTIVATIONS = {
     "hard_sigmoid": jax.nn.hard_sigmoid,
     "hard_swish": jax.nn.hard_swish,
     "mish": jax.nn.mish,
-    "relu_by_where": lambda x: jnp.where(x > 0, x, 0),
-    "relu_by_mask": lambda x: x * (x > 0),
     "relu6_by_clamp": lambda x: jax.lax.clamp(x.dtype.type(0), x, x.dtype.type(6)),
     "hard_swish_by_relu6": lambda x: x * (jax.nn.relu6(x + 3) * (1 / 6)),
     "mish_by_log1p": lambda x: x * jnp.tanh(jnp.log1p(jnp.exp(x))),
@@ -288,20 +286,38 @@ def test_a_maximum_is_no_relu_where_it_bends():
     "activation, because",
     [
         (lambda x: jnp.clip(x, 0, 6), "write jax.nn.relu6"),
-        (lambda x: jnp.where(x >= 0, x, 0), "jax.nn.relu"),
+        (lambda x: jnp.where(x >= 0, x, 0), "none of"),
+        (lambda x: jnp.where(jnp.isnan(x), 0, jnp.tanh(x)), "none of"),
         (lambda x: jnp.where(x > 0, x, 0.01 * x), "jax.nn.leaky_relu"),
         (lambda x: jnp.maximum(x, 0.01 * x), "jax.nn.leaky_relu"),
         (lambda x: jax.nn.leaky_relu(x, 0.2), "none of"),
         (lambda x: jnp.where(x > 1e-4, x, 0), "none of"),
         (lambda x: jnp.where(x > -1e-6, x, 0), "none of"),
     ],
-    ids=["clip", "from 0", "leak from 0", "leak by max", "leak", "above", "below"],
+    ids=["clip", "from 0", "guard", "leak from 0", "leak by max", "leak", "above", "below"],
 )
 def test_an_activation_whose_corner_is_another_is_left_alone(activation, because):
     def f(x, w):
         return activation(x @ w)
 
     assert_left_alone(f, x_of("float32"), weights(16, 8), because=because)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        lambda x: jnp.nan_to_num(jax.nn.relu(x)),
+        lambda x: jnp.where(jnp.isnan(x), 0, jax.nn.relu(x)),
+        lambda x: jnp.where(x > 0, x, 0),
+    ],
+    ids=["nan_to_num", "isnan", "relu of NaN"],
+)
+def test_an_activation_that_replaces_nan_still_does(activation):
+    def f(x, w):
+        return activation(x @ w)
+
+    x = x_of("float32").at[0, 0, 0].set(jnp.nan)
+    assert not jnp.isnan(jaxfused.fuse(f)(x, weights(16, 8))).any()
 
 
 @pytest.mark.parametrize("most", [20.0, 1e5])
@@ -378,6 +394,15 @@ def test_integers_are_left_alone():
         jnp.ones((2, 4, 4), jnp.int32),
     )
     assert_left_alone(f, *args)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.hard_swish, jax.nn.silu])
+def test_an_activation_of_an_integer_product_is_left_alone(activation):
+    def f(x, w):
+        product = jax.lax.dot(x, w, preferred_element_type=jnp.int32)
+        return activation(product.astype(jnp.float32))
+
+    assert_left_alone(f, jnp.ones((8, 16), jnp.int8), jnp.ones((16, 8), jnp.int8))
 
 
 def test_an_active_dropout_stays_between_two_products():
