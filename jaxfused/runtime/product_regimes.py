@@ -21,8 +21,8 @@ smaller one: few tiles leave SMs idle, which XLA's product avoids by splitting s
 _SHARE_OF_SEVERAL = 0.2
 """That share for smaller results for which XLA runs several products."""
 _RAGGED, _LINE = 3, 64
-"""Factor on the shares where rows of an operand do not begin at lines of so many numbers; XLA's copies
-of two matrices of weights pay for a part of it."""
+"""Factor on the shares where rows of an operand do not begin at lines of so many numbers; half of it for
+smaller results of several products."""
 _LEAST_WEIGHTS, _MOST_CONVERTED, _MOST_WEIGHTS = 2, 64, 128
 """Megabytes of weights from which few rows are a kernel's, and up to which they are if it converts the
 weights as it reads them, or not."""
@@ -77,7 +77,7 @@ def estimate(
     ragged_columns = work.n % _LINE != 0 and not work.k_last
     ragged = ragged_columns + (work.k // work.terms % _LINE != 0)
     if ragged:
-        least *= _RAGGED**ragged / (2 if several else 1)
+        least *= _RAGGED**ragged / (2 if several and not is_large else 1)
     too_small = elements < _SMALLEST or (work.k > _LONGEST_SUM and not is_large)
     too_long = work.m <= _SHORT_SUM and work.k > _SPLIT_SUM
     spares = share >= least and not too_long and (several or not too_small)
