@@ -401,7 +401,7 @@ class _KeyGradients:
                 bits=visits.bits(i, part),
             )
             number = first + i - visits.start
-            visit(_Visit(number, tile.with_words(), visits.is_partial(i), at.extent))
+            visit(_Visit(number, tile.loaded(cta.operands.reads), visits.is_partial(i), at.extent))
 
         def of_head(g, first):
             visits = at.visits(g)

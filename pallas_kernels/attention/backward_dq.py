@@ -363,7 +363,7 @@ class _QueryGradient:
             *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
             bits=rows.visits.bits(i, rows.start - at.start),
         )
-        tile = tile.with_words()
+        tile = tile.loaded(cta.operands.reads)
         # The barrier keeps the compiler from computing addresses before the loop, where they would
         # occupy registers throughout it.
         own = lax.optimization_barrier(cta.wg_idx)

@@ -391,8 +391,8 @@ class _Forward:
             return False
         return visits.is_partial(i)
 
-    def tile(self, rows: _Rows, i: int | jax.Array) -> Tile:
-        """Returns the tile of logits of visit i, whose mask is loaded before the products are done."""
+    def tile(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> Tile:
+        """Returns the tile of logits of visit i, with what is loaded before its products."""
         block = self.config.key_block
         key_start = rows.visits.block(i) * block
         at = rows.at
@@ -403,7 +403,7 @@ class _Forward:
             *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
             bits=rows.visits.bits(i, rows.start - at.start),
         )
-        return tile.with_words()
+        return tile.loaded(cta.operands.reads)
 
     def weights(
         self,
@@ -425,7 +425,7 @@ class _Forward:
     def first_visit(self, cta: Cta, rows: _Rows) -> tuple[jax.Array, Softmax]:
         """Returns the weights of the first block, and the softmax over this block alone."""
         queries, keys, _ = self.rings(cta)
-        tile = self.tile(rows, 0)
+        tile = self.tile(cta, rows, 0)
         queries.wait(cta.wg_idx)
         slot = keys.slot(rows.step)
         keys.wait(slot)
@@ -447,7 +447,7 @@ class _Forward:
         queries, keys, values = self.rings(cta)
         k_slot = keys.slot(rows.step + i)
         v_slot = values.slot(rows.step + i - 1)
-        tile = self.tile(rows, i)
+        tile = self.tile(cta, rows, i)
         keys.wait(k_slot)
         values.wait(v_slot)
         self.clear_values(cta, rows.at, rows.visits.block(i - 1), v_slot)

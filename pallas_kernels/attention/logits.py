@@ -156,6 +156,8 @@ class Tile:
     layout: Any = plgpu.Layout.WGMMA
     bits: "Bits | list[jax.Array] | None" = None
     """Bits of the pairs that the mask's pattern allows, or their words; None without a pattern."""
+    early: tuple[tuple[Any, jax.Array], ...] = ()
+    """References to arrays, each with the part that is loaded already."""
 
     @property
     def query_axis(self) -> int:
@@ -211,6 +213,9 @@ class Tile:
 
     def read(self, ref) -> jax.Array:
         """Loads a part of [B or 1, N or 1, T or 1, S or 1] along its `axes`; rows must be queries."""
+        for known, part in self.early:
+            if known is ref:
+                return part
         assert not self.transposed
         b = self.batch if ref.shape[0] > 1 else 0
         n = self.head if ref.shape[1] > 1 else 0
@@ -223,9 +228,14 @@ class Tile:
         layout = self.layout if len(axes) == 2 else self.layout.reduce(1 - axes[0])
         return plgpu.load(ref.at[tuple(index)], layout=layout, optimized=False)
 
-    def with_words(self) -> Any:
-        """Returns the tile with the words of its bits loaded, which takes longer than their use."""
-        return self if self.bits is None else replace(self, bits=self._words())
+    def loaded(self, reads: Sequence[Any]) -> Any:
+        """Returns the tile with what its mask and functions read, but for a number each column.
+
+        Loads take longer than the use of what they load, so they start before the tile's products.
+        """
+        few = [ref for ref in reads if 1 not in self.axes(ref)]
+        early = tuple((ref, self.read(ref)) for ref in few)
+        return replace(self, bits=None if self.bits is None else self._words(), early=early)
 
     def _words(self) -> Any:
         if not isinstance(self.bits, Bits):
@@ -258,7 +268,7 @@ class TransposedTile(Tile):
         return self._of_keys().matrix(ref)
 
     def read(self, ref) -> jax.Array:
-        return self._of_keys().read(ref)
+        return replace(self._of_keys(), early=self.early).read(ref)
 
     def _of_keys(self) -> Tile:
         """Returns the tile for arrays whose last two axes are swapped."""
