@@ -74,7 +74,7 @@ def attention_by_seeds(
     groups = heads // key_heads
     if mask.key_lengths is not None:
         # A probability of 0 times NaN is NaN, so keys and values beyond the length become 0.
-        is_key = jnp.arange(key_count, dtype=jnp.int32) < mask.key_lengths[:, None]
+        is_key = jnp.arange(key_count, dtype=jnp.int32)[None] < mask.key_lengths[:, None]
         key, value = (jnp.where(is_key[:, :, None, None], x, 0) for x in (key, value))
     probabilities, lse = weights(
         *(query, key, bias, sinks, mask),

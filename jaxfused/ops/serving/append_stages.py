@@ -14,7 +14,7 @@ from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.ops.rope.rope import rope
 from jaxfused.ops.serving import append_cuda
 from jaxfused.runtime import sharding
-from jaxfused.runtime.estimate import kernels_first
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Axes, Results, Runner
 
@@ -165,7 +165,15 @@ class Append:
         )
         return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
 
-    estimate = kernels_first("XLA rotates, quantises and writes each array in a kernel of its own")
+    def estimate(self, device, able, *operands) -> Estimate:
+        """Returns what an H200 showed for 64 sequences: XLA takes 10 to 12 us in 8 bits, 4 in floats."""
+        del device, able
+        arrays = Arrays(*operands)
+        if arrays.key_scale is None and arrays.cos is None:
+            return Rule(("xla", "cuda"), "two scatters take as long as the kernel")
+        return Rule(
+            ("cuda",), "XLA rotates, quantises and writes each array in a kernel of its own"
+        )
 
     def examples(self, random, device, *operands) -> Any:
         del device

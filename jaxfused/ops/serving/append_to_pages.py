@@ -51,8 +51,7 @@ def append_to_pages(
       cu_q_lens: [B + 1] integers; sequence b has rows cu_q_lens[b] to cu_q_lens[b + 1].
       num_seqs: [1] integers, how many sequences there are; None for B.
       layout: "PSKH" or "KPSH", the axes of a pair of pools.
-      implementation: None for the fastest that can run, or "cuda", "xla". "cuda" does all of it in one
-        kernel.
+      implementation: None, which stands for "xla" so far, or "cuda", which does all of it in one kernel.
 
     Returns:
       The pages, as they were given. Tokens whose page is outside the pool, or that have none, are

@@ -16,7 +16,7 @@ from jaxfused.ops.serving.append_stages import NO_PALLAS
 from jaxfused.ops.serving.pages import Layout, Pages, Pools, are_shared, is_in_pool, tokens_of
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_int32
-from jaxfused.runtime.estimate import kernels_first
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Axes, Results, Runner
@@ -151,7 +151,9 @@ class AppendToPages:
         )
         return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
 
-    estimate = kernels_first("XLA writes each array in a kernel of its own")
+    def estimate(self, device, able, *operands) -> Estimate:
+        del device, able, operands
+        return Rule(("xla", "cuda"), "the kernel has not been measured on a GPU for pages")
 
     def examples(self, random, device, *operands) -> Any:
         del device

@@ -60,7 +60,7 @@ class Pools(NamedTuple):
         Ids outside the pool are beyond them.
         """
         place = jnp.arange(page_indices.shape[1] * self.page_size, dtype=jnp.int32)
-        is_token = (place < lengths[:, None])[:, :, None, None]
+        is_token = (place[None] < lengths[:, None])[:, :, None, None]
 
         def read(pages: Pages) -> jax.Array:
             # Other sequences may have left NaN in the last page, and 0 times NaN is NaN.

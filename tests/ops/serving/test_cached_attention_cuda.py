@@ -224,7 +224,7 @@ def step(cache, query, key, value):
         ("float8_e4m3fn", 128, 4, [APPEND, ATTEND]),
         ("int8", 64, 5, [APPEND, "attention"]),
         ("int8", 32, 1, [APPEND, "attention"]),
-        ("bfloat16", 64, 1, [APPEND, "attention"]),
+        ("bfloat16", 64, 1, ["attention"]),
     ],
 )
 def test_a_step_launches(with_library, dtype, head_size, tokens, names):
@@ -233,7 +233,7 @@ def test_a_step_launches(with_library, dtype, head_size, tokens, names):
     launched = kernels(step, cache, *arrays)
     for name, start in zip(launched, names, strict=False):
         assert name.startswith(start)
-    assert len(launched) == 2 or names[1] == "attention"
+    assert len(launched) == 2 or names[-1] == "attention"
 
 
 @pytest.mark.parametrize(("kept", "page_size"), [("bfloat16", 16), ("int8", 64)])
