@@ -400,8 +400,8 @@ class _KeyGradients:
                 transposed=True,
                 bits=visits.bits(i, part),
             )
-            number = first + i - visits.start
-            visit(_Visit(number, tile.loaded(cta.operands.reads), visits.is_partial(i), at.extent))
+            tile = tile.loaded(cta.operands.reads)
+            visit(_Visit(first + i - visits.start, tile, visits.is_partial(i), at.extent))
 
         def of_head(g, first):
             visits = at.visits(g)
@@ -431,16 +431,13 @@ class _KeyGradients:
         if logits.mask.is_always_full(self.config.query_block, self.config.key_block):
             is_partial = False
         x = logits.logits_if_masked(products, visit.tile, cta.operands, visit.extent, is_partial)
-        lse_smem = cta.memory["lse_smem"].at[self.slots(cta, visit)[0]]
-        lse2 = visit.tile.along_queries(lse_smem)
+        lse_smem, layout = cta.memory["lse_smem"], visit.tile.layout.reduce(0)
+        lse2 = plgpu.load(lse_smem.at[self.slots(cta, visit)[0]], layout=layout)
         shift = logits.shift(visit.tile, cta.operands)
-        if shift is None:
-            p = jnp.exp2(x * logits.multiplier - lse2)
-        else:
-            of_block = plgpu.load(lse_smem, layout=visit.tile.layout.reduce(0)) - shift
-            p = jnp.exp2(x * logits.multiplier - lax.broadcast_in_dim(of_block, x.shape, [1]))
+        of_block = lse2 if shift is None else lse2 - shift
+        p = jnp.exp2(x * logits.multiplier - lax.broadcast_in_dim(of_block, x.shape, [1]))
         if logits.mask.has_query_lengths or logits.mask.query_count % self.config.query_block:
-            p = logits.within_rows(p, lse2)
+            p = logits.within_rows(p, lax.broadcast_in_dim(lse2, x.shape, [1]))
         return p, logits.derivative(products, visit.tile, cta.operands)
 
     def delta(self, cta: Cta, visit: _Visit) -> jax.Array:

@@ -79,19 +79,7 @@ def mask_of(
         _check_mask_object(mask, (heads, query_length, key_length))
         pattern_mask, mask = mask, None
     elif mask is not None:
-        try:
-            mask = jnp.asarray(mask)
-        except TypeError as error:
-            raise ValueError(
-                f"{op}: mask is {mask!r}, but it is an array of bool or a mask of jaxfused.masks; pass"
-                " one of them, such as masks.NumpyMask(array), or a function as mask_mod."
-            ) from error
-        if mask.dtype != jnp.bool_:
-            raise ValueError(
-                f"{op}: mask has dtype {mask.dtype}, but it says True or False for each query and"
-                " key; pass an array of bool, or pass what is added to the logits as bias."
-            )
-        mask = broadcastable("mask", mask, (batch, heads, query_length, key_length))
+        mask = _array_mask(mask, (batch, heads, query_length, key_length))
     if (query_segments is None) != (key_segments is None):
         raise ValueError(
             f"{op}: one of query_segment_ids and key_value_segment_ids was passed, but they are"
@@ -185,6 +173,24 @@ class Limits(NamedTuple):
 def _of_rows(ids: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Returns segments [B or 1, 1, T or 1, S or 1] as [B, T] or [B, S]."""
     return jnp.broadcast_to(ids.reshape(ids.shape[0], -1), shape).astype(jnp.int32)
+
+
+def _array_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Returns an array that is a mask of logits of `shape`, with four axes."""
+    op = "dot_product_attention"
+    try:
+        mask = jnp.asarray(mask)
+    except TypeError as error:
+        raise ValueError(
+            f"{op}: mask is {mask!r}, but it is an array of bool or a mask of jaxfused.masks; pass"
+            " one of them, such as masks.NumpyMask(array), or a function as mask_mod."
+        ) from error
+    if mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"{op}: mask has dtype {mask.dtype}, but it says True or False for each query and"
+            " key; pass an array of bool, or pass what is added to the logits as bias."
+        )
+    return broadcastable("mask", mask, shape)
 
 
 def _check_mask_object(mask: AttentionMask, shape: tuple[int, int, int]) -> None:
