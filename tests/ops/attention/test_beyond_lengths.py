@@ -96,6 +96,8 @@ ON_A_GPU = (
 def test_on_a_gpu(case, implementation, dtype):
     if implementation == "pallas" and dtype == "float32":
         pytest.skip("Pallas kernels have operands of 16 bits")
+    if dtype == "float32" and case.head_size > 128:
+        pytest.skip("CUDA C kernels take float32 heads of up to 128")
     f = jax.jit(
         functools.partial(
             jaxfused.dot_product_attention,
