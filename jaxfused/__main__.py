@@ -103,6 +103,10 @@ def _ragged(
     return jaxfused.ragged_paged_attention(query, (k_pages, v_pages), *table, sm_scale=scale)
 
 
+def _appended(k_pages: jax.Array, v_pages: jax.Array, *others: jax.Array) -> Any:
+    return jaxfused.append_to_pages((k_pages, v_pages), *others)
+
+
 _ROWS = (_array(16384, 768),)
 _POOLS = (_array(1024, 64, 8, 128), _array(1024, 64, 8, 128))
 _TABLE = (_array(16, dtype=jnp.int32), _array(16, 64, dtype=jnp.int32))
@@ -110,6 +114,11 @@ _MAPS = (_array(8, 64, 64, 64),)
 _HEADS = (_array(256, 197, 12, 64),)
 _WIDE, _BACK = _array(768, 3072), _array(3072, 768)
 EXAMPLES: dict[str, Example] = {
+    "append_to_pages": Example(
+        _appended,
+        (),
+        (*_POOLS, *2 * (_array(16, 8, 128),), *_TABLE, _array(17, dtype=jnp.int32)),
+    ),
     "blur_pool": Example(jaxfused.blur_pool, _MAPS),
     "carafe": Example(jaxfused.carafe, (*_MAPS, _array(8, 64, 64, 25))),
     "deform_conv": Example(
