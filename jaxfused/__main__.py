@@ -96,6 +96,13 @@ def _paged(query: jax.Array, *others: jax.Array) -> jax.Array:
     return jaxfused.paged_attention(query, *others, scale=query.shape[-1] ** -0.5, layout="PSKH")
 
 
+def _append(
+    key: jax.Array, value: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *table: jax.Array
+) -> Any:
+    starts = jnp.arange(len(key) + 1, dtype=jnp.int32)  # One new token a sequence.
+    return jaxfused.append_to_pages((k_pages, v_pages), key, value, *table, starts)
+
+
 def _ragged(
     query: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *table: jax.Array
 ) -> jax.Array:
@@ -124,6 +131,7 @@ EXAMPLES: dict[str, Example] = {
     "deform_conv": Example(
         jaxfused.deform_conv, (*_MAPS, _array(3, 3, 64, 64), _array(8, 64, 64, 18))
     ),
+    "append_to_pages": Example(_append, 2 * (_array(16, 8, 128),), (*_POOLS, *_TABLE)),
     "avg_pool": Example(lambda x: jaxfused.avg_pool(x, 2, strides=2), _MAPS),
     "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
     "block_sparse_matmul": Example(_block_sparse, (*_ROWS, _WIDE)),

@@ -334,11 +334,12 @@ def test_fuzz_draws_every_operator_and_traces_it():
     # conv also draws transposed ones; the pools run in XLA on every device; a token has no error.
     known -= {"conv_transpose", "avg_pool", "global_avg_pool", "spatial_pyramid_pool", "sample"}
     known -= {"blur_pool", "carafe", "deform_conv", "pixel_shuffle", "pixel_unshuffle", "resize"}
-    # Their kernels are those of ragged_dot, of attention over gathered pages, and of attention.
+    # Their kernels are those of ragged_dot, of attention over pages, and of attention; pages are places.
     known -= {
         "expert_mlp",
         "paged_attention",
         "ragged_paged_attention",
+        "append_to_pages",
         "context_parallel_attention",
     }
     assert {*names} == known

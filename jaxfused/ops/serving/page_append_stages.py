@@ -17,6 +17,7 @@ from jaxfused.ops.serving.pages import Layout, Pages, Pools, are_shared, is_in_p
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_int32
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import choose_without_stages
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Axes, Results, Runner
@@ -213,16 +214,18 @@ def append(
     # Pools of keys and values may be of two kinds, and scales shared or not of float32.
     fits = len({pool.dtype for pool in kept}) == 1 and len(has_own) in (0, 2) and all(has_own)
     if not fits or any(scale.dtype != jnp.float32 for scale in scales):
-        if implementation == "cuda":
-            raise ValueError(
-                "append_to_pages: implementation='cuda' writes keys and values of one dtype, with a"
-                " scale of each token and head in float32 if they are quantised, and these pages are of"
-                " others. Pass implementation=None."
-            )
+        why = (
+            "it writes keys and values of one dtype, with a scale of each token and head in float32 if"
+            " they are quantised, and these pages are of others"
+        )
+        reasons = {"pallas": NO_PALLAS, "cuda": why, "xla": None}
+        choose_without_stages("append_to_pages", implementation, reasons, key, kept_key)
         return append_xla(pools, arrays)
     run = Runner(implementation, dispatch.current_device(key, kept_key))
     stage = AppendToPages(pools.layout)
-    if run.choice(stage, *arrays).implementation == "xla":
+    choice = run.choice(stage, *arrays)
+    if choice.implementation == "xla":
+        dispatch.record(choice)
         return append_xla(pools, arrays)
     spelt = stage.axes(*arrays)
     aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
