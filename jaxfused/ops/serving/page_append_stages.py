@@ -225,7 +225,8 @@ def append(
     stage = AppendToPages(pools.layout)
     choice = run.choice(stage, *arrays)
     if choice.implementation == "xla":
-        dispatch.record(choice)
+        # XLA's scatters are no call of a stage, which `explain` would look for.
+        dispatch.record(replace(choice, kernel=None))
         return append_xla(pools, arrays)
     spelt = stage.axes(*arrays)
     aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
