@@ -96,11 +96,10 @@ def _paged(query: jax.Array, *others: jax.Array) -> jax.Array:
     return jaxfused.paged_attention(query, *others, scale=query.shape[-1] ** -0.5, layout="PSKH")
 
 
-def _append(
-    key: jax.Array, value: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *table: jax.Array
-) -> Any:
+def _append(key: jax.Array, value: jax.Array, *pages_and_table: jax.Array) -> Any:
+    k_pages, v_pages, lengths, table = pages_and_table
     starts = jnp.arange(len(key) + 1, dtype=jnp.int32)  # One new token a sequence.
-    return jaxfused.append_to_pages((k_pages, v_pages), key, value, *table, starts)
+    return jaxfused.append_to_pages((k_pages, v_pages), key, value, lengths, table, starts)
 
 
 def _ragged(

@@ -226,7 +226,7 @@ def append(
     choice = run.choice(stage, *arrays)
     if choice.implementation == "xla":
         # XLA's scatters are no call of a stage, which `explain` would look for.
-        dispatch.record(replace(choice, kernel=None))
+        dispatch.record(choice._replace(kernel=None))
         return append_xla(pools, arrays)
     spelt = stage.axes(*arrays)
     aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
