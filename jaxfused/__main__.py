@@ -96,12 +96,6 @@ def _paged(query: jax.Array, *others: jax.Array) -> jax.Array:
     return jaxfused.paged_attention(query, *others, scale=query.shape[-1] ** -0.5, layout="PSKH")
 
 
-def _append(key: jax.Array, value: jax.Array, *pages_and_table: jax.Array) -> Any:
-    k_pages, v_pages, lengths, table = pages_and_table
-    starts = jnp.arange(len(key) + 1, dtype=jnp.int32)  # One new token a sequence.
-    return jaxfused.append_to_pages((k_pages, v_pages), key, value, lengths, table, starts)
-
-
 def _ragged(
     query: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *table: jax.Array
 ) -> jax.Array:
@@ -130,7 +124,6 @@ EXAMPLES: dict[str, Example] = {
     "deform_conv": Example(
         jaxfused.deform_conv, (*_MAPS, _array(3, 3, 64, 64), _array(8, 64, 64, 18))
     ),
-    "append_to_pages": Example(_append, 2 * (_array(16, 8, 128),), (*_POOLS, *_TABLE)),
     "avg_pool": Example(lambda x: jaxfused.avg_pool(x, 2, strides=2), _MAPS),
     "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
     "block_sparse_matmul": Example(_block_sparse, (*_ROWS, _WIDE)),
