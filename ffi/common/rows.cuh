@@ -44,7 +44,7 @@ struct Parameter {
   Dtype dtype;
 };
 
-// Loads kSize values from the array `data` of type T.
+// Loads kSize values of type T from `data`, from `column` on, and converts them to float.
 template <typename T, int kSize>
 __device__ __forceinline__ void load_as_float(const void* data, int column, float (&out)[kSize]) {
   constexpr int kPart = kSize * sizeof(T) <= 16 ? kSize : 16 / sizeof(T);

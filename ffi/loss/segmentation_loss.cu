@@ -439,7 +439,7 @@ struct Odds {
     return linear_loss(logit, label) + log1p_to_one(small);
   }
 
-  // Returns the wrong class's probability; the focal loss is cross-entropy times its power.
+  // Returns the probability p of the wrong class; the focal loss is p^gamma times cross-entropy.
   __device__ __forceinline__ float miss(float label) const {
     return inside * (1.0f - label) + outside * label;
   }

@@ -73,8 +73,8 @@ __device__ __forceinline__ void load_words(const uint8_t* from, uint32_t* to, bo
   }
 }
 
-// A lane's part of a tile of 16 keys of one head: row g of each group of 8 keys, of whose every
-// four chunks of 16 bytes the lane has one. (g = lane / 4 and q = lane % 4, as in mma.cuh.)
+// A lane's part of a tile of 16 keys of one head: row g of each group of 8 keys. A row is cut into
+// chunks of 16 bytes, and the lane has chunks q, q + 4, ... (g = lane / 4 and q = lane % 4.)
 template <typename V, int kHead>
 struct KeyTile {
   static constexpr int kChunks = kHead * kKeptBytes<V> / 64;
@@ -113,8 +113,8 @@ struct KeyTile {
   }
 };
 
-// A lane's part of the values of 16 keys: of each group of 8 keys the rows 2 q and 2 q + 1, of
-// whose every eight chunks the lane has one.
+// A lane's part of V's rows of 16 keys: rows 2 q and 2 q + 1 of each group of 8 keys. A row is cut
+// into chunks of kChunkBytes, and the lane has chunks g, g + 8, g + 16, ...
 template <typename V, int kHead>
 struct ValueTile {
   static constexpr int kChunkBytes = kHead * kKeptBytes<V> / 8 < 16 ? 8 : 16;

@@ -167,7 +167,8 @@ def _evaluated(
 
 
 _SAME = ("reshard", "pvary", "pcast")
-"""Operations of derivatives that keep all numbers, for types with shardings or a shard_map's axes."""
+"""Operations that return the values of their operand: JAX's derivatives insert them where only the
+sharding in a type changes, or the axes of a `shard_map` along which a value varies."""
 
 
 def _number(value: Value) -> np.ndarray | None:

@@ -539,7 +539,7 @@ def _check_group_size(op: str, part: str, array: QuantizedArray) -> None:
 
 
 def is_group_size(group_size: int | tuple[int, int] | None, axis: int) -> bool:
-    """Returns whether `group_size` is valid for an array of this axis, counted from the last."""
+    """Returns whether `group_size` is valid for values that share scales along `axis`, below 0."""
     if isinstance(group_size, tuple):
         return axis == -2 and len(group_size) == 2 and min(group_size) > 0
     return group_size is None or group_size > 0

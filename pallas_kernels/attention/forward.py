@@ -516,7 +516,7 @@ class _Forward:
         numerator = 1.0 / self.logits.keep_probability
         inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
         if self.logits.has_functions and cta.operands.query_lengths is not None:
-            # Functions may be NaN beyond the length.
+            # The caller's functions may return NaN for queries beyond a length, and 0 * NaN is NaN.
             out = [jnp.where(across(empty, block.shape), 0.0, block) for block in out]
         return [block * across(inverse, block.shape) for block in out], lse
 

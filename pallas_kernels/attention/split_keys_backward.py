@@ -82,7 +82,7 @@ class SplitBackwardConfig:
 def _columns(shape: Shape) -> tuple[Columns, Columns]:
     """Returns the layout of Q, K and dK, and the layout of V, dO and dV.
 
-    K has the widest swizzle, because dS does in the product for dQ.
+    K has the widest swizzle: both operands of dQ = dS @ K have one, and dS has the widest.
     """
     return Columns.in_wide_blocks(shape.head_size), Columns.in_blocks(shape.value_size)
 

@@ -218,7 +218,10 @@ class TileFunction:
         limits: tuple[int, int],
         score: Any,
     ) -> list[Part]:
-        """Returns the derivatives by the score (0), or by the wanted read of number 1, 2, ..."""
+        """Returns the function's derivatives by the inputs `which`.
+
+        Input 0 is the score, and input i the i-th of the reads that get a gradient.
+        """
         return self._evaluated(self.partials.jaxpr, tile, reads, limits, score, which)
 
     def _evaluated(

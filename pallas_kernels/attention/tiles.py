@@ -70,7 +70,7 @@ class Visits(NamedTuple):
 
 
 class ListedVisits(NamedTuple):
-    """Visits to the blocks of a tile's list, the same for all consumers; see `Visits`."""
+    """`Visits` of a tile with a list of its blocks of keys, all of which all consumers visit."""
 
     at: Place
     full: Blocks | None

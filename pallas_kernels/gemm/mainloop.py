@@ -352,7 +352,10 @@ class Consumer:
         return self.product.next_slot(last), total + sums
 
     def _accumulate(self, sequence_idx, tiles, place, acc_ref):
-        """Runs all K steps of a tile; returns accumulators, the stage to free next, and sums."""
+        """Runs all K steps of a tile; returns accumulators, the stage to free next, and operands' sums.
+
+        The sums are those of `Product.sum_slot`: dbias in wgrad, None elsewhere.
+        """
         product, turn = self.product, self.ring.turn
         if product.config.ping_pong:
             plgpu.barrier_wait(turn.at[self.wg_idx])

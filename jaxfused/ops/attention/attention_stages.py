@@ -82,7 +82,7 @@ class Options:
         return _KERNELS_FIRST
 
     def _rule(self, device: dispatch.Device, arrays: "Arrays") -> Rule | None:
-        """Returns the rule for both directions and all dtypes, or None."""
+        """Returns the choice for forward and backward in every dtype, or None if it needs estimates."""
         if device.multiprocessors == 0:
             return Rule(KERNELS, "the device's number of SMs is unknown")
         if arrays.key.shape[1] == 1:

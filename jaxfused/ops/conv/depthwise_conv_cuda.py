@@ -294,8 +294,9 @@ def conv(
     turned: bool = False,
     config: Strips | Tile = Strips(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, z) of x [B, H, W, C] and w [kh, kw, C]; y is the activation of z, which may be None.
+    """Convolves x [B, H, W, C] with w [kh, kw, C]; returns (y, z).
 
+    z is the sum with bias and residual, or None without `save_preactivation`; y is its activation.
     `turned` rotates the window by 180 degrees, for dgrad.
     """
     cuda_library.register()

@@ -15,7 +15,7 @@ search for copies between operands and results that share a buffer takes time th
 their number: with 256 leaves a call, ViT-L/16's step compiles for minutes."""
 _WARPS = 8
 _TILE = 1024
-"""Values of a tile if each thread has one vector."""
+"""Number of values in a tile for each vector that a thread has."""
 
 
 class Leaf(NamedTuple):
