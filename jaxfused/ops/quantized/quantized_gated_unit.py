@@ -9,12 +9,8 @@ import jax
 
 from jaxfused import dispatch
 from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
-from jaxfused.ops.quantized.quantized_matmul import (
-    cuda_configs,
-    of_columns,
-    product_why_not,
-    why_no_kernel_reads,
-)
+from jaxfused.ops.quantized.quantized_matmul import of_columns, why_no_kernel_reads
+from jaxfused.ops.quantized.quantized_matmul_stages import cuda_configs, product_why_not
 from jaxfused.runtime import cuda_choice, sharding
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference

@@ -1,8 +1,6 @@
 """quantized_matmul: validation, choice of implementation, gradient."""
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,26 +11,21 @@ from jaxfused.ops.linear.input_gradient import input_gradient
 from jaxfused.ops.linear.linear import check_affine, check_residual, resolve_out_dtype
 from jaxfused.ops.linear.linear_stages import ActivationGradient
 from jaxfused.ops.linear.weight_gradient import sum_rows
-from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
+from jaxfused.ops.quantized import quantized_matmul_xla
+from jaxfused.ops.quantized.quantized_matmul_stages import WHOLE, InputGradient, Options
 from jaxfused.runtime import cuda_choice, sharding
 from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
-from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.other_arrays import converted, is_of_qwix
 from jaxfused.runtime.quantized_array import (
     FORMATS,
-    Layout,
     QuantizedArray,
     as_operand,
-    assembled,
     of_each_column,
 )
-from jaxfused.runtime.roofline import is_modelled
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
+from jaxfused.runtime.runner import Runner
 from pallas_kernels.gemm import quantized as pallas_quantized
-from pallas_kernels.gemm.quantized import Packed
-from pallas_kernels.gemm.small_m import MAX_ROWS, MAX_ROWS_QUANTIZED
 
 
 @python_numbers
@@ -135,7 +128,7 @@ def quantized_matmul(
             out_dtype=out_dtype,
             scale_gradient=scale_gradient,
         )
-    options = _Options(
+    options = Options(
         activation,
         out_dtype,
         w.layout,
@@ -161,7 +154,7 @@ def quantized_matmul(
             residual,
         ),
         operand_axes=(rows + "d", rows + "h", options.letters, "gf", "gf", "f", rows + "f"),
-        whole=_WHOLE,
+        whole=WHOLE,
     )
     device = dispatch.current_device(values)
     return _quantized_matmul(Runner(implementation, device), options, *arrays)
@@ -312,43 +305,6 @@ def _check_sums_fit(op: str, x: jax.Array | QuantizedArray, w: QuantizedArray) -
 # --- gradient -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Static arguments of a call."""
-
-    activation: str | None
-    out_dtype: Any
-    layout: Layout
-    w_dtype: str
-    columns_alike: int
-    """Number of adjacent columns of w that share a scale."""
-    codebook: tuple[float, ...] | None
-    """The codebook that w's values are codes of."""
-    x_dtype: Any
-    """Dtype of x; None if x is quantised."""
-    residual_dtype: Any
-    scale_gradient: bool
-
-    @property
-    def letters(self) -> str:
-        """Letters of the stored values' axes; "k" counts words of several numbers."""
-        return "fk" if self.w_dtype in ("int4", "uint4") else "fd"
-
-    def forward(self, *, save_preactivation: bool) -> "_Layer":
-        """Returns the stage of the forward."""
-        return (_Layer if self.x_dtype else _LayerOfBoth)(self, save_preactivation)
-
-    def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
-        """Returns the weights, assembled from their arrays; bytes are the exponents of E8M0."""
-        if scale.dtype == jnp.uint8:
-            scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(jnp.float32)
-        return assembled(values, scale, zero_point, -2, self.layout, codebook=self.codebook)
-
-    def packed(self, values: Any, scale: Any, zero_point: Any) -> Packed:
-        """Returns the weights in the form that kernels read, of their arrays."""
-        return Packed(values, scale, zero_point, self.codebook)
-
-
 class _Residuals(NamedTuple):
     w: QuantizedArray
     bias: jax.Array | None
@@ -360,13 +316,13 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_matmul")
-def _quantized_matmul(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
+def _quantized_matmul(run: Runner, options: Options, x, x_scale, *weights_bias_residual):
     layer = options.forward(save_preactivation=False)
     y, _ = run(layer, x, x_scale, *weights_bias_residual)
     return y
 
 
-def _quantized_matmul_fwd(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
+def _quantized_matmul_fwd(run: Runner, options: Options, x, x_scale, *weights_bias_residual):
     layer = options.forward(save_preactivation=options.activation is not None)
     y, preactivation = run(layer, x, x_scale, *weights_bias_residual)
     *weights, bias, _ = weights_bias_residual
@@ -374,7 +330,7 @@ def _quantized_matmul_fwd(run: Runner, options: _Options, x, x_scale, *weights_b
     return y, _Residuals(options.weights(*weights), bias, preactivation, kept)
 
 
-def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+def _quantized_matmul_bwd(run: Runner, options: Options, saved: _Residuals, dy):
     dtype, bias = options.x_dtype or jnp.float32, saved.bias
     if saved.preactivation is None:
         dz, dbias = dy.astype(dtype), None if bias is None else sum_rows(dy, bias.dtype)
@@ -399,7 +355,7 @@ def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy)
 _quantized_matmul.defvjp(_quantized_matmul_fwd, _quantized_matmul_bwd)
 
 
-def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.Array) -> jax.Array:
+def _input_gradient(run: Runner, options: Options, w: QuantizedArray, dz: jax.Array) -> jax.Array:
     """Returns the gradient of x, given dz in x's dtype."""
     weights = options.packed(w.values, w.scale, w.zero_point)
     reason = pallas_quantized.why_gradient_unsupported(
@@ -411,7 +367,7 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
     # A kernel needs all of F on one device. If devices may split F, XLA's product adds their parts.
     in_one_piece = sharding.is_in_one_piece(dz, w.values)
     if reason is None and in_one_piece and run.implementation in (None, "pallas"):
-        (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
+        (dx,) = run(InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
         return dx
     if in_one_piece and quantized_matmul_xla.is_scaled_last(dz, w):
         return quantized_matmul_xla.input_gradient(w, dz)
@@ -420,286 +376,3 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
 
 
 # --- kernels --------------------------------------------------------------------------------------
-
-
-def cuda_configs(
-    device: dispatch.Device, x: Any, w: Packed, *, products: int
-) -> list[quantized_matmul_cuda.Config]:
-    """Returns the configs of the CUDA kernel, predicted fastest first."""
-    return quantized_matmul_cuda.candidates(
-        x.shape,
-        w,
-        products=products,
-        compute_capability=device.compute_capability,
-        multiprocessors=device.multiprocessors,
-    )
-
-
-def product_why_not(
-    device: dispatch.Device,
-    x: Any,
-    w: Packed,
-    *,
-    out_dtype: Any,
-    residual: Any = None,
-    products: int = 1,
-) -> Mapping[str, str | None]:
-    """Returns why each implementation cannot multiply float x [M, D] and quantised weights."""
-    facts: dict[str, Any] = dict(
-        compute_capability=device.compute_capability,
-        x_dtype=x.dtype,
-        out_dtype=out_dtype,
-        residual_dtype=None if residual is None else residual.dtype,
-        x_shape=x.shape,
-        w=w,
-    )
-    return {
-        "pallas": pallas_quantized.why_unsupported(**facts, products=products),
-        "xla": None,
-        "cuda": quantized_matmul_cuda.why_unsupported(**facts),
-    }
-
-
-_TILED_ROWS, _FEW_TILED_ROWS, _LONG_SUMS = 8192, 512, 2048
-"""Most rows of x for the kernel that dequantises tiles of the weights: with sums of at least
-`_LONG_SUMS` features, and with shorter ones, where its epilogue shows. The more rows there are, the
-smaller is the part of XLA's time in which it dequantises."""
-_WHOLE = "dkgh"
-"""Letters of the summed axis D and its groups of scales, which devices may not split."""
-_PADDED_WEIGHTS = 1_000_000
-"""Fewest weights for a kernel where columns are padded, for which XLA copies operands and result."""
-_SMALLEST_RESULT = 2**17
-"""Fewest elements of the result of two quantised matrices for a kernel."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """Computes (activation(x @ w + bias) + residual, x @ w + bias if saved) of x [M, D] and w [D, F]."""
-
-    options: _Options
-    save_preactivation: bool
-
-    @property
-    def name(self) -> str:
-        return "quantized_matmul forward"
-
-    def axes(self, *operands) -> Axes:
-        del operands
-        return Axes(
-            (ROWS + "d", ROWS + "h", self.options.letters, "gf", "gf", "f", ROWS + "f"),
-            (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
-            whole=_WHOLE,
-        )
-
-    def why_not(
-        self, device, x, x_scale, values, scale, zero_point, bias, residual
-    ) -> Mapping[str, str | None]:
-        del x_scale, bias
-        w = self.options.packed(values, scale, zero_point)
-        return product_why_not(device, x, w, out_dtype=self.options.out_dtype, residual=residual)
-
-    def estimate(
-        self, device, able, x, x_scale, values, scale, zero_point, bias, residual
-    ) -> Estimate:
-        del x_scale, bias
-        residual_dtype = None if residual is None else residual.dtype
-        rows, features = x.shape
-        tiles = _TILED_ROWS if features >= _LONG_SUMS else _FEW_TILED_ROWS
-        if not pallas_quantized.multiplies_tiles(1, (self.options.out_dtype, residual_dtype)):
-            tiles = MAX_ROWS_QUANTIZED
-        if rows > tiles:
-            return Rule(("xla",), "its faster product makes up for dequantising the weights first")
-        if "pallas" in able and is_modelled(device):
-            w = self.options.packed(values, scale, zero_point)
-            if w.n % w.grain and w.n * features < _PADDED_WEIGHTS:
-                return Rule(
-                    ("xla",), "padding its operands takes longer than dequantising the weights"
-                )
-            return Rule(("pallas", "xla"), "XLA dequantises the weights first")
-        fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
-        return cuda_choice.rule("quantized_matmul", device, fast=fast)
-
-    def configs(
-        self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
-    ) -> Sequence[Hashable]:
-        del x_scale, bias
-        w = self.options.packed(values, scale, zero_point)
-        if implementation == "cuda":
-            return cuda_configs(device, x, w, products=1)
-        if implementation != "pallas":
-            return ()
-        return pallas_quantized.candidates(
-            x,
-            w,
-            written=self._written(x.dtype),
-            read=() if residual is None else (residual,),
-            multiprocessors=device.multiprocessors,
-        )
-
-    def _written(self, x_dtype: Any) -> tuple[Any, ...]:
-        """Returns the dtypes of the results."""
-        return (self.options.out_dtype, *((x_dtype,) if self.save_preactivation else ()))
-
-    def run(self, implementation, device, x, x_scale, *others, config=None) -> Results:
-        *weights, bias, residual = others
-        if implementation == "xla":
-            return quantized_matmul_xla.layer(
-                self._x(x, x_scale),
-                self.options.weights(*weights),
-                bias,
-                residual,
-                **self._keywords,
-            )
-        w = self.options.packed(*weights)
-        return self._in_kernel(implementation, device, x, x_scale, w, bias, residual, config)
-
-    def _x(self, x, x_scale) -> jax.Array | QuantizedArray:
-        """Returns x in the form that XLA's `layer` takes: floats, or a `QuantizedArray`."""
-        del x_scale
-        return x
-
-    def _in_kernel(self, implementation, device, x, x_scale, w, bias, residual, config) -> Results:
-        del x_scale
-        if implementation == "cuda":
-            config = config or cuda_configs(device, x, w, products=1)[0]
-            return quantized_matmul_cuda.forward(
-                x, w, bias, residual, **self._keywords, config=config
-            )
-        return pallas_quantized.forward(
-            *(x, w, bias, residual),
-            **self._keywords,
-            multiprocessors=device.multiprocessors,
-            config=config,
-        )
-
-    @property
-    def _keywords(self) -> dict[str, Any]:
-        return dict(
-            activation=self.options.activation,
-            save_preactivation=self.save_preactivation,
-            out_dtype=self.options.out_dtype,
-        )
-
-    batched = batched_rows
-
-
-@dataclass(frozen=True)
-class _LayerOfBoth(_Layer):
-    """Computes the results of `_Layer` for quantised x (W8A8), with a float32 preactivation."""
-
-    @property
-    def name(self) -> str:
-        return "quantized_matmul forward of both"
-
-    def why_not(
-        self, device, x, x_scale, values, scale, zero_point, bias, residual
-    ) -> Mapping[str, str | None]:
-        del bias
-        facts: dict[str, Any] = dict(
-            compute_capability=device.compute_capability,
-            out_dtype=self.options.out_dtype,
-            residual_dtype=None if residual is None else residual.dtype,
-            x=x,
-            x_scale=x_scale,
-            w=Packed(values, scale, zero_point),
-        )
-        # XLA's product is faster than CUDA's on the only GPU where both were timed.
-        return {
-            "pallas": pallas_quantized.why_both_unsupported(**facts),
-            "xla": None,
-            "cuda": quantized_matmul_cuda.why_both_unsupported(**facts),
-        }
-
-    def estimate(
-        self, device, able, x, x_scale, values, scale, zero_point, bias, residual
-    ) -> Estimate:
-        del x_scale, bias
-        if x.shape[0] <= MAX_ROWS:
-            return Rule(("xla",), "a kernel's tile has many more rows than x")
-        if "pallas" not in able or not is_modelled(device):
-            return None
-        if x.shape[0] * values.shape[0] < _SMALLEST_RESULT:
-            return Rule(("xla",), "the result has few tiles")
-        return Rule(
-            ("pallas", "xla"), "8-bit products take half the time, with scales in the epilogue"
-        )
-
-    def _bytes(self, residual: Any) -> tuple[int, int]:
-        """Returns the bytes per element that the epilogue reads, and those that it writes."""
-        read = 0 if residual is None else residual.dtype.itemsize
-        return read, self.options.out_dtype.itemsize + (4 if self.save_preactivation else 0)
-
-    def configs(
-        self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
-    ) -> Sequence[Hashable]:
-        del x_scale, bias
-        if implementation != "pallas":
-            return ()
-        w, activations = Packed(values, scale, zero_point), int(self.options.activation is not None)
-        work = pallas_quantized.both_work(x, w, *self._bytes(residual), activations)
-        return pallas_quantized.both_candidates(w, work, device.multiprocessors)
-
-    def _x(self, x, x_scale) -> QuantizedArray:
-        return assembled(x, x_scale, None, -1, "rows")
-
-    def _in_kernel(self, implementation, device, x, x_scale, w, bias, residual, config) -> Results:
-        operands = (x, x_scale, w, bias, residual)
-        if implementation == "cuda":
-            return quantized_matmul_cuda.both_forward(*operands, **self._keywords)
-        return pallas_quantized.both_forward(
-            *operands,
-            **self._keywords,
-            multiprocessors=device.multiprocessors,
-            columns_alike=self.options.columns_alike,
-            config=config,
-        )
-
-
-@dataclass(frozen=True)
-class _InputGradient:
-    """Computes (dz @ w^T,) from dz [M, F] and w [D, F]."""
-
-    options: _Options
-    features: int
-    """Number D of input features of w."""
-
-    @property
-    def name(self) -> str:
-        return "quantized_matmul input gradient"
-
-    def axes(self, *operands) -> Axes:
-        del operands
-        whole = "f" + _WHOLE
-        return Axes((ROWS + "f", self.options.letters, "gf", "gf"), (ROWS + "d",), whole=whole)
-
-    def why_not(self, device, dz, values, scale, zero_point) -> Mapping[str, str | None]:
-        reason = pallas_quantized.why_gradient_unsupported(
-            compute_capability=device.compute_capability,
-            dtype=dz.dtype,
-            k=self.features,
-            w=Packed(values, scale, zero_point),
-        )
-        # XLA comes first: it dequantises the weights, which takes more memory but less time.
-        return {"xla": None, "pallas": reason}
-
-    def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:
-        del values, scale, zero_point
-        if implementation != "pallas":
-            return ()
-        return pallas_quantized.gradient_candidates(dz, self.features, device.multiprocessors)
-
-    def run(self, implementation, device, dz, values, scale, zero_point, config=None) -> Results:
-        if implementation == "pallas":
-            dx = pallas_quantized.input_gradient(
-                dz,
-                Packed(values, scale, zero_point),
-                self.features,
-                multiprocessors=device.multiprocessors,
-                config=config,
-            )
-        else:
-            w = self.options.weights(values, scale, zero_point)
-            dx = quantized_matmul_xla.input_gradient(w, dz)
-        return (dx,)
-
-    batched = batched_rows
