@@ -254,6 +254,7 @@ READING = dict(
     interpolation=np.int64(1),
     reads=np.bool_(True),
     drops=np.bool_(False),
+    precise=np.bool_(True),
     widest=np.float32(1),
     fill=np.zeros(4, np.float32),
 )

@@ -1,5 +1,7 @@
 """Integers of 8 and 4 bits converted to floats, since the interpreter does not model registers."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,7 +48,8 @@ def test_registers_become_what_the_interpreter_has(bits, dtype, parts, monkeypat
         convert, stated = dequantize._floats_of_bytes, "from_bytes"
     else:
         stored, layout, length = np.asarray(pack_words(numbers)), mgpu.WGMMA_LAYOUT_8BIT, 4
-        convert, stated = dequantize._floats_of_words, "from_words"
+        convert = functools.partial(dequantize._floats_of_words, range(4))
+        stated = "from_words"
     of_words = of_first_warp(stored, layout, length)
     wide = (np.tile(shift[:, None], (1, 8)) for shift in shifts)
     of_shifts = [of_first_warp(shift, mgpu.WGMMA_LAYOUT, 2) for shift in wide]
@@ -60,9 +63,8 @@ def test_registers_become_what_the_interpreter_has(bits, dtype, parts, monkeypat
         with ir.InsertionPoint(block):
             of_stored = fragments(values[: len(of_words)], layout, stored.shape, is_signed=True)
             rows = np.array(values[len(of_words) :], dtype=object).reshape(parts, -1)
-            floats = convert(
-                of_stored, [fragments(row, mgpu.WGMMA_LAYOUT, (SHAPE[0], 8)) for row in rows]
-            )
+            of_rows = [fragments(row, mgpu.WGMMA_LAYOUT, (SHAPE[0], 8)) for row in rows]
+            floats = convert(of_stored, of_rows, ())
         assert floats.shape == SHAPE and floats.layout == mgpu.WGMMA_LAYOUT
         known = (*of_words, *(register for of_part in of_shifts for register in of_part))
         actual = computed(block, known, list(floats.registers.flat))
