@@ -154,11 +154,20 @@ class Fallback(NamedTuple):
 
 _recordings: list[list[Choice]] = []
 _fallback_recordings: list[list[Fallback]] = []
+_alone: contextvars.ContextVar[list[list[Choice]] | None] = contextvars.ContextVar(
+    "alone", default=None
+)
+"""The recordings in place of `_recordings` for what this thread traces within `recorded(alone=True)`."""
+
+
+def _active() -> list[list[Choice]]:
+    alone = _alone.get()
+    return _recordings if alone is None else alone
 
 
 def record(choice: Choice) -> None:
     """Adds a choice to the list of every active `recorded` context."""
-    for recording in _recordings:
+    for recording in _active():
         recording.append(choice)
 
 
@@ -166,15 +175,23 @@ def record(choice: Choice) -> None:
 def recorded(*, alone: bool = False) -> Iterator[list[Choice]]:
     """Yields a list, to which all choices made while tracing in this context are added.
 
-    With `alone`, as for a trial, they are not added to the lists of outer contexts.
+    With `alone`, as for a trial, they are not added to the lists of outer contexts, and those that other
+    threads make meanwhile are not added to this one.
     """
     recording: list[Choice] = []
-    outside = list(_recordings)
-    _recordings[:] = [recording] if alone else [*outside, recording]
+    if alone:
+        token = _alone.set([recording])
+        try:
+            yield recording
+        finally:
+            _alone.reset(token)
+        return
+    active = _active()
+    active.append(recording)
     try:
         yield recording
     finally:
-        _recordings[:] = outside if alone else [r for r in _recordings if r is not recording]
+        active[:] = [r for r in active if r is not recording]
 
 
 def note_fallback(module: str, reason: str) -> None:

@@ -46,7 +46,7 @@ class _Choices:
     """The choices that were recorded while a call was traced."""
 
     def __init__(self, choices: Sequence[dispatch.Choice]) -> None:
-        self.list = choices
+        self.list = tuple(choices)
 
 
 class _Traced(NamedTuple):

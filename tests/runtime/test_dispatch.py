@@ -1,5 +1,8 @@
 """Choice of an implementation, and errors if a named one cannot run."""
 
+import concurrent.futures
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -87,3 +90,29 @@ def test_a_named_kernel_never_falls_back(op, monkeypatch):
     for name in ("pallas", "cuda"):
         with pytest.raises(ValueError, match=f"implementation='{name}' cannot run here"):
             op(jnp.ones((8, 64)), implementation=name)
+
+
+def test_choices_of_one_thread_are_not_recorded_for_another():
+    """Two threads trace at once: each operator's own list has its own choices, and none stays active."""
+    first, second = (
+        dispatch.Choice(name, (), "xla", {"xla": None}) for name in ("first", "second")
+    )
+    barrier = threading.Barrier(2, timeout=10)
+
+    def trace(choice):
+        with dispatch.recorded(alone=True) as choices:
+            barrier.wait()
+            dispatch.record(choice)
+            barrier.wait()
+        return choices
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(trace, (first, second))) == [[first], [second]]
+    with dispatch.recorded() as outer, dispatch.recorded(alone=True) as inner:
+        dispatch.record(first)
+        with dispatch.recorded() as innermost:
+            dispatch.record(second)
+    assert (outer, inner, innermost) == ([], [first, second], [second])
+    with dispatch.recorded() as outer:
+        dispatch.record(first)
+    assert outer == [first]

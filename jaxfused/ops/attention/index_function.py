@@ -90,14 +90,16 @@ class IndexFunction:
         """Returns the function of the query's index, which stands at that index plus the offset.
 
         Args:
-          query_offset: None, a number, or an array, () or [B].
+          query_offset: None, a number, or numbers, () or [B].
         """
         if query_offset is None:
             return self
+        # A tracer can be no index of a list or of NumPy's arrays; one number stays a literal.
+        offsets = jnp.asarray(query_offset) if np.ndim(query_offset) else query_offset
 
         def f(*args: Any) -> Any:
             *first, b, h, q, k = args
-            offset = query_offset[b] if jnp.ndim(query_offset) else query_offset
+            offset = offsets[b] if jnp.ndim(offsets) else offsets
             return self(*first, b, h, (q + offset).astype(jnp.int32), k)
 
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.program.in_avals]

@@ -192,7 +192,7 @@ class Division:
         return found[::-1]
 
     def of_places(self, var: Any) -> IndexFunction:
-        """Returns a variable that does not depend on the score as a function of (b, h, q, k)."""
+        """Returns what does not depend on the score, a literal too, as a function of (b, h, q, k)."""
         jaxpr = self.program.jaxpr
         places = [v for v, letter in self.letters.items() if letter != "s"]
         equations = self.needed([var], set(places))
@@ -207,6 +207,6 @@ class Division:
             for eqn in equations:
                 given = [value_of(env, v) for v in eqn.invars]
                 env.update(zip(eqn.outvars, bound(eqn, given), strict=True))
-            return env[var]
+            return value_of(env, var)
 
         return IndexFunction(jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4))

@@ -128,8 +128,11 @@ def _takes_positions(
 
 
 def _linear(division: Division, var: Any) -> _Linear | None:
-    """Returns (x, y, z) of a variable x q + y k + z, or None if it is no such sum."""
-    if not jnp.issubdtype(var.aval.dtype, jnp.signedinteger) or var.aval.shape:
+    """Returns (x, y, z) of a variable x q + y k + z, or None if it is no such sum.
+
+    Integers of fewer bits may wrap.
+    """
+    if var.aval.dtype not in (jnp.int32, jnp.int64) or var.aval.shape:
         return None
     if isinstance(var, Literal):
         return 0, 0, int(var.val)

@@ -229,13 +229,15 @@ CONDITIONS = {
         "lengths rest",
     ),
     "of floats": (lambda b, h, q, k: k.astype(jnp.float32) <= q, "rest"),
+    "of bits that wrap": (lambda b, h, q, k: k.astype(jnp.int8) <= q.astype(jnp.int8), "rest"),
+    "with a flag": (lambda b, h, q, k: (k <= q) & jnp.bool_(True), "causal rest"),
 }
 
 
-@parametrize("offset", [None, 7, [3, -20]], quick=(2,))
+@parametrize("offset", [None, 7, (3, -20), [3, -20]], quick=(3,))
 def test_conditions_are_the_function(offset):
     """Positions, segments, lengths and the rest allow together what a function allows."""
-    offset = jnp.asarray(offset, jnp.int32) if isinstance(offset, list) else offset
+    offset = jnp.asarray(offset, jnp.int32) if isinstance(offset, tuple) else offset
     query, key = np.zeros((2, T, N, H), np.float16), np.zeros((2, S, N, H), np.float16)
     at = places(offset, 2, N, T, S)
     for name, (function, expected) in CONDITIONS.items():
