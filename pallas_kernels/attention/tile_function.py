@@ -320,6 +320,7 @@ class _Values:
     def __init__(self, jaxpr: Jaxpr, shape: tuple[int, ...], given: dict[Any, _Given]) -> None:
         self.shape, self.given, self.result = shape, given, jaxpr.outvars[0]
         self.equations = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns}
+        self.decisive = _decisive(jaxpr)
         self.parts: dict[Any, Part] = {}
         self.floats: dict[Any, Part] = {}
 
@@ -378,8 +379,14 @@ class _Values:
             result = 1.0 - 2.0 * _reciprocal(jnp.exp(2.0 * arrays[0]) + 1.0)
         elif name == "logistic":
             result = _reciprocal(jnp.exp(-arrays[0]) + 1.0)
-        elif name == "div" and len(parts[1].axes) < len(axes) and arrays[0].dtype == jnp.float32:
-            # One division a row or a column, which takes as long as several other operations.
+        elif (
+            name == "div"
+            and len(parts[1].axes) < len(axes)
+            and arrays[0].dtype == jnp.float32
+            and eqn.outvars[0] not in self.decisive
+        ):
+            # One division a row or a column, which takes as long as several other operations. The
+            # product with the inverse is rounded once more: 41 * (1 / 41) is below 1.
             inverse = Part(1.0 / parts[1].array, parts[1].axes)
             result = arrays[0] * inverse.over(axes, self.shape)
         elif name == "not" and arrays[0].dtype == jnp.bool_:
@@ -519,6 +526,16 @@ class _Values:
             else:
                 self.floats[var] = self.applied(eqn, [self.as_float(v) for v in eqn.invars])
         return self.floats[var]
+
+
+def _decisive(jaxpr: Jaxpr) -> set[Any]:
+    """Returns the variables on which comparisons or other steps depend, where a rounding may count."""
+    found: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        is_step = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+        if is_step or eqn.primitive.name in ("rem", "sign") or found & set(eqn.outvars):
+            found |= {var for var in eqn.invars if not isinstance(var, Literal)}
+    return found
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -265,6 +266,22 @@ def test_conditions_are_the_function(offset):
                 assert (by_kernels == rest.over(at)).all(), name
         expected_mask = np.broadcast_to(own.over(at), (2, N, T, S))
         np.testing.assert_array_equal(np.broadcast_to(allowed, (2, N, T, S)), expected_mask, name)
+
+
+def test_a_quotient_that_is_compared_is_not_a_product_with_the_inverse():
+    """The mask is that of the function: 41 / 41 >= 1, but in float32 41 * (1 / 41) < 1."""
+    size = 128
+    tile = types.SimpleNamespace(
+        shape=(size, size), query_axis=0, numbers=lambda axis: jnp.arange(size, dtype=jnp.int32)
+    )
+
+    def mask(b, h, q, k):
+        return ((q - k) / jnp.float32(41) >= 1) | ((q - k) / (k + 1.0) >= 1)
+
+    on_tiles = kernel_function(traced("mask_mod", mask), "mask_mod").function
+    allowed = on_tiles(tile, (), (size, size))
+    q, k = np.arange(size)[:, None], np.arange(size)
+    np.testing.assert_array_equal(allowed, (q - k >= 41) | (q - k >= k + 1))
 
 
 def fitting(**options):
