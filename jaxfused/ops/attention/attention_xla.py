@@ -123,10 +123,12 @@ def weights(
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
+    allowed = mask.allowed(query_count, key_count)
     if score_mod is not None:
-        logits = score_mod(logits).astype(logits.dtype)
+        # Masked keys get a score at which functions as sqrt have a finite derivative: 0 * NaN is NaN.
+        logits = score_mod(jnp.where(allowed, logits, 1.0)).astype(logits.dtype)
     sinks = None if sinks is None else sinks.astype(logits.dtype)
-    return _softmax(logits, mask.allowed(query_count, key_count), sinks)
+    return _softmax(logits, allowed, sinks)
 
 
 @jax.custom_jvp

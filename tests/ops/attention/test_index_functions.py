@@ -307,3 +307,18 @@ def test_in_a_shard_map_that_tracks_what_varies(kind):
     sharded = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
     for a, b in zip(gradient(sharded), gradient(f), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_functions_without_a_derivative_at_zero_have_gradients_beside_masked_keys():
+    """Keys beyond the length are zeros, and the derivative of sqrt(score) there is no number."""
+    q, k, v = jax.random.uniform(jax.random.key(0), (3, 1, 5, 2, 8), minval=0.1)
+
+    def f(*arrays, **options):
+        y = jaxfused.dot_product_attention(*arrays, score_mod=lambda s, *_: jnp.sqrt(s), **options)
+        return jnp.sum(jnp.square(y))
+
+    lengths = jnp.array([3])
+    ours = jax.grad(f, (0, 1, 2))(q, k, v, key_value_seq_lengths=lengths)
+    expected = jax.grad(lambda q, k, v: f(q, k[:, :3], v[:, :3]), (0, 1, 2))(q, k, v)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
