@@ -183,6 +183,8 @@ class TileFunction:
             [("the derivative of ", self.partials)] if self.of_score else []
         )
         for of, program in programs:
+            if program.jaxpr.constvars:
+                return f"{of}a function with a derivative of its own that closes over JAX's arrays"
             for eqn in program.eqns:
                 if (reason := why_not_on_tiles(eqn)) is not None:
                     return of + reason

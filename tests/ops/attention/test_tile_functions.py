@@ -284,6 +284,18 @@ def test_a_quotient_that_is_compared_is_not_a_product_with_the_inverse():
     np.testing.assert_array_equal(allowed, (q - k >= 41) | (q - k >= k + 1))
 
 
+def test_arrays_within_a_custom_derivative_are_left_to_xla():
+    half = put(0.5, jnp.float32)
+
+    @jax.custom_jvp
+    def halved(x):
+        return x * half
+
+    halved.defjvps(lambda tangent, result, x: tangent * half)
+    own = kernel_function(traced("score_mod", lambda s, b, h, q, k: halved(s)), "score_mod")
+    assert own.function is None and "closes over" in own.reason
+
+
 def fitting(**options):
     """Returns attention of half floats over rows for which kernels evaluate functions."""
     query, key = (jax.ShapeDtypeStruct((2, 320, n, 64), jnp.bfloat16) for n in (4, 2))
