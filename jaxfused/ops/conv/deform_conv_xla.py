@@ -55,7 +55,7 @@ def deform_conv(
     )
     y = merge_axes(y, 3)
     if bias is not None:
-        y = y + bias.astype(wide)
+        y = y + bias.astype(wide)[None, None, None]
     return y.astype(x.dtype)
 
 
