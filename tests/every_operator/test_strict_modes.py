@@ -733,9 +733,10 @@ def test_function(name, x64, dtype):
 
 
 def test_every_function_has_a_case():
-    # These functions take functions or a model, and have tests of their own: test_tuning.py,
-    # test_quantize_params_trees.py and test_calibration.py.
+    # These functions take functions, a model or counts, and have tests of their own: test_tuning.py,
+    # test_quantize_params_trees.py, test_calibration.py and test_context_parallel.py.
     without_arrays = {"calibrate", "explain", "quantize_params", "rope_from_config", "tune"}
+    without_arrays |= {"zigzag_order"}
     functions = {
         n
         for n, f in inspect.getmembers(jaxfused)
