@@ -11,6 +11,7 @@ from jaxfused import dispatch
 from jaxfused.ops.attention import attention_cudnn, attention_xla
 from jaxfused.ops.attention.attention_arguments import (
     broadcastable,
+    check_places,
     first_place,
     mask_of,
     scale_of,
@@ -166,6 +167,8 @@ def dot_product_attention(
     key_length = key.shape[1]
     allows = None if mask_mod is None else IndexFunction.of("mask_mod", mask_mod, None)
     query_offset = first_place(query_offset, query, key, query_seq_lengths, key_value_seq_lengths)
+    if mask_mod is not None or score_mod is not None:
+        check_places(query_offset, query_length)
     if bias is not None:
         bias = broadcastable("bias", bias, (batch, heads, query_length, key_length))
     device = dispatch.current_device(query, key, value)

@@ -215,6 +215,18 @@ def first_place(query_offset: Any, query, key, query_lengths: Any, key_lengths: 
     return last - (queries if query_lengths is None else query_lengths)
 
 
+def check_places(query_offset: Any, queries: int) -> None:
+    """Checks that the places of queries, which functions of the caller get, are integers of 32 bits."""
+    if query_offset is None or isinstance(query_offset, jax.Array):
+        return
+    most = 2**31 - 1 - queries
+    if any(abs(int(one)) > most for one in np.asarray(query_offset, object).flat):
+        raise ValueError(
+            f"dot_product_attention: query_offset is {query_offset!r}, but score_mod and mask_mod get"
+            f" places of 32 bits; pass offsets from {-most} to {most}."
+        )
+
+
 def places(query_offset: Any, batch: int, heads: int, queries: int, keys: int) -> Places:
     """Returns the arguments of `IndexFunction.over`: b [B], h [N], q [B or 1, T] and k [S].
 

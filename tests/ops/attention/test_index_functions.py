@@ -322,3 +322,14 @@ def test_functions_without_a_derivative_at_zero_have_gradients_beside_masked_key
     expected = jax.grad(lambda q, k, v: f(q, k[:, :3], v[:, :3]), (0, 1, 2))(q, k, v)
     for one, other in zip(ours, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [2**31, -(2**40), [2**33]])
+def test_places_have_32_bits(offset):
+    q = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(
+        ValueError, match=r"query_offset is .*, but score_mod and mask_mod get places"
+    ):
+        jaxfused.dot_product_attention(
+            q, q, q, query_offset=offset, mask_mod=lambda b, h, q, k: q >= k
+        )
