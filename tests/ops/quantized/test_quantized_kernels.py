@@ -553,7 +553,7 @@ def test_backward_of_many_rows_reads_the_quantized_weights(hopper):
         return vjp(y)
 
     assert kernels(gradients, x, q, bias, residual) == [
-        "quantized_linear",
+        "quantized_linear_tiles",
         "quantized_input_gradient",
     ]
     # XLA's program for the same would contain the weights as floats.
