@@ -50,12 +50,13 @@ def repeatable_product(
 ) -> jax.Array:
     """Returns the same as `sparse_product`, whose scatter has no order on a GPU, in a fixed order."""
     wide = accumulator_dtype(b.dtype)
-    at, columns = _without_negative(places, (rows, b.shape[0]))
+    # Rows before the first one stay there: what is in order stays so.
+    at, (_, columns) = places.rows, _without_negative(places, (rows, b.shape[0]))
     data = data.astype(wide)
     if not places.in_order:
         at, columns, data = jax.lax.sort((at, columns, data), num_keys=1)
-    ends = jnp.searchsorted(at, jnp.arange(rows, dtype=at.dtype), side="right")
-    has_entries = ends > jnp.searchsorted(at, jnp.arange(rows, dtype=at.dtype))
+    bounds = jnp.searchsorted(at, jnp.arange(rows + 1, dtype=at.dtype))
+    has_entries, ends = bounds[1:] > bounds[:-1], bounds[1:]
 
     def times(column: jax.Array) -> jax.Array:
         terms = data * column.astype(wide).at[columns].get(mode="fill", fill_value=0)

@@ -176,6 +176,12 @@ X = jnp.arange(6.0).reshape(3, 2)
 def test_entries_before_the_first_row_count_for_nothing():
     a = BCSR((jnp.arange(1.0, 4.0), jnp.array([0, 1, 1]), jnp.array([1, 2, 3])), shape=(2, 2))
     np.testing.assert_array_equal(jaxfused.sparse_matmul(a, jnp.eye(2)), [[0, 2], [0, 3]])
+    many = BCSR((jnp.arange(1.0, 8.0), jnp.zeros(7, int), jnp.array([5, 6, 7])), shape=(2, 2))
+    options = dict(rows=2, out_dtype="float32")
+    y = repeatable_product(many.data, coordinates(many), jnp.eye(2), **options)
+    np.testing.assert_array_equal(y, [[6, 0], [7, 0]])
+    y = dense_product(many.data, coordinates(many), jnp.eye(2), precision=None, **options)
+    np.testing.assert_array_equal(y, [[6, 0], [7, 0]])
 
 
 @pytest.mark.exhaustive
