@@ -88,6 +88,23 @@ class kernel_gradient:
         return f"{op} on a GPU has no {what}; pass implementation='xla'."
 
 
+def gradients_in_xla[Operands: Any](
+    f: Callable[[Operands], Any], operands: Operands, cotangents: Any
+) -> tuple[Operands]:
+    """Returns what the backward of a stage returns that differentiates `f`, its function in XLA.
+
+    Operands are a NamedTuple. Its floats get gradients, other dtypes and absent operands None.
+    """
+    floats = {
+        name: operand
+        for name, operand in operands._asdict().items()
+        if operand is not None and jnp.issubdtype(operand.dtype, jnp.floating)
+    }
+    _, pullback = jax.vjp(lambda floats: f(operands._replace(**floats)), floats)
+    [gradients] = pullback(cotangents)
+    return (type(operands)(**(dict.fromkeys(operands._fields) | gradients)),)
+
+
 def _in_reverse_of(refusal: str, operands: Any) -> Any:
     """Returns the operands, with `_in_reverse` applied to those of float dtypes."""
     given, tree = jax.tree.flatten(operands)

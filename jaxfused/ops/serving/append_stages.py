@@ -13,9 +13,10 @@ from jaxfused import dispatch
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.ops.rope.rope import rope
 from jaxfused.ops.serving import append_cuda
+from jaxfused.ops.serving.example_operands import example_operands
 from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.kernel_gradient import gradients_in_xla, kernel_gradient
 from jaxfused.runtime.runner import Axes, Results, Runner
 
 NO_PALLAS = "there is no Pallas kernel that appends to a cache"
@@ -56,6 +57,15 @@ class Options:
     interleaved: bool
     scales_tokens: bool
     """Whether there is a scale of each token and head, which is chosen."""
+
+
+def cache_axes(arrays: Any) -> str:
+    """Returns the letters of a cache's axes but for features, by the `layer` and `sequences` of a stage.
+
+    Sequences that are chosen by index may be on any device.
+    """
+    layers = "" if arrays.layer is None else "l"
+    return layers + ("b" if arrays.sequences is None else "c") + "sk"
 
 
 def places(
@@ -143,11 +153,9 @@ class Append:
 
     def axes(self, *operands) -> Axes:
         arrays = Arrays(*operands)
-        layers = "l" if arrays.layer is not None else ""
-        # The sequences of a cache that are chosen by index may be on any device.
-        batch = "b" if arrays.sequences is None else "c"
-        kept = [f"{layers}{batch}sk{size}" for size in "hv"]
-        scale = f"{layers}{batch}sk" if self.options.scales_tokens else "k"
+        cache = cache_axes(arrays)
+        kept = cache + "h", cache + "v"
+        scale = cache if self.options.scales_tokens else "k"
         angles = "tr" if arrays.cos is not None and arrays.cos.ndim == 2 else "btr"
         tokens = ("btkh", "btkv", "b", "b", "b", "", scale, scale, angles, angles)
         results = [scale if self.options.scales_tokens else None] * 2
@@ -177,19 +185,9 @@ class Append:
 
     def examples(self, random, device, *operands) -> Any:
         del device
-        arrays = Arrays(*operands)
-        integers = ("lengths", "counts", "sequences", "layer")
-        zeros = {
-            name: None if array is None else jnp.zeros(array.shape, jnp.int32)
-            for name, array in arrays._asdict().items()
-            if name in integers
-        }
-        floats = {
-            name: None if array is None else random(array)
-            for name, array in arrays._asdict().items()
-            if name not in integers
-        }
-        return Arrays(**zeros, **floats)
+        return example_operands(
+            random, Arrays(*operands), lengths=0, counts=0, sequences=0, layer=0
+        )
 
     def run(self, implementation, device, *operands) -> Results:
         del device
@@ -267,17 +265,7 @@ def _append_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[Results,
 def _append_bwd(run: Runner, options: Options, arrays: Arrays, dresults: Any) -> Any:
     """Differentiates XLA's scatters."""
     del run
-    floats = {
-        name: array
-        for name, array in arrays._asdict().items()
-        if array is not None and jnp.issubdtype(array.dtype, jnp.floating)
-    }
-
-    def f(floats: dict[str, Any]) -> Results:
-        return append_xla(arrays._replace(**floats), options)
-
-    (gradients,) = jax.vjp(f, floats)[1](dresults)
-    return (Arrays(**{**dict.fromkeys(Arrays._fields), **gradients}),)
+    return gradients_in_xla(lambda arrays: append_xla(arrays, options), arrays, dresults)
 
 
 _append.defvjp(_append_fwd, _append_bwd)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfused import dispatch
-from jaxfused.ops.attention.attention import dot_product_attention
-from jaxfused.ops.serving import cached_attention_cuda
+from jaxfused.ops.serving import attention_to_copy, cached_attention_cuda
+from jaxfused.ops.serving.append_stages import cache_axes
+from jaxfused.ops.serving.example_operands import example_operands
 from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import kernels_first
-from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.kernel_gradient import gradients_in_xla, kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Axes, Results, Runner
 
@@ -61,25 +62,9 @@ class Options:
 
     def copied(self, arrays: Arrays, implementation: Any = None) -> jax.Array:
         """Returns the output [B, T, K, G, V] of attention to a widened copy of keys and values."""
-        batch, tokens, heads, group, size = arrays.query.shape
         pairs = (arrays.key, arrays.key_scale), (arrays.value, arrays.value_scale)
         key, value = (self._read(*pair, arrays) for pair in pairs)
-        output = dot_product_attention(
-            arrays.query.reshape(batch, tokens, heads * group, size),
-            key,
-            value,
-            scale=self.scale,
-            is_causal=tokens > 1,
-            local_window_size=None if self.window is None else (self.window - 1, 0),
-            logits_soft_cap=self.soft_cap,
-            query_offset=arrays.offset,
-            query_seq_lengths=arrays.counts,
-            key_value_seq_lengths=arrays.lengths,
-            sinks=None if arrays.sinks is None else arrays.sinks.reshape(-1),
-            implementation=implementation,
-        )
-        assert isinstance(output, jax.Array)
-        return output.reshape(batch, tokens, heads, group, -1)
+        return attention_to_copy.attend(arrays, self, key, value, implementation)
 
     def _read(self, kept: jax.Array, scale: jax.Array | None, arrays: Arrays) -> jax.Array:
         def part(array: jax.Array) -> jax.Array:
@@ -111,14 +96,11 @@ class InCache:
 
     def axes(self, *operands) -> Axes:
         arrays = Arrays(*operands)
-        layers = "l" if arrays.layer is not None else ""
-        # The sequences of a cache that are chosen by index may be on any device.
-        batch = "b" if arrays.sequences is None else "c"
-        kept = [f"{layers}{batch}sk{size}" for size in "hv"]
+        cache = cache_axes(arrays)
         of_heads = arrays.key_scale is not None and arrays.key_scale.ndim == 1
-        scale = "k" if of_heads else f"{layers}{batch}sk"
+        scale = "k" if of_heads else cache
         others = (scale, scale, "b", "b", "b", "kg", "b", "")
-        return Axes(("btkgh", *kept, *others), ("btkgv",), whole="tglcshv")
+        return Axes(("btkgh", cache + "h", cache + "v", *others), ("btkgv",), whole="tglcshv")
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
         arrays = Arrays(*operands)
@@ -141,23 +123,15 @@ class InCache:
         del device
         arrays = Arrays(*operands)
         capacity, tokens = arrays.key.shape[-3], arrays.query.shape[1]
-
-        def full(array: Any, number: int) -> Any:
-            return None if array is None else jnp.full(array.shape, number, jnp.int32)
-
-        integers = dict(
-            lengths=full(arrays.lengths, capacity),
-            offset=full(arrays.offset, max(0, capacity - tokens)),
-            counts=full(arrays.counts, tokens),
-            sequences=full(arrays.sequences, 0),
-            layer=full(arrays.layer, 0),
+        return example_operands(
+            random,
+            arrays,
+            lengths=capacity,
+            offset=max(0, capacity - tokens),
+            counts=tokens,
+            sequences=0,
+            layer=0,
         )
-        floats = {
-            name: None if array is None else random(array)
-            for name, array in arrays._asdict().items()
-            if name not in integers
-        }
-        return Arrays(**floats, **integers)
 
     def run(self, implementation, device, *operands) -> Results:
         arrays, options = Arrays(*operands), self.options
@@ -238,17 +212,7 @@ def _attend_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[jax.Arra
 def _attend_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Array) -> Any:
     """Differentiates attention to a widened copy of the cache."""
     del run
-    floats = {
-        name: array
-        for name, array in arrays._asdict().items()
-        if array is not None and jnp.issubdtype(array.dtype, jnp.floating)
-    }
-
-    def f(floats: dict[str, Any]) -> jax.Array:
-        return options.copied(arrays._replace(**floats))
-
-    (gradients,) = jax.vjp(f, floats)[1](doutput)
-    return (Arrays(**{**dict.fromkeys(Arrays._fields), **gradients}),)
+    return gradients_in_xla(options.copied, arrays, doutput)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -13,12 +13,21 @@ from jaxfused import dispatch
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.ops.serving import append_cuda
 from jaxfused.ops.serving.append_stages import NO_PALLAS
-from jaxfused.ops.serving.pages import Layout, Pages, Pools, are_shared, is_in_pool, tokens_of
+from jaxfused.ops.serving.example_operands import example_operands
+from jaxfused.ops.serving.pages import (
+    Layout,
+    Pages,
+    Pools,
+    are_shared,
+    is_in_pool,
+    tokens_of,
+    values_and_scale,
+)
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_int32
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import choose_without_stages
-from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.kernel_gradient import gradients_in_xla, kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Axes, Results, Runner
 
@@ -56,15 +65,9 @@ class Arrays(NamedTuple):
         return Pools(key, value, layout)
 
 
-def _values_and_scale(pool: Any) -> tuple[Any, Any]:
-    if not isinstance(pool, QuantizedArray):
-        return pool, None
-    return pool.values, pool.scale[..., 0]
-
-
 def _results(pools: Pools) -> Results:
     """Returns (keys, values, scales of keys, scales of values)."""
-    (key, key_scale), (value, value_scale) = map(_values_and_scale, (pools.key, pools.value))
+    (key, key_scale), (value, value_scale) = map(values_and_scale, (pools.key, pools.value))
     return key, value, key_scale, value_scale
 
 
@@ -158,16 +161,8 @@ class AppendToPages:
 
     def examples(self, random, device, *operands) -> Any:
         del device
-        integers = ("lengths", "table", "bounds", "sequences")
-        return Arrays(
-            **{
-                name: None
-                if array is None
-                else jnp.zeros(array.shape, jnp.int32)
-                if name in integers
-                else random(array)
-                for name, array in Arrays(*operands)._asdict().items()
-            }
+        return example_operands(
+            random, Arrays(*operands), lengths=0, table=0, bounds=0, sequences=0
         )
 
     def run(self, implementation, device, *operands) -> Results:
@@ -202,7 +197,7 @@ def append(
 ) -> Pools:
     """Returns the pools with new tokens: keys, values, lengths, table and bounds as in `Arrays`."""
     key, value, lengths, table, bounds = tokens
-    parts = [_values_and_scale(pool) for pool in (pools.key, pools.value)]
+    parts = [values_and_scale(pool) for pool in (pools.key, pools.value)]
     (kept_key, key_scale), (kept_value, value_scale) = parts
     scales = [scale for _, scale in parts if scale is not None]
     count = None if sequences is None else as_int32(sequences).reshape(1)
@@ -253,18 +248,11 @@ def _append_fwd(run: Runner, stage: AppendToPages, arrays: Arrays) -> tuple[Resu
 def _append_bwd(run: Runner, stage: AppendToPages, arrays: Arrays, dresults: Any) -> Any:
     """Differentiates XLA's scatters."""
     del run
-    floats = {
-        name: array
-        for name, array in arrays._asdict().items()
-        if array is not None and jnp.issubdtype(array.dtype, jnp.floating)
-    }
 
-    def f(floats: dict[str, Any]) -> Results:
-        changed = arrays._replace(**floats)
-        return _results(append_xla(changed.pools(stage.layout), changed))
+    def f(arrays: Arrays) -> Results:
+        return _results(append_xla(arrays.pools(stage.layout), arrays))
 
-    (gradients,) = jax.vjp(f, floats)[1](dresults)
-    return (Arrays(**{**dict.fromkeys(Arrays._fields), **gradients}),)
+    return gradients_in_xla(f, arrays, dresults)
 
 
 _append.defvjp(_append_fwd, _append_bwd)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.attention.attention import dot_product_attention
-from jaxfused.ops.serving import cached_attention_cuda
-from jaxfused.ops.serving.pages import Layout, Pools, is_in_pool
+from jaxfused.ops.serving import attention_to_copy, cached_attention_cuda
+from jaxfused.ops.serving.example_operands import example_operands
+from jaxfused.ops.serving.pages import Layout, Pools, are_own, is_in_pool, values_and_scale
 from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.kernel_gradient import gradients_in_xla, kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Axes, Results, Runner
 from pallas_kernels.attention import paged
@@ -79,24 +79,8 @@ class Options:
     ) -> jax.Array:
         """Returns the output [B, T, K, G, V] of attention to a copy of the pages, or of `pools`."""
         pools = arrays.pools(self.layout) if pools is None else pools
-        batch, tokens, key_heads, group, size = arrays.query.shape
         key, value = pools.read(arrays.table, arrays.lengths, arrays.query.dtype)
-        output = dot_product_attention(
-            arrays.query.reshape(batch, tokens, key_heads * group, size),
-            key,
-            value,
-            scale=self.scale,
-            is_causal=tokens > 1,
-            local_window_size=None if self.window is None else (self.window - 1, 0),
-            logits_soft_cap=self.soft_cap,
-            query_offset=arrays.offset,
-            query_seq_lengths=arrays.counts,
-            key_value_seq_lengths=arrays.lengths,
-            sinks=None if arrays.sinks is None else arrays.sinks.reshape(-1),
-            implementation=implementation,
-        )
-        assert isinstance(output, jax.Array)
-        return output.reshape(batch, tokens, key_heads, group, pools.value_size)
+        return attention_to_copy.attend(arrays, self, key, value, implementation)
 
 
 @dataclass(frozen=True)
@@ -165,22 +149,10 @@ class InPages:
         keys = arrays.table.shape[1] * sizes.page_size
         pages = jnp.arange(arrays.table.size, dtype=jnp.int32) % sizes.pages
         tokens = arrays.query.shape[1]
-
-        def full(array: Any, number: int) -> Any:
-            return None if array is None else jnp.full(array.shape, number, jnp.int32)
-
-        return Arrays(
-            query=random(arrays.query),
-            key=random(arrays.key),
-            value=None if arrays.value is None else random(arrays.value),
-            table=pages.reshape(arrays.table.shape),
-            lengths=full(arrays.lengths, keys),
-            offset=full(arrays.offset, max(0, keys - tokens)),
-            counts=full(arrays.counts, tokens),
-            sinks=None if arrays.sinks is None else random(arrays.sinks),
-            key_scale=None if arrays.key_scale is None else random(arrays.key_scale),
-            value_scale=None if arrays.value_scale is None else random(arrays.value_scale),
+        made = example_operands(
+            random, arrays, table=0, lengths=keys, offset=max(0, keys - tokens), counts=tokens
         )
+        return made._replace(table=pages.reshape(arrays.table.shape))
 
     def configs(self, implementation, device, *operands) -> Any:
         del device
@@ -368,15 +340,16 @@ def _has_token_scales(pool: Any) -> bool | None:
     if not isinstance(pool, QuantizedArray):
         return False
     more = (pool.zero_point, pool.offset, pool.codebook)
-    is_plain = all(x is None for x in more) and pool.scale.shape == (*pool.values.shape[:-1], 1)
-    return True if is_plain else None
+    return True if all(x is None for x in more) and are_own(pool) else None
 
 
 def _values_and_scale(pool: Any, layout: Layout) -> tuple[Any, Any]:
-    if not isinstance(pool, QuantizedArray):
-        return pool, None
-    scale = pool.scale[..., 0].astype(jnp.float32)
-    return pool.values, scale if layout == "KPSH" else jnp.moveaxis(scale, -1, 0)
+    """Returns the pool's values and its scales with the axes of `Arrays`; None for floats."""
+    values, scale = values_and_scale(pool)
+    if scale is None:
+        return values, None
+    scale = scale.astype(jnp.float32)
+    return values, scale if layout == "KPSH" else jnp.moveaxis(scale, -1, 0)
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="paged_attention")
@@ -391,17 +364,7 @@ def _in_place_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[jax.Ar
 
 def _in_place_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Array) -> Any:
     """Differentiates attention to a copy of the pages; no server needs fast gradients of pages."""
-    floats = {
-        name: array
-        for name, array in arrays._asdict().items()
-        if array is not None and jnp.issubdtype(array.dtype, jnp.floating)
-    }
-
-    def f(floats: dict[str, Any]) -> jax.Array:
-        return options.gathered(arrays._replace(**floats))
-
-    (gradients,) = jax.vjp(f, floats)[1](doutput)
-    return (Arrays(**{**dict.fromkeys(Arrays._fields), **gradients}),)
+    return gradients_in_xla(options.gathered, arrays, doutput)
 
 
 _in_place.defvjp(_in_place_fwd, _in_place_bwd)

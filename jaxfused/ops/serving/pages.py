@@ -213,6 +213,13 @@ def with_whole_rows(*arrays: jax.Array) -> Any:
     return sharding.align(arrays, operand_axes=axes, whole="rhbnc")
 
 
+def values_and_scale(pool: Any) -> tuple[Any, Any]:
+    """Returns the numbers of a pool, and their scales without the axis of features; None for floats."""
+    if not isinstance(pool, QuantizedArray):
+        return pool, None
+    return pool.values, pool.scale[..., 0]
+
+
 def are_shared(pool: QuantizedArray, layout: Layout) -> bool:
     """Whether all tokens have one scale, or one for each head."""
     kinds = pool.scale.shape[1:3] if layout == "KPSH" else pool.scale.shape[:2]

@@ -1,0 +1,27 @@
+"""Operands for a trial of a stage of serving, which are in range where they are integers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def example_operands[Arrays: Any](
+    random: Callable[[Any], Any], arrays: Arrays, **integers: int
+) -> Arrays:
+    """Returns arrays like a stage's NamedTuple `arrays`; those that are None stay None.
+
+    Args:
+      random: makes an array like another.
+      arrays: shapes and dtypes.
+      integers: the number that fills each int32 array; all other arrays are random.
+    """
+
+    def made(name: str, array: Any) -> Any:
+        if array is None:
+            return None
+        if name in integers:
+            return jnp.full(array.shape, integers[name], jnp.int32)
+        return random(array)
+
+    return type(arrays)(**{name: made(name, array) for name, array in arrays._asdict().items()})
