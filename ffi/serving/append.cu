@@ -264,14 +264,8 @@ ffi::Error append(cudaStream_t stream, ffi::AnyBuffer key, ffi::AnyBuffer value,
   }
   if (!is_absent(sequences)) RETURN_IF_ERROR(check_integers("sequences", sequences, {1}));
   if (!is_absent(layer)) RETURN_IF_ERROR(check_integers("layer", layer, {1}));
-  int64_t most_pages = 1;
-  if (!is_absent(table)) {
-    if (table.dimensions().size() != 2) {
-      return ffi::Error::InvalidArgument("table must have 2 axes");
-    }
-    most_pages = table.dimensions()[1];
-    RETURN_IF_ERROR(check_integers("table", table, {batch, most_pages}));
-  }
+  int64_t most_pages = 0;
+  RETURN_IF_ERROR(check_table(table, batch, &most_pages));
   if (!is_absent(cos)) {
     const int64_t angles = cos.dimensions()[0], pairs = cos.element_count() / angles;
     RETURN_IF_ERROR(check_float32("cos", cos, {angles, pairs}));

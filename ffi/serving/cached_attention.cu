@@ -699,15 +699,9 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
     args.key_scale = static_cast<const float*>(key_scale.untyped_data());
     args.value_scale = static_cast<const float*>(value_scale.untyped_data());
   }
-  int64_t most_pages = 1;
-  if (!is_absent(table)) {
-    if (table.dimensions().size() != 2) {
-      return ffi::Error::InvalidArgument("table must have 2 axes");
-    }
-    most_pages = table.dimensions()[1];
-    RETURN_IF_ERROR(check_integers("table", table, {batch, most_pages}));
-    args.table = static_cast<const int*>(table.untyped_data());
-  }
+  int64_t most_pages = 0;
+  RETURN_IF_ERROR(check_table(table, batch, &most_pages));
+  args.table = data_or_null<int>(table);
   RETURN_IF_ERROR(check_integers("lengths", lengths, {batch}));
   RETURN_IF_ERROR(check_integers("offsets", offsets, {batch}));
   if (!is_absent(counts)) RETURN_IF_ERROR(check_integers("counts", counts, {batch}));

@@ -31,6 +31,17 @@ inline ffi::Error check_integers(std::string_view name, const ffi::AnyBuffer& x,
   return check_dtype(name, x, ffi::DataType::S32);
 }
 
+// Checks the pages of each sequence, [batch, pages]; sets how many there are, 1 without a table.
+inline ffi::Error check_table(const ffi::AnyBuffer& table, int64_t batch, int64_t* most_pages) {
+  *most_pages = 1;
+  if (is_absent(table)) return ffi::Error::Success();
+  if (table.dimensions().size() != 2) {
+    return ffi::Error::InvalidArgument("table must have 2 axes");
+  }
+  *most_pages = table.dimensions()[1];
+  return check_integers("table", table, {batch, *most_pages});
+}
+
 // Whether an array keeps bytes; float8 may be given as the bits.
 inline bool has_bytes(const ffi::AnyBuffer& x) {
   switch (x.element_type()) {

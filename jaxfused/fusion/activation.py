@@ -254,7 +254,7 @@ def _full(constant: Value) -> jax.Array:
 
 
 def _has_derivative(name: str, z: Value, result: Value, covered: set[Node]) -> bool:
-    """Whether a function that has an activation's values has its derivative too, at corners as well."""
+    """Returns whether a function with an activation's values has its derivative too, also at corners."""
     made_of = _made_of(covered)
     if not made_of & _KINKS:
         return True

@@ -292,7 +292,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         )
         if sow_weights:
             options["module"] = self
-        # As in Flax, the caller's own function may lack some of these arguments.
+        # Arguments that the caller's own function lacks are left out, as in Flax.
         taken = inspect.signature(self.attention_fn).parameters
         options = {name: option for name, option in options.items() if name in taken}
         attended = self.attention_fn(query, key, value, **options)

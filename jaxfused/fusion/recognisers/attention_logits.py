@@ -49,7 +49,7 @@ class Masking:
     is_added: bool
     """True if the number is added to the logits, which then still get a gradient."""
     as_bias: tuple[View, "Axes", bool] | None = None
-    """What is added, in the form of `Logits.biases`."""
+    """Numbers that are added to the logits, in the form of `Logits.biases`."""
 
 
 @dataclass

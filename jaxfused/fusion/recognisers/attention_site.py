@@ -147,7 +147,7 @@ def _sum_of_biases(
 
 
 def _is_mask_a_bias(logits: Logits) -> bool:
-    """Whether the only mask adds a number beside which a bias counts, as -1e9 in float32.
+    """Returns whether the only mask adds a number that leaves a bias its digits, as -1e9 in float32.
 
     It is then one more bias, where each query has a key that it leaves alone.
     """

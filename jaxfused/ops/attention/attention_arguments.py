@@ -130,7 +130,7 @@ def mask_of(
 
 
 class Limits(NamedTuple):
-    """What limits attention beside arrays and objects that are masks."""
+    """Options that limit attention, beside masks that are arrays or objects."""
 
     is_causal: bool
     sides: tuple[int, int] | None

@@ -51,9 +51,9 @@ class Options:
     pattern: Pattern | None = None
     """Mask objects of the call, combined; `Arrays.pattern_heads` says which head has which."""
     score: TileFunction | None = None
-    """What changes each logit after cap and bias, given the first of `Arrays.reads`."""
+    """Function that changes each logit after cap and bias, given the first of `Arrays.reads`."""
     allows: TileFunction | None = None
-    """What else a query must meet to attend to a key, given the other reads."""
+    """Function that says which keys a query may attend to, given the other reads; None for all."""
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
