@@ -11,6 +11,7 @@ from jaxfused import dispatch
 from jaxfused.ops.attention import attention_cudnn, attention_xla
 from jaxfused.ops.attention.attention_arguments import (
     broadcastable,
+    check_kinds,
     check_places,
     first_place,
     mask_of,
@@ -148,21 +149,12 @@ def dot_product_attention(
     cap: Gemma Team, "Gemma 2", 2024, https://arxiv.org/abs/2408.00118; sinks: OpenAI, "gpt-oss-120b
     & gpt-oss-20b Model Card", 2025, https://arxiv.org/abs/2508.10925
     """
-    if isinstance(bias, AttentionMask):
-        raise ValueError(
-            f"dot_product_attention: bias is {bias!r}, but it is an array that is added to the logits;"
-            " pass mask=, which takes masks."
-        )
+    check_kinds(bias, return_residual, return_lse)
     query, key, value, bias, sinks = as_arrays(query, key, value, bias, sinks)
     has_batch = query.ndim != 3
     if not has_batch:
         query, key, value = (a[None] if a.ndim == 3 else a for a in (query, key, value))
     validate(query, key, value, bias, sinks)
-    if return_residual and return_lse:
-        raise ValueError(
-            "dot_product_attention: return_residual and return_lse were passed, and both return the"
-            " log-sum-exp, the first without a gradient; pass one of them."
-        )
     batch, query_length, heads, head_size = query.shape
     key_length = key.shape[1]
     allows = None if mask_mod is None else IndexFunction.of("mask_mod", mask_mod, None)
@@ -177,11 +169,7 @@ def dot_product_attention(
         query_offset=query_offset,
         sizes=(batch, heads, query_length, key_length),
     )
-    score = None
-    if score_mod is not None:
-        dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-        own = IndexFunction.of("score_mod", score_mod, dtype)
-        bias, score = functions.of_score(own, bias, dtype)
+    bias, score = functions.of_score(score_mod, bias, query.dtype)
     dropout_words = dropout_arguments.dropout_words(
         "dot_product_attention", dropout_rate, dropout_key
     )

@@ -203,6 +203,20 @@ def _check_mask_object(mask: AttentionMask, shape: tuple[int, int, int]) -> None
         )
 
 
+def check_kinds(bias: Any, return_residual: bool, return_lse: bool) -> None:
+    """Checks that the bias is no mask, and that the log-sum-exp is asked for once."""
+    if isinstance(bias, AttentionMask):
+        raise ValueError(
+            f"dot_product_attention: bias is {bias!r}, but it is an array that is added to the logits;"
+            " pass mask=, which takes masks."
+        )
+    if return_residual and return_lse:
+        raise ValueError(
+            "dot_product_attention: return_residual and return_lse were passed, and both return the"
+            " log-sum-exp, the first without a gradient; pass one of them."
+        )
+
+
 def first_place(query_offset: Any, query, key, query_lengths: Any, key_lengths: Any) -> Any:
     """Returns the offset, a number or [B]; "bottom_right" becomes the keys' count minus the queries'."""
     if not isinstance(query_offset, str) or query_offset != "bottom_right":

@@ -1,10 +1,12 @@
 """score_mod and mask_mod of a call: as a bias and an array of bool, or evaluated by the kernels."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxfused.ops.attention.attention_arguments import places
 from jaxfused.ops.attention.index_function import IndexFunction, ScoreMod
@@ -39,13 +41,18 @@ class CallFunctions:
         return self.sizes[2] >= _FEW_QUERIES and self.sizes[3] > _FEW_KEYS
 
     def of_score(
-        self, function: IndexFunction, bias: jax.Array | None, dtype: Any
+        self, score_mod: Callable[..., Any] | None, bias: jax.Array | None, dtype: Any
     ) -> tuple[jax.Array | None, ScoreMod | None]:
-        """Returns the bias that includes an additive score_mod, and another one for XLA; or neither.
+        """Returns the bias, with an additive score_mod, and another score_mod for XLA, or None.
 
         What is added is a bias, whose gradient is that of the arrays it was computed from. One that
         depends on query and key together would be as large as the logits, so kernels evaluate it.
+        `dtype` is that of the queries.
         """
+        if score_mod is None:
+            return bias, None
+        dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
+        function = IndexFunction.of("score_mod", score_mod, dtype)
         score = ScoreMod(function, self.places, dtype)
         own = None
         if self.why_no_kernel is None:
