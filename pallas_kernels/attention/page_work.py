@@ -4,6 +4,8 @@ The work is a list of blocks of keys: those of the first tile of rows of the fir
 next tile, and so on to the last sequence. Every CTA takes the same number of consecutive blocks, also
 across sequences, so that one long sequence is shared by many CTAs. A CTA's output for one tile of rows
 is a part of the tile. CTAs and tiles both ascend, so CTA + tile numbers the parts without collisions.
+
+Or a CTA has one tile of rows with all of its blocks, so that no sequence's result depends on the others.
 """
 
 from dataclasses import dataclass
@@ -46,6 +48,8 @@ class Division:
     units: int
     """Tiles of rows of a sequence, over all of its key heads."""
     key_block: int
+    is_whole: bool = False
+    """Whether each CTA has one unit, with all of its blocks; there are then as many CTAs as units."""
 
     def blocks(self, mask: BlockMask, extent: Extent) -> tuple[Index, jax.Array]:
         """Returns the first block that a sequence visits, and how many it visits, at least one.
@@ -64,14 +68,30 @@ class Division:
 
         counts = jax.vmap(blocks)(jnp.arange(batch, dtype=jnp.int32))
         ends = self.units * jnp.cumsum(counts, dtype=jnp.int32)
-        begin = self.quota(ends[-1]) * jnp.arange(self.ctas + 1, dtype=jnp.int32)
-        first = jnp.sum(ends[None] <= begin[:, None], axis=1, dtype=jnp.int32)
+        cta = jnp.arange(self.ctas + 1, dtype=jnp.int32)
+        if self.is_whole:
+            first = cta // self.units
+        else:
+            begin = self.quota(ends[-1]) * cta
+            first = jnp.sum(ends[None] <= begin[:, None], axis=1, dtype=jnp.int32)
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         return Plan(starts, jnp.minimum(first, batch - 1))
 
     def quota(self, total: jax.Array) -> jax.Array:
         """Returns the number of blocks that a CTA takes."""
         return lax.div(total + (self.ctas - 1), jnp.int32(self.ctas))
+
+    def work(self, plan: Plan, cta: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the range [begin, stop) of a CTA's blocks in the list; a kernel calls this."""
+        if self.is_whole:
+            sequence = lax.div(cta, jnp.int32(self.units))
+            start = plan.starts[sequence]
+            blocks = lax.div(plan.starts[sequence + 1] - start, jnp.int32(self.units))
+            begin = start + lax.rem(cta, jnp.int32(self.units)) * blocks
+            return begin, begin + blocks
+        total = plan.starts[plan.starts.shape[0] - 1]
+        quota = self.quota(total)
+        return jnp.minimum(cta * quota, total), jnp.minimum((cta + 1) * quota, total)
 
     def place(self, plan: Plan, number: jax.Array, sequence: jax.Array) -> Place:
         """Returns the `Place` of block `number`, in `sequence` or the next one; a kernel calls this."""
@@ -83,10 +103,12 @@ class Division:
 
     def parts(self, plan: Plan, sequence: jax.Array, unit: jax.Array) -> tuple[Index, Index]:
         """Returns the range [start, stop) of the indices of a unit's parts; a kernel calls this."""
+        number = sequence * self.units + unit
+        if self.is_whole:
+            return 2 * number, 2 * number + 1
         total = plan.starts[plan.starts.shape[0] - 1]
         quota = self.quota(total)
         start = plan.starts[sequence]
         blocks = lax.div(plan.starts[sequence + 1] - start, jnp.int32(self.units))
         begin = start + unit * blocks
-        number = sequence * self.units + unit
         return number + lax.div(begin, quota), number + lax.div(begin + blocks - 1, quota) + 1

@@ -227,18 +227,21 @@ def forward(
     logits: Logits,
     multiprocessors: int,
     config: PagedConfig | None = None,
+    is_whole: bool = False,
 ) -> jax.Array:
     """Returns the output [B, T, N, V] of queries [B, T, N, H].
 
     `operands` may have sinks, lengths of queries and keys, and the offset of the queries. Rows without a
-    visible key are 0.
+    visible key are 0. If `is_whole`, a CTA reads all keys of its rows, and no sequence's result depends
+    on the others.
     """
     sizes = pages.sizes(layout)
     config = config or candidates(sizes)[0]
     shape = sizes.shape(query)
     packing = Packing.of(shape)
     units = shape.key_heads * packing.tiles
-    division = Division(config.ctas(shape, multiprocessors), units, config.key_block)
+    ctas = shape.batch * units if is_whole else config.ctas(shape, multiprocessors)
+    division = Division(ctas, units, config.key_block, is_whole)
     plan = division.plan(logits.mask, operands, shape.batch)
     kernel = _Paged(sizes, shape, query.dtype, logits, config, packing, division)
     lengths = operands._replace(sinks=None)
@@ -379,10 +382,7 @@ class _Paged:
 
     def __call__(self, cta: _Cta) -> None:
         number = lax.axis_index("cta")
-        starts = cta.plan.starts
-        total = starts[starts.shape[0] - 1]
-        quota = self.division.quota(total)
-        work = _Work(jnp.minimum(number * quota, total), jnp.minimum((number + 1) * quota, total))
+        work = _Work(*self.division.work(cta.plan, number))
         first, last = cta.plan.first[number], cta.plan.first[number + 1]
         pl.when(work.begin < work.stop)(
             lambda: self.copy_queries(cta, self.division.place(cta.plan, work.begin, first))

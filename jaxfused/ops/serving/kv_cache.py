@@ -286,6 +286,7 @@ class KVCache:
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
         sinks: jax.Array | None = None,
+        batch_invariant: bool = False,
         implementation: AttentionImplementation | None = None,
     ) -> jax.Array:
         """Attends from T new tokens, which have been appended, to all tokens up to each of them.
@@ -302,6 +303,8 @@ class KVCache:
           local_window_size: not with the cache's own `window`.
           logits_soft_cap: as there.
           sinks: as there.
+          batch_invariant: whether a sequence's output has the same bits whatever the lengths and tokens
+            of the other sequences. The kernel that reads the cache in place does not have that.
           implementation: as there. None and "cuda" read a cache of 8 bits, or a layer of a stack, where
             it lies, if heads have 64 or 128 columns and up to 16 queries share a key head; other calls
             attend to a copy in the query's dtype.
@@ -324,7 +327,7 @@ class KVCache:
         else:
             self._check_ring(tokens, local_window_size)
             options |= self._ring_mask(lengths, given, tokens, batch_index)
-        if "mask" not in options and self.starts is None:
+        if "mask" not in options and self.starts is None and not batch_invariant:
             in_place = self._in_place(query, options, layer, batch_index, implementation)
             if in_place is not None:
                 return in_place

@@ -1,6 +1,7 @@
 """Attention of new tokens to keys and values in pages, for a batch or a ragged batch."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ def paged_attention(
     sliding_window: int | None = None,
     sinks: jax.Array | None = None,
     layout: Layout = "KPSH",
+    batch_invariant: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """Attention of each sequence's last tokens to all of its tokens, which lie in pages.
@@ -68,6 +70,9 @@ def paged_attention(
       sliding_window: how many tokens each token sees, with itself; None for all.
       sinks: [N], one learned logit a head that takes probability and gives nothing.
       layout: the axes of the pages.
+      batch_invariant: whether a sequence's output has the same bits whatever the lengths and tokens of
+        the other sequences. "pallas" then leaves a head's keys to one CTA, which is slower where
+        sequences are few and long, and "cuda" cannot run.
       implementation: as for `jaxfused.dot_product_attention`, which attends to a copy of the pages.
         Where they lie, "cuda" reads pages of multiples of 8 tokens, in 16 or 8 bits and heads of 64 or
         128, on GPUs from Ampere on; "pallas" reads pages of 8, 16, 32 or a multiple of 64 tokens on
@@ -100,9 +105,13 @@ def paged_attention(
     check_finite(op, "scale", scale)
     check_soft_cap(op, attn_logits_soft_cap, "attn_logits_soft_cap")
     options = _options(
-        op, layout, scale, attn_logits_soft_cap, sliding_window, sinks, queries, implementation
+        op,
+        Options(layout, scale, attn_logits_soft_cap, sliding_window, batch_invariant),
+        sinks,
+        queries,
+        implementation,
     )
-    in_place = reads_in_place(queries, pools, page_indices, implementation)
+    in_place = reads_in_place(queries, pools, page_indices, options, implementation)
     call = (options, sinks, implementation, in_place)
     output = attend(queries, None, pools, lengths, page_indices, *call)
     return output if has_tokens else output[:, 0]
@@ -124,6 +133,7 @@ def ragged_paged_attention(
     v_scale: float | None = None,
     sinks: jax.Array | None = None,
     layout: Layout = "PSKH",
+    batch_invariant: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """Attention of any number of new tokens of each sequence: chunks of prompts, or single tokens.
@@ -147,6 +157,7 @@ def ragged_paged_attention(
       v_scale: see above.
       sinks: [N], one learned logit a head that takes probability and gives nothing.
       layout: the axes of a pair of pools.
+      batch_invariant: as for `paged_attention`.
       implementation: as for `paged_attention`.
 
     Returns:
@@ -180,14 +191,15 @@ def ragged_paged_attention(
         if factor is not None or name == "sm_scale":
             check_finite(op, name, factor)
     scale = sm_scale if k_scale is None else sm_scale * k_scale
-    options = _options(op, layout, scale, soft_cap, sliding_window, sinks, q[None], implementation)
+    given = Options(layout, scale, soft_cap, sliding_window, batch_invariant)
+    options = _options(op, given, sinks, q[None], implementation)
     places = page_indices.shape[1] * pools.page_size * pools.heads
     tile_bytes = places * (pools.key.shape[-1] + pools.value_size) * q.dtype.itemsize
     if rows == 0 or batch == 0:
         return jnp.zeros((*q.shape[:-1], pools.value_size), q.dtype)
 
     tokens = tokens_of(op, rows, kv_lens, cu_q_lens, num_seqs)
-    in_place = reads_in_place(q[None, :1], pools, page_indices[:1], implementation)
+    in_place = reads_in_place(q[None, :1], pools, page_indices[:1], options, implementation)
     # A kernel's tile has the rows of all query heads that share a key head.
     most = max(1, _MOST_ROWS * pools.heads // q.shape[1]) if in_place else _MOST_ROWS
     tiles = _tiles(tokens, min(most, -(-rows // batch)), kv_lens, cu_q_lens)
@@ -265,25 +277,18 @@ def _in_groups(
 
 
 def _options(
-    op: str,
-    layout: Layout,
-    scale: float,
-    cap: Any,
-    window: Any,
-    sinks: Any,
-    queries: jax.Array,
-    implementation: Any,
+    op: str, given: Options, sinks: Any, queries: jax.Array, implementation: Any
 ) -> Options:
-    """Returns the checked options of the attention."""
+    """Returns the options of the attention after their checks."""
     # Every implementation is possible here; the stage says later why one cannot run.
     dispatch.choose(op, implementation, dict.fromkeys(("pallas", "cuda", "xla")))
-    if window is not None:
-        check_count(op, "sliding_window", window)
+    if given.window is not None:
+        check_count(op, "sliding_window", given.window)
     if sinks is not None:
         heads = queries.shape[2]
         check_shape(op, "sinks", jnp.asarray(sinks), (heads,), f"there are {heads} query heads")
-    cap = None if cap is None else float(cap)
-    return Options(layout, float(scale), cap, window)
+    cap = None if given.soft_cap is None else float(given.soft_cap)
+    return replace(given, scale=float(given.scale), soft_cap=cap)
 
 
 def _check_queries(op: str, queries: jax.Array, batch: int, pools: Pools) -> None:

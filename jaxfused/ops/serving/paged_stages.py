@@ -73,6 +73,8 @@ class Options:
     soft_cap: float | None
     window: int | None
     """Number of tokens that each query sees, itself included; None for all."""
+    batch_invariant: bool = False
+    """Whether no sequence's result depends on the other sequences."""
 
     def gathered(
         self, arrays: Arrays, pools: Pools | None = None, implementation: Any = None
@@ -123,6 +125,8 @@ class InPages:
             most_pages=sizes.most_pages,
             is_combined=sizes.is_combined,
         )
+        if self.options.batch_invariant:
+            of_cuda = "it divides the keys of all sequences together, and batch_invariant=True"
         return {"pallas": of_pallas, "cuda": of_cuda, "xla": None}
 
     def estimate(self, device, able, *operands) -> Estimate:
@@ -193,6 +197,7 @@ class InPages:
             logits=Logits(options.scale, mask, options.soft_cap, has_sinks=has_sinks),
             multiprocessors=device.multiprocessors,
             config=config,
+            is_whole=options.batch_invariant,
         )
         return (output.reshape(batch, tokens, key_heads, group, -1),)
 
@@ -229,7 +234,11 @@ class InPages:
 
 
 def reads_in_place(
-    queries: jax.Array, pools: Pools, page_indices: jax.Array, implementation: str | None
+    queries: jax.Array,
+    pools: Pools,
+    page_indices: jax.Array,
+    options: Options,
+    implementation: str | None,
 ) -> bool:
     """Whether a kernel attends to pages in place, from queries [B, T, N, H].
 
@@ -242,8 +251,7 @@ def reads_in_place(
         return False
     arrays = _arrays(queries, pools, page_indices, page_indices[:, 0], None, None)
     device = dispatch.current_device(queries, arrays.key)
-    stage = InPages(Options(pools.layout, 1.0, None, None))
-    choice = Runner(None, device).choice(stage, *arrays)
+    choice = Runner(None, device).choice(InPages(options), *arrays)
     if implementation is None:
         return choice.implementation != "xla"
     return choice.reasons.get(implementation, "it is not known") is None

@@ -245,6 +245,18 @@ def test_small_pages_and_bytes_are_read_by_cuda(with_library, kept, page_size):
         return jaxfused.paged_attention(query, *pages, layout="PSKH")
 
     assert kernels(f, query, *pages) == [ATTEND]
+    # This kernel divides the keys of all sequences together.
+    alike = functools.partial(jaxfused.paged_attention, layout="PSKH", batch_invariant=True)
+    launched = kernels(alike, query, *pages)
+    assert launched[0] == "attention_paged_forward"
+
+
+def test_a_cache_is_not_read_in_place_where_sequences_must_not_depend_on_each_other(with_library):
+    cache = cache_of("int8", head_size=64)
+    query = drawn(0, 3, 1, 8, 64)
+    assert kernels(lambda cache, query: cache.attend(query), cache, query) == [ATTEND]
+    launched = kernels(lambda cache, q: cache.attend(q, batch_invariant=True), cache, query)
+    assert ATTEND not in launched
 
 
 GOOD = dict(

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     soft_cap: float | None = None
     has_sinks: bool = False
     multiprocessors: int = 2
+    is_whole: bool = False
 
     def arrays(self, dtype):
         random = np.random.default_rng(0)
@@ -90,6 +91,7 @@ class Case(NamedTuple):
             logits=Logits(0.2, mask, self.soft_cap, has_sinks=self.has_sinks),
             multiprocessors=self.multiprocessors,
             config=config,
+            is_whole=self.is_whole,
         )
 
     def truth(self, query, key, value, table, sinks, dtype=np.float64):
@@ -154,6 +156,7 @@ CASES = (
         counts=(17, 3),
         multiprocessors=1,
     ),
+    Case("whole rows a CTA", (90, 5, 0), queries=2, is_whole=True),
 )
 
 
@@ -169,9 +172,22 @@ def test_interpreted(monkeypatch, case):
     )
 
 
+@pytest.mark.exhaustive
+def test_other_sequences_do_not_count_where_a_cta_has_whole_rows(monkeypatch):
+    mosaic_interpreter.prepare(monkeypatch)
+    mosaic_interpreter.complete(monkeypatch)
+    case = Case("", (90, 70, 33), page_size=64, pages_each=2, is_whole=True)
+    arrays = case.arrays(jnp.bfloat16)
+    with plgpu.force_gpu_interpret_mode():
+        whole = case.run(*arrays)
+        alone = case._replace(lengths=(0, 70, 0)).run(*arrays)
+    np.testing.assert_array_equal(np.asarray(alone[1]), np.asarray(whole[1]))
+
+
 WIDE = (
     Case("usual", (90, 5), heads=8, head_size=128, value_size=128),
     Case("pages of 64", (90, 5), head_size=128, value_size=128, page_size=64),
+    Case("whole rows a CTA", (90, 5), head_size=128, value_size=128, page_size=64, is_whole=True),
     Case(
         "heads of 256 and 80", (9, 5), 4, head_size=256, value_size=80, page_size=37, pages_each=1
     ),
