@@ -171,6 +171,13 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
       }
       activate(options.pre_activation, u);
       column.mask(v, u);
+      if constexpr (kChain == Chain::kGeneral) {
+        // Values beyond the row, zeros until here, must add nothing: sigmoid(0) is 0.5.
+        if (!column.has(v)) {
+#pragma unroll
+          for (float& value : u) value = 0.0f;
+        }
+      }
       if constexpr (kChain == Chain::kPlain) {
         u_values.write(v, x);
       } else {

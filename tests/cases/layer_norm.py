@@ -210,6 +210,10 @@ OPTIONS = (
         Case(f"{before}_norm_{after}", (5, 256), pre_activation=before, activation=after)
         for before, after in zip(ACTIVATIONS, [*ACTIVATIONS][1:] + [*ACTIVATIONS][:1], strict=True)
     ),
+    # Activations that are not 0 at 0, where threads hold columns beyond the row.
+    Case("sigmoid_norm_D5008", (1, 5008), pre_activation="sigmoid"),
+    Case("sigmoid_norm_D333", (37, 333), pre_activation="sigmoid"),
+    Case("hard_sigmoid_norm_D776", (613, 776), pre_activation="hard_sigmoid", residual=True),
     Case("everything", (37, 768), **_EVERYTHING),
     Case("everything_odd", (37, 333), **_EVERYTHING),
     Case("everything_without_parameters", (5, 768), scale=False, bias=False, **_EVERYTHING),
