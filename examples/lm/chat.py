@@ -14,7 +14,8 @@ import jax
 from examples.errors import ExampleError, run_command
 from examples.flags import number, whole
 from examples.lm import loading
-from examples.lm.engine import Engine, Sampling, Text
+from examples.lm.engine import Engine, Text
+from examples.lm.steps import Sampling
 from examples.lm.stream import Stream
 from examples.lm.tokenizer import Tokenizer
 

@@ -1,42 +1,29 @@
-"""Continuous batching: one program decodes a token of every text, and texts come and go.
+"""Continuous batching over pages: one program decodes a token of every text, and texts come and go.
 
-The cache has a slot for each text. A prompt is read into its slot in chunks of one size, with a decoded
-token between two chunks, so that long prompts do not delay other texts. All shapes are fixed, so nothing
-is compiled again, and a text's tokens do not depend on what is in the other slots.
+Keys and values lie in pages of one pool. Texts that begin alike share the pages of what they have in
+common, also with texts that ended before. A prompt is read in chunks of one size, with a decoded token
+between two chunks, so that long prompts do not delay other texts. If the pool runs out of pages, the
+text that came last gives up its own, and is read again when there is room.
 """
 
 import collections
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import jaxfused
 from examples.errors import ExampleError
-from examples.lm.model import Cache, LanguageModel
+from examples.lm.model import LanguageModel
+from examples.lm.steps import Sampling, State, programs
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """Options of a draw of tokens; the defaults take the likeliest one. See `jaxfused.sample`."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-
-    @property
-    def has_penalties(self) -> bool:
-        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+_LEAST_WIDTH = 512
+"""Tokens of the narrowest page table; wider ones have twice as many, and so on."""
 
 
 @dataclass(eq=False)
@@ -46,78 +33,96 @@ class Text:
     prompt: Sequence[int]
     most: int
     """Largest number of tokens that may follow."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     tokens: list[int] = field(default_factory=list)
     finish: Literal["stop", "length", "cancelled"] | None = None
+    known: int = 0
+    """Tokens of the prompt that lay in pages of other texts, so that they were not read."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A text that is being continued; also the name of its pages."""
+
+    text: Text
+    number: int
+    """Number of texts that had a slot before it."""
+    begin: list[int]
+    """Tokens that are read before the next one is drawn: the prompt, and what an earlier slot drew."""
     read: int = 0
-    """Number of the prompt's tokens that have been read."""
+    """Number of tokens whose keys and values are in the pages."""
+    recorded: int = 0
+    """Number of tokens that the allocator knows."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _State:
-    """State of all slots, which the programs keep on the device."""
+class _Computed(NamedTuple):
+    """Tokens that a program draws."""
 
-    cache: Cache
-    last: jax.Array
-    """Last token of each text, [slots], which has not been read yet."""
-    history: jax.Array
-    """Prompt and answer so far, [slots, length]; -1 in unused places."""
-    answers: jax.Array
-    """Number of answered tokens in the history, [slots]."""
-    options: dict[str, jax.Array]
-    """Fields of `Sampling`, [slots] each."""
-
-    @property
-    def lengths(self) -> jax.Array:
-        """Number of tokens of each slot that have been read, [slots]."""
-        return self.cache[0].lengths
-
-    @classmethod
-    def zeros(cls, model: LanguageModel, *, slots: int, length: int, chunk: int) -> "_State":
-        return cls(
-            cache=model.empty_cache(batch=slots, length=length, chunk=chunk),
-            last=jnp.zeros(slots, jnp.int32),
-            history=jnp.full((slots, length), -1, jnp.int32),
-            answers=jnp.zeros(slots, jnp.int32),
-            options={
-                name: jnp.zeros(slots, jnp.uint32 if name == "seed" else type(value))
-                for name, value in vars(Sampling()).items()
-            },
-        )
+    step: int
+    """Number of the step that started the program."""
+    tokens: jax.Array
+    """Last token of each slot, [slots]."""
+    slots: list[tuple[int, _Slot]]
+    """Slots whose token is new, with their numbers."""
 
 
 class Engine:
     """Continues texts by a model.
 
     Args:
-      model: the model.
+      model: continues them.
       ends: tokens after which a text is over.
       slots: texts that are continued at once; others wait.
-      length: tokens of a prompt and its answer, at most.
+      length: tokens of a prompt and its answer, at most; fewer if the pool is smaller.
       chunk: tokens of a prompt that are read at once.
+      pages: pages of the pool; None for as many as `slots` texts of `length` tokens fill.
+      page_size: tokens of a page.
+      batch_invariant: whether a text's tokens are bit for bit those that it has alone. Room for a whole
+        text is then kept from its start, so that texts wait rather than give up their pages, only whole
+        chunks of prompts are shared, and attention does not divide a head's keys among SMs.
     """
 
     def __init__(
-        self, model: LanguageModel, ends: Sequence[int], *, slots: int, length: int, chunk: int = 64
+        self,
+        model: LanguageModel,
+        ends: Sequence[int],
+        *,
+        slots: int,
+        length: int,
+        chunk: int = 64,
+        pages: int | None = None,
+        page_size: int = 16,
+        batch_invariant: bool = False,
     ):
-        self.length = length
         self._ends = frozenset(ends)
         self._chunk = chunk
+        self._batch_invariant = batch_invariant
+        pages = slots * -(-length // page_size) if pages is None else pages
+        self.length = length = min(length, pages * page_size)
+        self._width = -(-length // page_size)
         graphdef, params = nnx.split(model)
-        self._prefill, self._decode = _programs(graphdef)
+        self._prefill, self._decode = programs(graphdef, batch_invariant=batch_invariant)
         self._params = nnx.to_pure_dict(params)
-        self._state = _State.zeros(model, slots=slots, length=length, chunk=chunk)
-        self._slots: list[Text | None] = [None] * slots
-        self._waiting: collections.deque[Text] = collections.deque()
-        self._computed: collections.deque[tuple[jax.Array, list[tuple[int, Text]]]] = (
-            collections.deque()
+        self._state = State.zeros(
+            model, slots=slots, length=length, pages=pages, page_size=page_size
         )
+        self._allocator = jaxfused.PageAllocator(pages, page_size)
+        self._slots: list[_Slot | None] = [None] * slots
+        self._waiting: collections.deque[Text] = collections.deque()
+        self._numbers = itertools.count()
+        self._steps = 0
+        self._computed: collections.deque[_Computed] = collections.deque()
+        self._events: list[tuple[Text, int]] = []
 
     @property
     def is_busy(self) -> bool:
         """True if a text is waiting or in a slot."""
         return bool(self._waiting or self._computed or any(self._slots))
+
+    @property
+    def free_pages(self) -> int:
+        """Returns the number of pages that no text in a slot has."""
+        return self._allocator.available
 
     def submit(self, text: Text) -> None:
         """Queues a text.
@@ -138,7 +143,7 @@ class Engine:
         self._waiting.append(text)
 
     def cancel(self, text: Text) -> None:
-        """Ends a text and frees its slot at once."""
+        """Ends a text and frees its slot and pages at once."""
         if text.finish is None:
             text.finish = "cancelled"
         self._release(text)
@@ -149,179 +154,172 @@ class Engine:
         The tokens are those of the previous step, so that the device computes while the host reads
         them.
         """
-        for slot, held in enumerate(self._slots):
-            if held is None and self._waiting:
-                self._slots[slot] = self._waiting.popleft()
-                options = {
-                    name: np.asarray(value, self._state.options[name].dtype)
-                    for name, value in vars(self._slots[slot].sampling).items()
-                }
-                self._state = _admit(self._state, np.int32(slot), options)
+        self._steps += 1
+        self._admit()
         ready = [
-            (i, text)
-            for i, text in enumerate(self._slots)
-            if text is not None and text.read == len(text.prompt)
+            (i, slot)
+            for i, slot in enumerate(self._slots)
+            if slot is not None and slot.read >= len(slot.begin)
         ]
-        behind = len(self._computed)
         self._read_chunk()
-        if ready:
-            active = np.zeros(len(self._slots), bool)
-            active[[slot for slot, _ in ready]] = True
-            penalties = any(text.sampling.has_penalties for _, text in ready)
-            self._state, tokens = self._decode(
-                self._params, self._state, active, penalties=penalties
-            )
-            self._computed.append((tokens, ready))
-        events = []
-        for _ in range(behind if len(self._computed) > behind else len(self._computed)):
-            tokens, texts = self._computed.popleft()
-            tokens = np.asarray(tokens)
-            events += [(t, int(tokens[i])) for i, t in texts if self._take(t, int(tokens[i]))]
+        self._make_room(ready)
+        # Some may have ended, or given up their pages to others.
+        self._decode_all([(i, slot) for i, slot in ready if self._slots[i] is slot])
+        is_new = bool(self._computed) and self._computed[-1].step == self._steps
+        while self._computed and not (is_new and self._computed[0].step == self._steps):
+            self._take()
+        events, self._events = self._events, []
         return events
 
+    def _admit(self) -> None:
+        """Gives free slots to the texts that have waited longest, as far as there are pages."""
+        for i, held in enumerate(self._slots):
+            if held is None and self._waiting:
+                slot = self._started(self._waiting[0])
+                if slot is None:
+                    return
+                text = self._waiting.popleft()
+                self._slots[i] = slot
+                self._state = self._state.admitted(
+                    i, slot.begin, answers=len(text.tokens), sampling=text.sampling
+                )
+
+    def _started(self, text: Text) -> _Slot | None:
+        """Returns a slot for a text, with pages for what is to be read; None if there are too few."""
+        slot = _Slot(text, next(self._numbers), [*text.prompt, *text.tokens])
+        known = self._allocator.start(slot, slot.begin)
+        whole = len(slot.begin)
+        if self._batch_invariant:
+            # Rows of a chunk are the same in every text, and those of parts of chunks are not.
+            unit = math.lcm(self._chunk, self._allocator.page_size)
+            self._allocator.free(slot)
+            known = self._allocator.start(slot, slot.begin[: known // unit * unit + 1])
+            whole = len(text.prompt) + text.most
+        others = sum(held is not None for held in self._slots)
+        try:
+            self._allocator.reserve(slot, whole - known)
+        except jaxfused.OutOfPages:
+            self._allocator.free(slot)
+            return None
+        # A page for each other text is left, or this one would soon give up its own.
+        if self._allocator.available < others and not self._batch_invariant:
+            self._allocator.free(slot)
+            return None
+        slot.read = slot.recorded = known
+        if not text.tokens:
+            text.known = known
+        return slot
+
     def _read_chunk(self) -> None:
-        """Reads the next chunk of the prompt that has waited longest."""
+        """Reads the next chunk of the text that came first of those that are not read."""
         unread = [
-            (i, text)
-            for i, text in enumerate(self._slots)
-            if text is not None and text.read < len(text.prompt)
+            (i, slot)
+            for i, slot in enumerate(self._slots)
+            if slot is not None and slot.read < len(slot.begin)
         ]
         if not unread:
             return
-        # A text whose prompt is partly read comes before texts whose prompt is unread.
-        slot, text = max(unread, key=lambda each: each[1].read)
-        part = np.asarray(text.prompt[text.read : text.read + self._chunk], np.int32)
-        text.read += len(part)
-        is_last = text.read == len(text.prompt)
+        i, slot = min(unread, key=lambda each: each[1].number)
+        part = np.asarray(slot.begin[slot.read : slot.read + self._chunk], np.int32)
+        before = slot.read
+        slot.read += len(part)
+        is_last = slot.read == len(slot.begin)
         self._state, tokens = self._prefill(
             self._params,
             self._state,
+            self._table([slot]),
             np.pad(part, (0, self._chunk - len(part))),
-            np.int32(slot),
+            np.int32(i),
+            np.int32(before),
             np.int32(len(part)),
             is_last,
-            penalties=text.sampling.has_penalties,
+            penalties=slot.text.sampling.has_penalties,
         )
+        self._record(slot)
         if is_last:
-            self._computed.append((tokens, [(slot, text)]))
+            self._computed.append(_Computed(self._steps, tokens, [(i, slot)]))
 
-    def _take(self, text: Text, token: int) -> bool:
-        """Adds a token to its text; returns False if the text has already ended."""
-        if text.finish is not None:
+    def _make_room(self, ready: Sequence[tuple[int, _Slot]]) -> None:
+        """Reserves the place of a token for each slot, for which the last texts may give up theirs."""
+        for i, slot in ready:
+            while self._slots[i] is slot and not self._reserve_next(slot):
+                if self._computed:
+                    self._take()  # A text may end.
+                    continue
+                last = max(filter(None, self._slots), key=lambda held: held.number)
+                self._release(last.text)
+                self._waiting.appendleft(last.text)
+
+    def _reserve_next(self, slot: _Slot) -> bool:
+        """Returns whether there is a page for the next token of a slot."""
+        try:
+            self._allocator.reserve(slot, slot.read + 1 - slot.recorded)
+        except jaxfused.OutOfPages:
             return False
-        text.tokens.append(token)
-        if token in self._ends or token < 0:
-            text.finish = "stop"
-        elif len(text.tokens) == text.most:
-            text.finish = "length"
-        if text.finish is not None:
-            self._release(text)
         return True
 
+    def _decode_all(self, ready: list[tuple[int, _Slot]]) -> None:
+        """Reads the last token of these slots, and draws the next."""
+        if not ready:
+            return
+        lengths = np.zeros(len(self._slots), np.int32)
+        names: list[_Slot | None] = [None] * len(self._slots)
+        for i, slot in ready:
+            slot.read += 1
+            lengths[i], names[i] = slot.read, slot
+        self._state, tokens = self._decode(
+            self._params,
+            self._state,
+            self._table(names),
+            lengths,
+            penalties=any(slot.text.sampling.has_penalties for _, slot in ready),
+        )
+        self._computed.append(_Computed(self._steps, tokens, ready))
+
+    def _table(self, names: Sequence[_Slot | None]) -> np.ndarray:
+        """Returns the pages of slots, in a table of one of few widths."""
+        table = self._allocator.table(names)
+        width = self._width
+        if not self._batch_invariant:
+            least = -(-_LEAST_WIDTH // self._allocator.page_size)
+            needed = -(-max(table.shape[1], 1) // least)
+            width = min(width, least * 2 ** (needed - 1).bit_length())
+        return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
+
+    def _take(self) -> None:
+        """Adds the tokens that were computed first to their texts; ends the texts that are over."""
+        _, tokens, slots = self._computed.popleft()
+        drawn = np.asarray(tokens)
+        for i, slot in slots:
+            text, token = slot.text, int(drawn[i])
+            if text.finish is not None:
+                continue
+            text.tokens.append(token)
+            self._events.append((text, token))
+            if token in self._ends or token < 0:
+                text.finish = "stop"
+            elif len(text.tokens) == text.most:
+                text.finish = "length"
+            self._record(slot)
+            if text.finish is not None:
+                self._release(text)
+
+    def _record(self, slot: _Slot) -> None:
+        """Tells the allocator which tokens are in a slot's pages, as far as the host knows them."""
+        text, done = slot.text, slot.recorded
+        start = len(text.prompt)
+        answered = text.tokens[max(done - start, 0) : max(slot.read - start, 0)]
+        if self._batch_invariant:
+            # Decoded tokens have other bits than those of a prompt, which is to find none of them.
+            answered = [-1] * len(answered)
+        tokens = [*text.prompt[done : slot.read], *answered]
+        self._allocator.written(slot, tokens)
+        slot.recorded += len(tokens)
+
     def _release(self, text: Text) -> None:
-        self._slots = [None if held is text else held for held in self._slots]
+        for i, slot in enumerate(self._slots):
+            if slot is not None and slot.text is text:
+                self._slots[i] = None
+                self._allocator.free(slot)
         if text in self._waiting:
             self._waiting.remove(text)
-
-
-@functools.cache
-def _programs(graphdef: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the compiled `_prefill` and `_decode` of models of this structure.
-
-    The structure is no argument of the programs, because hashing it would take longer than a step of a
-    small model.
-    """
-    options = dict(donate_argnums=1, static_argnames="penalties")
-    return tuple(jax.jit(functools.partial(f, graphdef), **options) for f in (_prefill, _decode))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _admit(state: _State, slot: jax.Array, sampling: dict[str, jax.Array]) -> _State:
-    """Returns the state with an empty text in a slot."""
-    cache = tuple(replace(layer, lengths=layer.lengths.at[slot].set(0)) for layer in state.cache)
-    options = {name: a.at[slot].set(sampling[name]) for name, a in state.options.items()}
-    return _State(
-        cache,
-        state.last,
-        state.history.at[slot].set(-1),
-        state.answers.at[slot].set(0),
-        options,
-    )
-
-
-def _prefill(
-    graphdef: nnx.GraphDef,
-    params: Any,
-    state: _State,
-    tokens: jax.Array,
-    slot: jax.Array,
-    count: jax.Array,
-    is_last: jax.Array,
-    *,
-    penalties: bool,
-) -> tuple[_State, jax.Array]:
-    """Reads a chunk of a prompt with `count` real tokens; the last chunk draws the next token."""
-    model = nnx.merge(graphdef, params)
-    at = state.lengths[slot] + jnp.arange(len(tokens))
-    written = jnp.where(jnp.arange(len(tokens)) < count, tokens, -1)
-    history = state.history.at[slot, at].set(written, mode="drop")
-    features, cache = model(
-        tokens[None], cache=state.cache, counts=count[None], sequences=slot[None]
-    )
-    logits = model.logits(features[0, count - 1])
-    state = replace(state, history=history, cache=cache)
-    row = jax.tree.map(lambda a: a[slot], replace(state, cache=()))
-    drawn = _draw(row, logits, penalties)
-    return _with_tokens(state, slot, drawn, is_last)
-
-
-def _decode(
-    graphdef: nnx.GraphDef,
-    params: Any,
-    state: _State,
-    active: jax.Array,
-    *,
-    penalties: bool,
-) -> tuple[_State, jax.Array]:
-    """Reads the last token of each active slot, and draws the next."""
-    model = nnx.merge(graphdef, params)
-    features, cache = model(state.last[:, None], cache=state.cache, counts=active.astype(jnp.int32))
-    drawn = _draw(state, model.logits(features[:, 0]), penalties)
-    state = replace(state, cache=cache)
-    return _with_tokens(state, jnp.arange(len(active)), drawn, active)
-
-
-def _with_tokens(
-    state: _State, slot: jax.Array, drawn: jax.Array, active: jax.Array
-) -> tuple[_State, jax.Array]:
-    """Returns the state with drawn tokens in one slot, or in all slots, where they are active.
-
-    The last tokens are returned too, since the state itself is donated to the next program.
-    """
-    place = jnp.where(active, state.lengths[slot], state.history.shape[1])
-    last = state.last.at[slot].set(jnp.where(active, drawn, state.last[slot]))
-    history = state.history.at[slot, place].set(drawn, mode="drop")
-    answers = state.answers.at[slot].add(jnp.where(active, 1, 0))
-    return replace(state, last=last, history=history, answers=answers), last
-
-
-def _draw(state: _State, logits: jax.Array, penalties: bool) -> jax.Array:
-    """Returns the next token of each row of logits [..., vocabulary]."""
-    options = dict(state.options)
-    seeds = options.pop("seed")
-    key = jax.random.key(seeds) if seeds.ndim == 0 else jax.vmap(jax.random.key)(seeds)
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = {name: options.pop(name) for name in names}
-    if penalties:
-        place = jnp.arange(state.history.shape[-1])
-        # Presence and frequency penalties count the answer alone; repetition penalties count the prompt
-        # too.
-        length = (state.history >= 0).sum(-1, keepdims=True)
-        is_prompt = place < length - state.answers[..., None]
-        given |= dict(
-            tokens=jnp.where(is_prompt, -1, state.history),
-            prompt=jnp.where(is_prompt, state.history, -1),
-        )
-    else:
-        given = {}
-    return jaxfused.sample(logits, key, position=state.answers, **options, **given)

@@ -13,8 +13,9 @@ from flax import nnx
 
 import jaxfused.nnx
 from examples.lm.config import Config
+from examples.lm.pages import Pages, Rows
 
-Cache = tuple[jaxfused.KVCache, ...]
+Cache = tuple[jaxfused.KVCache | Pages, ...]
 """Keys and values of the tokens read so far, for each layer."""
 Reduction = Literal["mean", "sum", "none"]
 Tables = tuple[jax.Array, jax.Array]
@@ -88,6 +89,7 @@ class LanguageModel(nnx.Module):
         cache: Cache | None = None,
         counts: jax.Array | None = None,
         sequences: jax.Array | None = None,
+        rows: Rows | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Returns the features [B, T, width] of tokens [B, T], and the cache that holds them too.
 
@@ -96,10 +98,13 @@ class LanguageModel(nnx.Module):
           positions: [B, T], by default 0, 1, 2, ... after the cache's tokens.
           segments: [B, T], the document of each token: a token sees those of its own. Not with a cache.
           cache: what was read before.
-          counts: [B], with a cache: how many of the T tokens are real; the others are padding behind.
-          sequences: [B], with a cache: which of its sequences these are, by default all in order.
+          counts: [B], with a `KVCache`: how many of the T tokens are real; padding is behind them.
+          sequences: [B], with a `KVCache`: which of its sequences these are, by default all in order.
+          rows: with pages: which texts the T tokens are of; B is 1.
         """
-        if positions is None and cache is None:
+        if rows is not None:
+            positions = rows.positions[None]
+        elif positions is None and cache is None:
             positions = jnp.arange(tokens.shape[1])
         elif positions is None:
             lengths = cache[0].lengths if sequences is None else cache[0].lengths[sequences]
@@ -125,7 +130,7 @@ class LanguageModel(nnx.Module):
             table = tables.get(self.config.ropes[i])
             layer = None if cache is None else cache[i]
             stream, branch, layer = run(
-                *nnx.split(block), stream, branch, table, segments, layer, counts, sequences
+                *nnx.split(block), stream, branch, table, segments, layer, counts, sequences, rows
             )
             layers.append(layer)
         features, _ = self.norm(branch, residual=stream)
@@ -147,6 +152,14 @@ class LanguageModel(nnx.Module):
                 dtype=self.dtype,
             )
             for window in config.windows
+        )
+
+    def empty_pages(self, *, pages: int, page_size: int) -> tuple[Pages, ...]:
+        """Returns a pool of pages of `page_size` tokens for each layer, in place of a cache."""
+        config = self.config
+        sizes = dict(key_heads=config.key_heads, head_size=config.head_size, dtype=self.dtype)
+        return tuple(
+            Pages.zeros(pages=pages, page_size=page_size, **sizes) for _ in range(config.depth)
         )
 
     def logits(self, features: jax.Array) -> jax.Array:
@@ -232,10 +245,11 @@ class Block(nnx.Module):
         branch: jax.Array,
         tables: Tables | None,
         segments: jax.Array | None,
-        cache: jaxfused.KVCache | None,
+        cache: jaxfused.KVCache | Pages | None,
         counts: jax.Array | None,
         sequences: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, jaxfused.KVCache | None]:
+        rows: Rows | None,
+    ) -> tuple[jax.Array, jax.Array, jaxfused.KVCache | Pages | None]:
         """Returns the next (stream, branch), both [B, T, width], and the cache with these tokens."""
         y, stream = self.norm1(branch, residual=stream)
         query, key, value = self._qkv(y, tables)
@@ -250,6 +264,16 @@ class Block(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
                 **options,
+            )
+        elif isinstance(cache, Pages):
+            assert rows is not None
+            attended, cache = cache.attend(
+                *(heads[0] for heads in (query, key, value)),
+                rows,
+                scale=self.scale,
+                window=self.window,
+                soft_cap=self.cap,
+                sinks=None,
             )
         else:
             part = dict(counts=counts, batch_index=sequences)

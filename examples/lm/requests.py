@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.errors import ExampleError
-from examples.lm.engine import Sampling
+from examples.lm.steps import Sampling
 from examples.lm.tokenizer import Tokenizer
 
 _NUMBERS = {

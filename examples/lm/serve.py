@@ -1,7 +1,7 @@
 """An OpenAI-compatible server: `python -m examples.lm.serve --model PATH`, `--help` for the flags.
 
 It has /v1/chat/completions, /v1/completions, /v1/models and /health. Requests are continued together, as
-many as there are slots; others wait in line.
+many as there are slots and pages for; others wait in line. Those that begin alike are read once.
 """
 
 import argparse
@@ -272,7 +272,12 @@ class _Answer:
 
     def _usage(self) -> dict[str, int]:
         read, written = len(self._text.prompt), len(self._text.tokens)
-        return dict(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+        return dict(
+            prompt_tokens=read,
+            completion_tokens=written,
+            total_tokens=read + written,
+            prompt_tokens_details=dict(cached_tokens=self._text.known),
+        )
 
 
 def _event(value: Any) -> bytes:
@@ -285,7 +290,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     uvicorn = needed("uvicorn")
     model, tokenizer = loading.load(args)
     length = min(args.length, model.config.max_length)
-    engine = Engine(model, tokenizer.ends, slots=args.slots, length=length, chunk=args.chunk)
+    engine = Engine(
+        model,
+        tokenizer.ends,
+        slots=args.slots,
+        length=length,
+        chunk=args.chunk,
+        pages=args.pages,
+        page_size=args.page_size,
+        batch_invariant=args.batch_invariant,
+    )
     name = args.name or ("smollm2" if args.model is None else args.model.stem)
     with Worker(engine, most=args.slots + args.queue) as worker:
         server = Server(worker, tokenizer, name=name, vocabulary=model.config.vocabulary)
@@ -326,7 +340,21 @@ def make_parser() -> argparse.ArgumentParser:
         type=whole(1),
         default=256,
         metavar="TOKENS",
-        help="of a prompt that are read at once",
+        help="of a prompt that are read at once (%(default)s)",
+    )
+    parser.add_argument(
+        "--pages",
+        type=whole(1),
+        metavar="N",
+        help="of keys and values, for all texts together (as many as --slots of --length fill)",
+    )
+    parser.add_argument(
+        "--page-size", type=whole(1), default=16, metavar="TOKENS", help="of a page (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="a text's tokens are bit for bit those that it has alone, at the price of speed",
     )
     return parser
 

@@ -21,8 +21,9 @@ from examples import flags, processes, runs, training
 from examples.errors import run_command
 from examples.lm import sizes
 from examples.lm.data import START, TOKENS, Rows, Texts, packed, read_texts
-from examples.lm.engine import Engine, Sampling, Text
+from examples.lm.engine import Engine, Text
 from examples.lm.model import LanguageModel
+from examples.lm.steps import Sampling
 from examples.placement import ONE_DEVICE, OneDevice
 from examples.runs import Run, State
 

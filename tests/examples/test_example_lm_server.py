@@ -6,6 +6,8 @@ The application is called as an ASGI server calls it.
 import asyncio
 import contextlib
 import json
+import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +48,7 @@ def model():
 @contextlib.contextmanager
 def serving(model, *, most=8, patience=15.0):
     pytest.importorskip("starlette", reason="it is in the extra lm")
-    engine = Engine(model, (), slots=2, length=32, chunk=8)
+    engine = Engine(model, (), slots=2, length=32, chunk=8, page_size=4)
     with Worker(engine, most=most) as worker:
         server = Server(worker, Letters(), name="tiny", vocabulary=VOCABULARY, patience=patience)
         yield SimpleNamespace(app=server.app, worker=worker, engine=engine)
@@ -117,7 +119,12 @@ def answer(server):
 def test_an_answer_has_all_its_fields(answer):
     assert answer["id"].startswith("chatcmpl-")
     assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
-    assert answer["usage"] == dict(prompt_tokens=5, completion_tokens=8, total_tokens=13)
+    assert answer["usage"] == dict(
+        prompt_tokens=5,
+        completion_tokens=8,
+        total_tokens=13,
+        prompt_tokens_details=dict(cached_tokens=0),
+    )
     (choice,) = answer["choices"]
     assert (choice["index"], choice["finish_reason"]) == (0, "length")
     assert choice["message"]["role"] == "assistant"
@@ -131,7 +138,8 @@ def test_a_stream_has_the_same_text(server, answer):
     *chunks, usage, done = events(parts)
     assert done is None
     assert usage["choices"] == []
-    assert usage["usage"] == answer["usage"]
+    cached = dict(prompt_tokens_details=dict(cached_tokens=4))
+    assert usage["usage"] == answer["usage"] | cached
     for chunk in chunks:
         assert chunk["object"] == "chat.completion.chunk"
         assert chunk.keys() >= {"id", "created", "model"}
@@ -331,3 +339,72 @@ def test_an_engine_that_fails_ends_all_answers(model, monkeypatch, stream):
         status, answer = ask(server, CHAT, chat())
         assert (status, "out of memory" in answer["error"]["message"]) == (503, True)
         assert server.worker.texts == 0
+
+
+# --- the official client, over a real connection --------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening(app):
+    """Runs the application on a port of its own, and yields its address."""
+    uvicorn = pytest.importorskip("uvicorn", reason="it is in the extra lm")
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=running.run, kwargs=dict(sockets=[listener]), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    finally:
+        running.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    openai = pytest.importorskip("openai", reason="it is in the extra test")
+    with listening(server.app) as url:
+        yield openai.OpenAI(base_url=url, api_key="any", max_retries=0)
+
+
+@pytest.mark.exhaustive
+def test_the_official_client_reads_answers(client, answer):
+    text = answer["choices"][0]["message"]["content"]
+    body = chat()
+    whole = client.chat.completions.create(**body)
+    assert whole.choices[0].message.content == text
+    assert whole.choices[0].finish_reason == "length"
+    chunks = list(client.chat.completions.create(**body, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    # An answer that the limit has cut off is an error for `stream`.
+    usage = dict(include_usage=True)
+    with client.chat.completions.stream(**body, stop=text[3], stream_options=usage) as stream:
+        pieces = [event.delta for event in stream if event.type == "content.delta"]
+        last = stream.get_final_completion()
+    assert "".join(pieces) == last.choices[0].message.content == text[: text.index(text[3])]
+    assert last.choices[0].finish_reason == "stop"
+    assert last.usage.total_tokens > last.usage.completion_tokens > 0
+    chunks = client.completions.create(model="tiny", prompt="hello", max_tokens=4, stream=True)
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+@pytest.mark.exhaustive
+def test_the_official_client_is_told_what_is_wrong(client):
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.BadRequestError, match="must be a number from 0 to 2"):
+        client.chat.completions.create(**chat(temperature=3))
+    with pytest.raises(openai.BadRequestError, match="at most 32 tokens"):
+        client.chat.completions.create(**chat("a" * 40))
+    with pytest.raises(openai.NotFoundError, match="'other' was asked for"):
+        client.chat.completions.create(**chat(model="other"))
+
+
+@pytest.mark.exhaustive
+def test_the_official_client_may_leave_a_stream(client, server, answer):
+    with client.chat.completions.create(**chat(max_tokens=20), stream=True) as stream:
+        next(iter(stream))
+    again = client.chat.completions.create(**chat())
+    assert again.choices[0].message.content == answer["choices"][0]["message"]["content"]
+    asyncio.run(settled(server))

@@ -14,9 +14,10 @@ import jaxfused.nnx
 from examples.errors import ExampleError
 from examples.lm import loading
 from examples.lm.config import read_config
-from examples.lm.engine import Engine, Sampling, Text
+from examples.lm.engine import Engine, Text
 from examples.lm.gguf_file import GgufFile
 from examples.lm.loading import quantized, size_of
+from examples.lm.steps import Sampling
 from examples.lm.stream import Stream
 from examples.lm.tokenizer import Tokenizer
 from examples.lm.weights import assemble
@@ -266,8 +267,9 @@ def run(engine, *texts):
     return texts
 
 
-def engine_of(model, ends=()):
-    return Engine(model, ends, slots=2, length=24, chunk=4)
+def engine_of(model, ends=(), **options):
+    sizes = dict(slots=2, length=24, chunk=4, pages=8, page_size=4)
+    return Engine(model, ends, **sizes | options)
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +337,53 @@ def test_cancelled_texts_make_room(gemma, alone):
     assert (second.tokens, last.tokens) == (alone[1], alone[0])
 
 
+def test_prompts_that_begin_alike_share_what_was_read(gemma, alone):
+    engine = engine_of(gemma)
+    first = Text(PROMPTS[2], 10)
+    run(engine, first)
+    again = Text(PROMPTS[2], 10)
+    longer = Text([*PROMPTS[2], *alone[2][:5]], 5)
+    run(engine, again, longer)
+    assert first.tokens == again.tokens == alone[2]
+    assert longer.tokens == alone[2][5:]
+    assert (first.known, again.known, longer.known) == (0, 8, 12)
+    assert engine.free_pages == 8
+
+
+def test_texts_wait_and_give_up_pages_where_the_pool_runs_out(gemma, alone):
+    engine = engine_of(gemma)
+    texts = [Text(prompt, 10) for prompt in (*PROMPTS, *PROMPTS)]
+    for text in texts:
+        engine.submit(text)
+    held = set()
+    gave_up = False
+    while engine.is_busy:
+        engine.step()
+        now = {slot.text for slot in engine._slots if slot is not None}
+        gave_up |= any(text.finish is None for text in held - now)
+        held = now
+        assert engine.free_pages >= 0
+    assert gave_up
+    assert [text.tokens for text in texts] == [*alone, *alone]
+    assert engine.free_pages == 8
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pages", [6, 18])
+def test_bits_do_not_depend_on_other_texts(gemma, pages):
+    options = dict(batch_invariant=True, pages=pages, slots=3)
+
+    def texts():
+        shared = [*PROMPTS[2], 3, 4]
+        prompts = (*PROMPTS, shared, [*shared[:9], 7], PROMPTS[2])
+        return [Text(p, 10, Sampling(1.5, seed=i)) for i, p in enumerate(prompts)]
+
+    together = run(engine_of(gemma, **options), *texts())
+    assert any(text.known for text in together)
+    apart = [run(engine_of(gemma, **options), text)[0] for text in texts()]
+    assert [text.tokens for text in together] == [text.tokens for text in apart]
+
+
 def test_texts_that_do_not_fit_are_refused(gemma):
     engine = engine_of(gemma)
     with pytest.raises(ExampleError, match="at most 24 tokens, but they have 7 and 18"):
@@ -342,6 +391,9 @@ def test_texts_that_do_not_fit_are_refused(gemma):
     with pytest.raises(ExampleError, match="need a token each, but there are 0 and 5"):
         engine.submit(Text([], 5))
     run(engine, Text(PROMPTS[0], 17))
+    engine = engine_of(gemma, pages=2)
+    with pytest.raises(ExampleError, match="at most 8 tokens, but they have 7 and 2"):
+        engine.submit(Text(PROMPTS[0], 2))
 
 
 @parametrize("form", ["int8", "int4", "fp8"], quick=(1,))

@@ -1,0 +1,201 @@
+"""The two programs of an engine: one reads a chunk of a prompt, one decodes a token of every text.
+
+All shapes are fixed but the width of the page table, which grows by factors of two, so that few programs
+are compiled.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxfused
+from examples.lm.model import LanguageModel
+from examples.lm.pages import Pages, Rows
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options of a draw of tokens; the defaults take the likeliest one. See `jaxfused.sample`."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """State of all slots, which the programs keep on the device."""
+
+    pages: tuple[Pages, ...]
+    """Keys and values of each layer."""
+    last: jax.Array
+    """Last token of each text, [slots], which has not been read yet."""
+    history: jax.Array
+    """Prompt and answer so far, [slots, length]; -1 in unused places."""
+    answers: jax.Array
+    """Number of answered tokens in the history, [slots]."""
+    options: dict[str, jax.Array]
+    """Fields of `Sampling`, [slots] each."""
+
+    @classmethod
+    def zeros(
+        cls, model: LanguageModel, *, slots: int, length: int, pages: int, page_size: int
+    ) -> "State":
+        return cls(
+            pages=model.empty_pages(pages=pages, page_size=page_size),
+            last=jnp.zeros(slots, jnp.int32),
+            history=jnp.full((slots, length), -1, jnp.int32),
+            answers=jnp.zeros(slots, jnp.int32),
+            options={
+                name: jnp.zeros(slots, jnp.uint32 if name == "seed" else type(value))
+                for name, value in vars(Sampling()).items()
+            },
+        )
+
+    def admitted(
+        self, slot: int, tokens: Sequence[int], *, answers: int, sampling: Sampling
+    ) -> "State":
+        """Returns the state with a text in a slot, of whose tokens the last `answers` are its answer."""
+        history = np.full(self.history.shape[1], -1, np.int32)
+        history[: len(tokens)] = tokens
+        options = {
+            name: np.asarray(value, self.options[name].dtype)
+            for name, value in vars(sampling).items()
+        }
+        return _admit(self, np.int32(slot), history, np.int32(answers), options)
+
+
+@functools.cache
+def programs(
+    graphdef: nnx.GraphDef, *, batch_invariant: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the compiled `_prefill` and `_decode` of models of this structure.
+
+    The structure is no argument of the programs, because hashing it would take longer than a step of a
+    small model.
+    """
+    options = dict(donate_argnums=1, static_argnames="penalties")
+    return tuple(
+        jax.jit(functools.partial(f, graphdef, batch_invariant), **options)
+        for f in (_prefill, _decode)
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _admit(
+    state: State,
+    slot: jax.Array,
+    history: jax.Array,
+    answers: jax.Array,
+    options: dict[str, jax.Array],
+) -> State:
+    return State(
+        state.pages,
+        state.last,
+        state.history.at[slot].set(history),
+        state.answers.at[slot].set(answers),
+        {name: array.at[slot].set(options[name]) for name, array in state.options.items()},
+    )
+
+
+def _prefill(
+    graphdef: nnx.GraphDef,
+    batch_invariant: bool,
+    params: Any,
+    state: State,
+    table: jax.Array,
+    tokens: jax.Array,
+    slot: jax.Array,
+    before: jax.Array,
+    count: jax.Array,
+    is_last: jax.Array,
+    *,
+    penalties: bool,
+) -> tuple[State, jax.Array]:
+    """Reads `count` tokens of a text after the `before` that are read; the last chunk draws the next."""
+    model = nnx.merge(graphdef, params)
+    end = before + count
+    rows = Rows(
+        table,
+        end[None],
+        jnp.stack([jnp.zeros_like(count), count]),
+        before + jnp.arange(len(tokens), dtype=jnp.int32),
+        batch_invariant,
+    )
+    features, pages = model(tokens[None], cache=state.pages, rows=rows)
+    logits = model.logits(features[0, count - 1])
+    state = replace(state, pages=pages)
+    row = jax.tree.map(lambda a: a[slot], replace(state, pages=()))
+    return _with_tokens(state, slot, _draw(row, logits, penalties), is_last, end)
+
+
+def _decode(
+    graphdef: nnx.GraphDef,
+    batch_invariant: bool,
+    params: Any,
+    state: State,
+    table: jax.Array,
+    lengths: jax.Array,
+    *,
+    penalties: bool,
+) -> tuple[State, jax.Array]:
+    """Reads the last token of each slot whose length, which counts it, is not 0; draws the next."""
+    model = nnx.merge(graphdef, params)
+    slots = jnp.arange(len(lengths), dtype=jnp.int32)
+    starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
+    rows = Rows(table, lengths, starts, jnp.maximum(lengths - 1, 0), batch_invariant)
+    features, pages = model(state.last[None], cache=state.pages, rows=rows)
+    drawn = _draw(state, model.logits(features[0]), penalties)
+    return _with_tokens(replace(state, pages=pages), slots, drawn, lengths > 0, lengths)
+
+
+def _with_tokens(
+    state: State, slot: jax.Array, drawn: jax.Array, active: jax.Array, place: jax.Array
+) -> tuple[State, jax.Array]:
+    """Returns the state with drawn tokens in one slot, or in all slots, where they are active.
+
+    The last tokens are returned too, since the state itself is donated to the next program.
+    """
+    place = jnp.where(active, place, state.history.shape[1])
+    last = state.last.at[slot].set(jnp.where(active, drawn, state.last[slot]))
+    history = state.history.at[slot, place].set(drawn, mode="drop")
+    answers = state.answers.at[slot].add(jnp.where(active, 1, 0))
+    return replace(state, last=last, history=history, answers=answers), last
+
+
+def _draw(state: State, logits: jax.Array, penalties: bool) -> jax.Array:
+    """Returns the next token of each row of logits [..., vocabulary]."""
+    options = dict(state.options)
+    seeds = options.pop("seed")
+    key = jax.random.key(seeds) if seeds.ndim == 0 else jax.vmap(jax.random.key)(seeds)
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = {name: options.pop(name) for name in names}
+    if penalties:
+        place = jnp.arange(state.history.shape[-1])
+        # Presence and frequency penalties count the answer alone; repetition penalties count the prompt
+        # too.
+        length = (state.history >= 0).sum(-1, keepdims=True)
+        is_prompt = place < length - state.answers[..., None]
+        given |= dict(
+            tokens=jnp.where(is_prompt, -1, state.history),
+            prompt=jnp.where(is_prompt, state.history, -1),
+        )
+    else:
+        given = {}
+    return jaxfused.sample(logits, key, position=state.answers, **options, **given)
