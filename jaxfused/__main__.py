@@ -113,6 +113,7 @@ _TABLE = (_array(16, dtype=jnp.int32), _array(16, 64, dtype=jnp.int32))
 _MAPS = (_array(8, 64, 64, 64),)
 _HEADS = (_array(256, 197, 12, 64),)
 _WIDE, _BACK = _array(768, 3072), _array(3072, 768)
+_OF_WEIGHTS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 EXAMPLES: dict[str, Example] = {
     "append_to_pages": Example(
         _appended,
@@ -165,6 +166,14 @@ EXAMPLES: dict[str, Example] = {
     "ragged_dot": Example(
         lambda x, w: jaxfused.ragged_dot(x, w, jnp.full(8, 2048, jnp.int32)),
         (*_ROWS, _array(8, 768, 3072)),
+    ),
+    "ragged_dot_general": Example(
+        lambda x, dy: jaxfused.ragged_dot_general(x, dy, jnp.full(8, 2048, jnp.int32), _OF_WEIGHTS),
+        (*_ROWS, _array(16384, 3072)),
+    ),
+    "ragged_mlp": Example(
+        lambda x, *w: jaxfused.ragged_mlp(x, *w, jnp.full(8, 2048, jnp.int32)),
+        (*_ROWS, *2 * (_array(8, 768, 3072),), _array(8, 3072, 768)),
     ),
     "rms_norm": Example(jaxfused.rms_norm, (*_ROWS, _array(768))),
     "rope": Example(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), 2 * _HEADS),

@@ -24,6 +24,7 @@ OPERATORS = {
     "mlp": Operator(products.draw_mlp, products.mlp, 3),
     "gated_mlp": Operator(products.draw_mlp, products.gated_mlp, 3),
     "ragged_dot": Operator(products.draw_ragged_dot, products.ragged_dot, 2),
+    "ragged_mlp": Operator(products.draw_ragged_mlp, products.ragged_mlp, 2),
     "block_sparse_matmul": Operator(sparse.draw_block_sparse, sparse.block_sparse_matmul, 1),
     "sparse24_matmul": Operator(sparse.draw_sparse24, sparse.sparse24_matmul, 1),
     "sparse_matmul": Operator(sparse.draw_sparse_matmul, sparse.sparse_matmul, 1),

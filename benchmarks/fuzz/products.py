@@ -132,9 +132,7 @@ def ragged_dot(options: Options) -> Problem:
         lhs=Operand((o["rows"], o["width"]), o["dtype"]),
         rhs=Operand((o["groups"], *shape), o["dtype"], 0.0, o["width"] ** -0.5),
     )
-    count = o["groups"] + o["others"]
-    shares = rng.dirichlet(np.full(count, 0.7)) * o["fills"] * o["rows"]
-    constants = {"sizes": shares.astype(np.int32)}
+    constants = {"sizes": _group_sizes(o, rng)}
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         return jaxfused.ragged_dot(
@@ -144,6 +142,52 @@ def ragged_dot(options: Options) -> Problem:
             "highest" if how.exact else None,
             group_offset=o["others"] // 2 if o["others"] else None,
             transpose_rhs=o["transposed"],
+            implementation=how.implementation,
+        )
+
+    return Problem(run, operands, constants, tf32=o["dtype"] == "float32")
+
+
+def _group_sizes(options: Options, rng: np.random.Generator) -> np.ndarray:
+    """Returns random sizes of the groups, which may have fewer or more rows than there are."""
+    count = options["groups"] + options["others"]
+    shares = rng.dirichlet(np.full(count, 0.7)) * options["fills"] * options["rows"]
+    return shares.astype(np.int32)
+
+
+def draw_ragged_mlp(draw: Draw) -> Options:
+    return draw_ragged_dot(draw) | dict(
+        hidden=features(draw, _MOST_FEATURES),
+        activation=draw.pick((None, "silu", "gelu_tanh", "sigmoid")),
+        first=draw.pick(("two", "two", "joined", "no gate")),
+    )
+
+
+def ragged_mlp(options: Options) -> Problem:
+    o, rng = options, rng_of(options)
+    columns = o["hidden"] * (2 if o["first"] == "joined" else 1)
+    shapes = dict(
+        w_gate=(o["width"], columns), w_up=(o["width"], o["hidden"]), w_down=(o["hidden"], o["out"])
+    )
+    if o["first"] != "two":
+        shapes.pop("w_gate" if o["first"] == "no gate" else "w_up")
+    operands = dict(x=Operand((o["rows"], o["width"]), o["dtype"]))
+    for name, shape in shapes.items():
+        turned = shape[::-1] if o["transposed"] else shape
+        operands[name] = Operand((o["groups"], *turned), o["dtype"], 0.0, shape[0] ** -0.5)
+    constants = {"sizes": _group_sizes(o, rng)}
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        return jaxfused.ragged_mlp(
+            operands["x"],
+            operands.get("w_gate"),
+            operands.get("w_up"),
+            operands["w_down"],
+            constants["sizes"],
+            activation=o["activation"],
+            group_offset=o["others"] // 2 if o["others"] else None,
+            transpose_weights=o["transposed"],
+            precision="highest" if how.exact else None,
             implementation=how.implementation,
         )
 

@@ -2,15 +2,17 @@
 
 The sizes of the groups are known on the device only. A tile starts at the first row of its group or a
 whole number of tiles after it, so that no tile mixes groups; rows of the next group in a group's last
-tile are not stored. A bisection in a table of the tiles and rows before each group finds the group of a
-tile. Rows that belong to no group are stored as zeros after all tiles.
+tile are not stored; `groups` finds the group of a tile. Rows that belong to no group are stored as zeros
+after all tiles. Several matrices of a group may share one pass over its rows, and an epilogue, a traced
+function of their float32 tiles and of further matrices, computes the results.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +20,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm import cost, operands
+from pallas_kernels.gemm import cost, groups, operands
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.epilogue import Epilogue
+from pallas_kernels.gemm.epilogue import Epilogue, Function
+from pallas_kernels.gemm.groups import Group, Groups
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import swizzled_columns
-from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace, run_of
+from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 GRAIN = 8
 """Divisor of K and N: rows of 16-bit numbers then begin at multiples of 16 bytes, as TMA requires."""
 MOST_GROUPS = 1024
 """Largest number of groups; their table is a sum over pairs of groups."""
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def why_unsupported(
@@ -64,36 +68,22 @@ def why_unsupported(
     return None
 
 
-def group_table(
-    group_sizes: jax.Array, offset: jax.Array, *, groups: int, rows: int, tile_m: int
-) -> jax.Array:
-    """Returns the tiles and rows before each group, and before the end: int32 [2, groups + 1].
-
-    One sum over pairs of groups, which XLA runs as one kernel. Sizes below 0 count as 0, and rows beyond
-    the last one are cut off.
+def candidates(
+    work: Work,
+    outputs: Mapping[str, Any],
+    multiprocessors: int,
+    matrices: Mapping[str, Any] = _NOTHING,
+) -> list[MatmulConfig]:
+    """Returns the configs that fit into shared memory, predicted fastest first.
 
     Args:
-      group_sizes: int [G], of all groups.
-      offset: int [], the index of the first group that is multiplied. Only its tiles, and those of the
-        following ones, count.
-      groups: how many groups are multiplied.
-      rows: rows of all groups, and of none.
-      tile_m: rows of a tile.
+      work: the product.
+      outputs: dtypes of the results, by name; all have one size.
+      multiprocessors: SMs of the device.
+      matrices: dtypes of the matrices that the epilogue reads, by name, of that size too.
     """
-    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
-    offset = offset.astype(jnp.int32)
-    index = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
-    before = index < offset + jnp.arange(groups + 1, dtype=jnp.int32)[:, None]
-    tiles = jnp.where(index >= offset, (sizes + (tile_m - 1)) // tile_m, 0)
-    counts = jnp.stack([tiles, sizes])[:, None]
-    found = jnp.sum(jnp.where(before, counts, 0), axis=-1, dtype=jnp.int32)
-    return jnp.minimum(found, jnp.array([[2**31 - 1], [rows]], jnp.int32))
-
-
-def candidates(work: Work, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns the configs that fit into shared memory, predicted fastest first."""
     # Rows of a chunk have 128 bytes, so that a copy may begin at any of them.
-    columns = swizzled_columns(out_dtype)
+    [columns] = {swizzled_columns(dtype) for dtype in (*outputs.values(), *matrices.values())}
     configs = [
         MatmulConfig(
             tile_m,
@@ -112,7 +102,8 @@ def candidates(work: Work, out_dtype: Any, multiprocessors: int) -> list[MatmulC
     fitting = [
         config
         for config in configs
-        if _tiles(work, jnp.bfloat16, config, 1, out_dtype).shared_bytes <= SHARED_MEMORY_BYTES
+        if _tiles(work, jnp.bfloat16, config, 1, outputs, matrices).shared_bytes
+        <= SHARED_MEMORY_BYTES
     ]
     return sorted(fitting, key=lambda config: predicted_time(work, config, multiprocessors))
 
@@ -148,76 +139,108 @@ _LOW_OF_FEW_ROWS = 0.97
 without."""
 
 
-def grouped_product(
-    a: jax.Array,
-    b: Sequence[jax.Array],
-    group_sizes: jax.Array,
-    offset: jax.Array,
-    *,
-    b_transposed: bool = False,
-    products: int = 1,
-    epilogue: Callable[..., jax.Array] | None = None,
-    out_dtype: Any,
-    multiprocessors: int,
-    config: MatmulConfig | None = None,
-    name: str = "grouped_product",
-) -> jax.Array:
-    """Returns each group of a's rows times its matrix: [M, N], zeros in the rows of no group.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupedProduct:
+    """Description of the products of groups of rows with an epilogue, as `FusedProduct` is of one.
 
-    Args:
-      a: [M, K], bfloat16 or float16.
-      b: [E, K, N] of the same dtype ([E, N, K] with `b_transposed`) for each of the `products`; or one
-        array with all of them concatenated, [E, K, products N] ([E, products N, K]).
-      group_sizes: int [G]: rows of each group.
-      offset: int [], the index of the group that b's first matrix is for.
-      epilogue: takes a float32 tile of each product, and returns that of the result; None for one
-        product as it is.
-      out_dtype: of the result.
-      multiprocessors: SMs of the device.
-      config: one of `candidates`; None for the first.
-      name: the kernel's name in a profile.
+    `run` launches its kernel. Everything else needs only the shapes and dtypes of the arrays.
     """
-    rows, k = a.shape
-    work = Work(
-        m=rows,
-        n=b[0].shape[1 if b_transposed else 2] // (products // len(b)),
-        k=k,
-        products=products,
-        k_last=b_transposed,
-        groups=b[0].shape[0],
-    )
-    if config is None:
-        config = candidates(work, out_dtype, multiprocessors)[0]
 
-    def results(*tiles: jax.Array) -> Mapping[str, jax.Array]:
-        return {"y": tiles[0] if epilogue is None else epilogue(*tiles)}
+    name: str
+    """Name of the kernel in a profile."""
+    a: Sequence[Any]
+    """[M, K], bfloat16 or float16; several of them for a sum of products a_i @ b_i."""
+    b: Sequence[Any]
+    """[E, K, N] of the same dtype ([E, N, K] with `b_transposed`) for each a and each of the `products`
+    that share a pass over a, in this order; or, for one a, one array with the matrices of all products
+    concatenated, [E, K, products N] ([E, products N, K])."""
+    epilogue: Function
+    """Takes a float32 tile of each product and, by name, of `matrices`; returns tiles by name."""
+    outputs: Mapping[str, Any]
+    """Dtypes, by name, of the epilogue's tiles that are stored, [M, N]; all have one size."""
+    b_transposed: bool = False
+    products: int = 1
+    matrices: Mapping[str, Any] = _NOTHING
+    """Matrices [M, N] that the epilogue reads, of the outputs' size."""
+    activations: int = 0
+    """Activations and derivatives that the epilogue evaluates for each element."""
 
-    tiles = replace(_tiles(work, a.dtype, config, multiprocessors, out_dtype), function=results)
-    product = tiles.product
-    product.check_shared_bytes(tiles.shared_bytes)
-    table = group_table(
-        group_sizes, offset, groups=work.groups, rows=rows, tile_m=config.cta_tile_m
-    )
-    [y] = product.launch(
-        (a,),
-        b,
-        (table,),
-        out_type=[jax.ShapeDtypeStruct((rows, work.n), out_dtype)],
-        scratch=tiles.scratch(),
-        epilogue=tiles.of_tile,
-        name=name,
-    )
-    return y
+    @property
+    def work(self) -> Work:
+        joined = len(self.a) * self.products // len(self.b)
+        return Work(
+            m=self.a[0].shape[0],
+            n=self.b[0].shape[1 if self.b_transposed else 2] // joined,
+            k=sum(term.shape[1] for term in self.a),
+            products=self.products,
+            read_bytes=sum(dtype.itemsize for dtype in self._read.values()),
+            written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in self.outputs.values()),
+            activations=self.activations,
+            k_last=self.b_transposed,
+            terms=len(self.a),
+            groups=self.b[0].shape[0],
+        )
+
+    @property
+    def _read(self) -> dict[str, Any]:
+        return {name: jnp.dtype(matrix.dtype) for name, matrix in self.matrices.items()}
+
+    def candidates(self, multiprocessors: int) -> list[MatmulConfig]:
+        """Returns the configs that fit into shared memory, predicted fastest first."""
+        return candidates(self.work, self.outputs, multiprocessors, self._read)
+
+    def run(
+        self,
+        group_sizes: jax.Array,
+        offset: jax.Array,
+        *,
+        multiprocessors: int,
+        config: MatmulConfig | None = None,
+    ) -> dict[str, jax.Array]:
+        """Returns the outputs by name, zeros in the rows of no group.
+
+        Args:
+          group_sizes: int [G]: rows of each group.
+          offset: int [], the index of the group that b's first matrix is for.
+          multiprocessors: SMs of the device.
+          config: one of `candidates`; None for the first.
+        """
+        work = self.work
+        config = self.candidates(multiprocessors)[0] if config is None else config
+        tiles = _tiles(work, self.a[0].dtype, config, multiprocessors, self.outputs, self._read)
+        tiles = replace(tiles, function=self.epilogue)
+        product = tiles.product
+        product.check_shared_bytes(tiles.shared_bytes)
+        of_groups = groups.operands(
+            group_sizes, offset, groups=work.groups, rows=work.m, tile_m=config.cta_tile_m
+        )
+        results = product.launch(
+            self.a,
+            self.b,
+            (*of_groups, *self.matrices.values()),
+            out_type=[
+                jax.ShapeDtypeStruct((work.m, work.n), dtype) for dtype in self.outputs.values()
+            ],
+            scratch=tiles.scratch(),
+            epilogue=tiles.of_tile,
+            name=self.name,
+        )
+        return dict(zip(self.outputs, results, strict=True))
 
 
 def _tiles(
-    work: Work, dtype: Any, config: MatmulConfig, multiprocessors: int, out_dtype: Any
+    work: Work,
+    dtype: Any,
+    config: MatmulConfig,
+    multiprocessors: int,
+    outputs: Mapping[str, Any],
+    matrices: Mapping[str, Any],
 ) -> Epilogue:
     """Returns the product with the memory of its epilogue, but without the epilogue's function."""
     product = _GroupedProduct(
         m=work.m,
         n=work.n,
-        ks=(work.k,),
+        ks=(work.k // work.terms,) * work.terms,
         dtype=jnp.dtype(dtype),
         blocks=(),
         config=config,
@@ -225,63 +248,49 @@ def _tiles(
         products=work.products,
         b_transposed=work.k_last,
         b_columns=work.n,
-        groups=work.groups,
+        group_count=work.groups,
     )
     return Epilogue(
         product=product,
         function=dict,
         vectors={},
-        matrices={},
-        outputs={"y": out_dtype},
+        matrices=matrices,
+        outputs=outputs,
         column_sums=(),
     )
-
-
-class Group(NamedTuple):
-    """A group of rows, as the kernel sees it."""
-
-    index: Any
-    start: Any
-    """Index of the first row."""
-    end: Any
-    """Index of the row after the last."""
-
-    @classmethod
-    def of(cls, table: Any, index: Any) -> "Group":
-        """Returns a group by its index in a `group_table`."""
-        return cls(index, table[1, index], table[1, index + 1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupedProduct(Product):
     """Static parameters of a launch, and the tiles of each group."""
 
-    groups: int
-    table: Any = None
-    """Number of tiles and of rows before each group, in global memory."""
+    group_count: int
+    groups: Groups | None = None
+    """The groups, in a kernel."""
 
     @property
     def tile_grid(self) -> tuple[int, int]:
         """Rows of tiles (an upper limit) and columns of tiles."""
-        down = self.m // self.config.cta_tile_m + min(self.groups, self.m)
+        down = self.m // self.config.cta_tile_m + min(self.group_count, self.m)
         return down, pl.cdiv(self.n, self.part_n)
 
     # --- on the device ----------------------------------------------------------------------------
 
     def on_device(self, others: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
-        return replace(self, table=others[0]), others[1:]
+        found, others = groups.on_device(
+            others, groups=self.group_count, rows=self.m, tile_m=self.config.cta_tile_m
+        )
+        return replace(self, groups=found), others
 
     def tiles_of_cluster(self) -> jax.Array:
-        return self.share_of_cluster(self.table[0, self.groups] * self.tile_grid[1])
+        return self.share_of_cluster(self.groups.tiles() * self.tile_grid[1])
 
     def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
         c = self.config
-        down = self.table[0, self.groups]
+        down = self.groups.tiles()
         item = lax.axis_index("cluster") + sequence_idx * self.clusters
         m_idx, n_idx = plgpu.planar_snake(item, (down, self.tile_grid[1]), 0, c.band)
-        index = run_of(lambda run: self.table[0, run], self.groups, m_idx)
-        group = Group.of(self.table, index)
-        within = m_idx - self.table[0, index]
+        group, within = self.groups.of_tile(m_idx)
         return group.start + within * c.cta_tile_m, n_idx, group
 
     def copy_step(
@@ -294,15 +303,16 @@ class _GroupedProduct(Product):
         full: Any,
     ) -> None:
         k_start = step.k_idx * self.tile_k
-        [a] = a_gmem
 
         def a_matrix(first, second):
-            return a.at[first, second]
+            return a_gmem[step.term].at[first, second]
 
         self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
+        count = len(b_gmem) // len(self.ks)
+        arrays = b_gmem[step.term * count : (step.term + 1) * count]
         for index, b_smem in enumerate(ring.b_smem):
-            b = b_gmem[index % len(b_gmem)]
-            first_column = (index // len(b_gmem)) * self.n
+            b = arrays[index % len(arrays)]
+            first_column = (index // len(arrays)) * self.n
 
             def b_matrix(first, second, b=b):
                 return b.at[step.group.index, first, second]
@@ -337,7 +347,7 @@ class _GroupedProduct(Product):
     def after_tiles(self, wg_idx: Any, epilogue_of: Callable[[TilePlace], Any]) -> None:
         """Stores zeros in the rows before the first group and after the last one."""
         tile_m, across = self.config.tile_m, self.tile_grid[1]
-        before, after = self.table[1, 0], self.table[1, self.groups]
+        before, after = self.groups.bounds()
         tiles_before = lax.div(before + (tile_m - 1), jnp.int32(tile_m))
         tiles = tiles_before + lax.div(self.m - after + (tile_m - 1), jnp.int32(tile_m))
         first = lax.axis_index("cluster") * CONSUMERS + wg_idx

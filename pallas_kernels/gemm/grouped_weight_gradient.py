@@ -20,9 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import store
 from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import groups as groups_of_rows
 from pallas_kernels.gemm.cost import WeightWork
 from pallas_kernels.gemm.epilogue import Epilogue
-from pallas_kernels.gemm.grouped import Group, group_table
+from pallas_kernels.gemm.groups import Group, Groups
 from pallas_kernels.gemm.mainloop import Consumer
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import swizzled_columns
@@ -109,11 +110,13 @@ def grouped_weight_gradient(
     tiles = _tiles(work, groups, x.dtype, config, multiprocessors, out_dtype)
     product = tiles.product
     product.check_shared_bytes(tiles.shared_bytes)
-    table = group_table(group_sizes, offset, groups=groups, rows=rows, tile_m=config.cta_tile_m)
+    of_groups = groups_of_rows.operands(
+        group_sizes, offset, groups=groups, rows=rows, tile_m=config.cta_tile_m
+    )
     [dw] = product.launch(
         (x,),
         (dy,),
-        (table,),
+        of_groups,
         out_type=[jax.ShapeDtypeStruct((groups, features, dy.shape[1]), out_dtype)],
         scratch=tiles.scratch(),
         epilogue=tiles.of_tile,
@@ -142,7 +145,7 @@ def _tiles(
         multiprocessors=multiprocessors,
         a_transposed=True,
         b_columns=width,
-        groups=groups,
+        group_count=groups,
     )
     return Epilogue.of_sums(product, dw=out_dtype)
 
@@ -151,14 +154,14 @@ def _tiles(
 class _GroupedWeightProduct(UnevenProduct):
     """Static parameters of a launch, and the rows of x and dy that are multiplied for each tile."""
 
-    groups: int
-    table: Any = None
-    """Number of rows before each group, in global memory."""
+    group_count: int
+    groups: Groups | None = None
+    """The groups, in a kernel."""
 
     @property
     def tile_count(self) -> int:
         down, across = self.tile_grid
-        return self.groups * down * across
+        return self.group_count * down * across
 
     def operand_memory(self) -> dict[str, Any]:
         return super().operand_memory() | dict(masked=plgpu.Barrier(num_arrivals=CONSUMERS))
@@ -166,7 +169,10 @@ class _GroupedWeightProduct(UnevenProduct):
     # --- on the device ----------------------------------------------------------------------------
 
     def on_device(self, others: Sequence[Any]) -> tuple["_GroupedWeightProduct", Sequence[Any]]:
-        return replace(self, table=others[0]), others[1:]
+        found, others = groups_of_rows.on_device(
+            others, groups=self.group_count, rows=self.ks[0], tile_m=self.config.cta_tile_m
+        )
+        return replace(self, groups=found), others
 
     def consumer(self, *args: Any) -> Consumer:
         return _GroupConsumer(self, *args)
@@ -176,7 +182,7 @@ class _GroupedWeightProduct(UnevenProduct):
         item = lax.axis_index("cluster") + sequence_idx * self.clusters
         of_group = jnp.int32(down * across)
         m_idx, n_idx = plgpu.planar_snake(lax.rem(item, of_group), (down, across), 0, c.band)
-        group = Group.of(self.table, lax.div(item, of_group))
+        group = self.groups.at(lax.div(item, of_group))
         return m_idx * c.cta_tile_m, n_idx, group
 
     def first_row(self, group: Group, k_idx: Any) -> jax.Array:

@@ -102,6 +102,12 @@ OF_ROWS = {
     "ragged_dot": lambda x: jaxfused.ragged_dot(
         x.reshape(x.shape[0] * x.shape[1], D), ones(3, D, 32), jnp.zeros(3, int)
     ),
+    "ragged_mlp": lambda x: jaxfused.ragged_mlp(
+        x.reshape(x.shape[0] * x.shape[1], D),
+        *[ones(3, D, 32)] * 2,
+        ones(3, 32, D),
+        jnp.zeros(3, int),
+    ),
     "block_sparse_matmul": lambda x: jaxfused.block_sparse_matmul(
         ones(*x.shape[:2], 32), jaxfused.BlockSparse.from_dense(ones(32, 64), 32, count=2)
     ),

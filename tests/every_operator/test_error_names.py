@@ -2,6 +2,7 @@
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.sparse import BCOO
@@ -15,6 +16,7 @@ CLASSES = jnp.zeros(4, jnp.int32)
 QUANTIZED = jaxfused.quantize(W)
 WINDOWS = jaxfused.quantize(jnp.ones((72, 8)))
 BLOCKS = jaxfused.BlockSparse.from_dense(jnp.ones((32, 64)), 32)
+_RAGGED = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 CALLS = {
     "avg_pool": ((IMAGES, 2), {}),
     "batch_norm": ((IMAGES,), {}),
@@ -40,6 +42,8 @@ CALLS = {
     "quantized_conv": ((IMAGES, WINDOWS), dict(kernel_size=3)),
     "quantized_matmul": ((X, QUANTIZED), {}),
     "ragged_dot": ((X, W[None], jnp.full(1, 4)), {}),
+    "ragged_dot_general": ((X, W[None], jnp.full(1, 4), _RAGGED), {}),
+    "ragged_mlp": ((X, W[None], W[None], W[None], jnp.full(1, 4)), {}),
     "rms_norm": ((X,), {}),
     "rope": ((HEADS, HEADS), {}),
     "sample": ((X, CLASSES), {}),

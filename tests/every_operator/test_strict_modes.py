@@ -374,6 +374,26 @@ def _(dtype):
     return f, (normal(0, T, D, dtype=dtype), normal(1, 3, D, 8, dtype=dtype))
 
 
+@case("ragged_mlp")
+def _(dtype):
+    def f(x, *w):
+        return jaxfused.ragged_mlp(x, *w, np.asarray([3, 0, 4], np.int64))
+
+    sizes = ((3, D, 8), (3, D, 8), (3, 8, D))
+    x = normal(0, T, D, dtype=dtype)
+    return f, (x, *(normal(i, *s, dtype=dtype) for i, s in enumerate(sizes)))
+
+
+@case("ragged_dot_general")
+def _(dtype):
+    numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+    def f(x, dy):
+        return jaxfused.ragged_dot_general(x, dy, np.asarray([3, 0, 4], np.int64), numbers)
+
+    return f, (normal(0, T, D, dtype=dtype), normal(1, T, 8, dtype=dtype))
+
+
 @case("block_sparse_matmul")
 def _(dtype):
     def f(x, w):

@@ -118,6 +118,10 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
             (heads,) * 3,
             (_rows(images, dtype=jnp.int32),),
         ),
+        "ragged_mlp": Call(
+            lambda *a: jaxfused.ragged_mlp(*a, jnp.full(4, rows // 4)),
+            (x, *[_shared(4, d, f)] * 2, _shared(4, f, d)),
+        ),
         "ragged_dot": Call(
             lambda x, w: jaxfused.ragged_dot(x, w, jnp.full(4, rows // 4)), (x, _shared(4, d, f))
         ),

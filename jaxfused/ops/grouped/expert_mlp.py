@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused import dispatch
-from jaxfused.ops.grouped.ragged_dot import ragged_dot
-from jaxfused.runtime.activation import activate
+from jaxfused.ops.grouped.ragged_mlp import check_perceptrons, ragged_mlp
 from jaxfused.runtime.checks import (
     as_arrays,
     check_activation,
@@ -30,7 +29,7 @@ def expert_mlp(
     weights: jax.Array,
     indices: jax.Array,
     w_gate: jax.Array | None,
-    w_up: jax.Array,
+    w_up: jax.Array | None,
     w_down: jax.Array,
     *,
     activation: str | None = "silu",
@@ -46,7 +45,7 @@ def expert_mlp(
         y_t = \sum_j w_{tj} \bigl(\text{activation}(x_t G_{e}) \odot (x_t U_{e})\bigr) D_{e},
         \quad e = \text{indices}_{tj}
 
-    Rows are put in the order of their experts, multiplied by `jaxfused.ragged_dot`, and each token's
+    Rows are put in the order of their experts, go through `jaxfused.ragged_mlp`, and each token's
     results are added in float32. No token is dropped unless `capacity` says so, and results repeat bit
     for bit.
 
@@ -54,15 +53,16 @@ def expert_mlp(
       x: [..., D], float32, bfloat16 or float16.
       weights: [..., k], of each token's experts, as `jaxfused.router` returns them.
       indices: [..., k], integers: those experts. An index below 0 or from E on is no expert.
-      w_gate: [E, D, F], or None for experts without a gate: activation(x U) D.
-      w_up: [E, D, F].
+      w_gate: [E, D, F]; or [E, D, 2 F] with `w_up=None`: the gate's columns, then those of w_up; or
+        None for experts without a gate: activation(x U) D.
+      w_up: [E, D, F], or None where w_gate holds both.
       w_down: [E, F, D].
       activation: None or a name of `jaxfused.ACTIVATIONS`, of the gate.
       weight_on: whether the weights multiply the experts' "output", or their "input" as in Llama 4.
       capacity: the most tokens of an expert: all first choices come before all second ones, and among
         them the first tokens; what exceeds it adds nothing. None drops none.
-      transpose_weights: whether w_gate and w_up are [E, F, D] and w_down is [E, D, F], as in most
-        checkpoints.
+      transpose_weights: whether w_gate and w_up are [E, F, D] (or [E, 2 F, D]) and w_down is [E, D, F],
+        as in most checkpoints.
       precision: of the products, as in `jax.lax.dot`.
       implementation: None for the fastest that can run, or "pallas", "xla".
 
@@ -93,31 +93,30 @@ def expert_mlp(
         raise ValueError(f"{op}: capacity is {capacity}; pass at least 1, or None to drop nothing.")
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     dispatch.choose(op, implementation, {**missing, "pallas": None, "xla": None})
-    if 0 in (*x.shape, *w_up.shape, indices.shape[-1]):
+    if 0 in (*x.shape, *w_down.shape, indices.shape[-1]):
         return jnp.zeros_like(x)
     rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
     k = indices.shape[-1]
-    order = _order(indices.reshape(rows.shape[0], k), w_up.shape[0], capacity)
+    order = _order(indices.reshape(rows.shape[0], k), w_down.shape[0], capacity)
     wide = accumulator_dtype(x.dtype)
     shares = weights.reshape(rows.shape[0], k).astype(wide)
-    product = functools.partial(
-        ragged_dot,
-        group_sizes=order.sizes,
-        precision=precision,
-        transpose_rhs=transpose_weights,
-        implementation=implementation,
-    )
     of_experts = _repeated(k, rows, order)
     if weight_on == "input":
         # The weights in the order of the experts, permuted as the rows of a matrix of one column.
         by_choice = shares.T.reshape(-1, 1)
         of_experts = (of_experts * _permuted(by_choice, order)).astype(x.dtype)
-    h = product(of_experts, w_up.astype(x.dtype))
-    if w_gate is None:
-        h = activate(activation, h)
-    else:
-        h = activate(activation, product(of_experts, w_gate.astype(x.dtype))) * h
-    results = _returned(product(h.astype(x.dtype), w_down.astype(x.dtype)), order)
+    results = ragged_mlp(
+        of_experts,
+        w_gate,
+        w_up,
+        w_down,
+        order.sizes,
+        activation=activation,
+        transpose_weights=transpose_weights,
+        precision=precision,
+        implementation=implementation,
+    )
+    results = _returned(results, order)
     results = results.reshape(k, *rows.shape).astype(wide)
     if weight_on == "output":
         results = results * shares.T[..., None]
@@ -127,18 +126,13 @@ def expert_mlp(
 def _check_shapes(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> None:
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (); pass x of shape [..., features].")
+    check_perceptrons(op, x, w_gate, w_up, w_down, transposed)
     features = x.shape[-1]
-    first, last = (2, 1) if transposed else (1, 2)
-    if w_up.ndim != 3 or w_up.shape[first] != features:
-        order = f"(experts, hidden, {features})" if transposed else f"(experts, {features}, hidden)"
+    if w_down.shape[1 if transposed else 2] != features:
         raise ValueError(
-            f"{op}: w_up has shape {w_up.shape}, but x has {features} features in its last axis; pass"
-            f" w_up of shape {order}."
+            f"{op}: w_down has shape {w_down.shape}, but x has {features} features; pass w_down with as"
+            " many results."
         )
-    check_shape(op, "w_gate", w_gate, w_up.shape, f"w_up has shape {w_up.shape}")
-    experts, hidden = w_up.shape[0], w_up.shape[last]
-    back = (experts, features, hidden) if transposed else (experts, hidden, features)
-    check_shape(op, "w_down", w_down, back, f"w_up has shape {w_up.shape}")
     if not jnp.issubdtype(indices.dtype, jnp.integer) or indices.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"{op}: indices have shape {indices.shape} and dtype {indices.dtype}, but x has shape"

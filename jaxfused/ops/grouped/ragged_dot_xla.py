@@ -7,7 +7,7 @@ every group's matrix, on a CPU and on a GPU: its time and memory grow with the n
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfused.runtime import sharding
+from jaxfused.runtime.activation import activate
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.shapes import is_symbolic
@@ -61,6 +62,14 @@ def _bwd(options: Options, operands, dy):
 
 
 ragged_dot.defvjp(_fwd, _bwd)
+
+
+def activated(options: Options, activation: str | None, *operands: jax.Array) -> jax.Array:
+    """Returns the activation of `ragged_dot`, rounded once."""
+    if activation is None:
+        return ragged_dot(options, *operands)
+    wide = replace(options, out_dtype=accumulator_dtype(options.out_dtype))
+    return activate(activation, ragged_dot(wide, *operands)).astype(options.out_dtype)
 
 
 def gradients(

@@ -245,7 +245,7 @@ def test_indices_of_one_byte_choose_among_more_experts_than_it_counts():
         ),
         (
             lambda: jaxfused.expert_mlp(*operands(), transpose_weights=True),
-            r"expert_mlp: w_up has shape .* pass w_up of shape \(experts, hidden, 6\)",
+            r"expert_mlp: w_up has shape .* pass w_up of shape \(E, hidden, 6\)",
         ),
     ],
 )

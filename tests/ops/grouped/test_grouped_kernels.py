@@ -79,17 +79,16 @@ class Case:
         return y
 
     def run(self, multiprocessors: int, a: Any, b: Any, *sizes: Any) -> jax.Array:
-        return grouped.grouped_product(
-            a,
-            [b],
-            *sizes,
+        product = grouped.GroupedProduct(
+            name="grouped_product",
+            a=[a],
+            b=[b],
             b_transposed=self.transposed,
             products=self.products,
-            epilogue=jnp.subtract if self.products == 2 else None,
-            out_dtype=jnp.dtype(self.out_dtype or self.dtype),
-            multiprocessors=multiprocessors,
-            config=self.config,
+            epilogue=lambda y, *others: {"y": y - others[0] if others else y},
+            outputs={"y": jnp.dtype(self.out_dtype or self.dtype)},
         )
+        return product.run(*sizes, multiprocessors=multiprocessors, config=self.config)["y"]
 
     def check(self, multiprocessors: int = 4) -> None:
         a, b, sizes, offset = self.operands()
@@ -179,7 +178,8 @@ def one_of_each_tile(configs):
     return list({(c.tile_m, c.tile_n, c.ping_pong): c for c in reversed(configs)}.values())
 
 
-CONFIGS = one_of_each_tile(grouped.candidates(Work(512, 256, 128, groups=4), jnp.bfloat16, 132))
+OUTPUTS = {"y": jnp.bfloat16}
+CONFIGS = one_of_each_tile(grouped.candidates(Work(512, 256, 128, groups=4), OUTPUTS, 132))
 
 
 @parametrize("config", CONFIGS, quick=())
@@ -194,7 +194,7 @@ LARGE = tuple(
         Case((0, 700, 1, 63, 900, 64, 127, 300, 0, 400), 3000, 520, 392),
         Case((400, 300, 200, 0, 600), 2000, 512, 512, transposed=True, offset=1, groups=3),
     )
-    for config in one_of_each_tile(grouped.candidates(case.work, jnp.bfloat16, 132))
+    for config in one_of_each_tile(grouped.candidates(case.work, OUTPUTS, 132))
 )
 LARGE_WEIGHTS = tuple(
     replace(case, config=config)

@@ -87,6 +87,36 @@ def test_nothing_reaches_another_group():
     assert jnp.isnan(y[ends[3] : ends[4]]).all() and not y[ends[-1] :].any()
 
 
+@pytest.mark.parametrize("activation", ["relu2", "silu"])
+@parametrize("dtype", ["float16", "bfloat16"], quick=(1,))
+def test_activation(dtype, activation):
+    check_activation(dtype, activation)
+
+
+@pytest.mark.exhaustive
+def test_activation_by_kernels(interpreted_hopper):
+    check_activation("bfloat16", "silu")
+
+
+def check_activation(dtype, activation):
+    args = operands(dtype)
+    f = {"relu2": lambda z: jnp.square(jax.nn.relu(z)), "silu": jax.nn.silu}[activation]
+    sizes = put(SIZES, "int32")
+
+    def plain(x, w, sizes):
+        return f(jax.lax.ragged_dot(x, w, sizes))
+
+    def ours(x, w, sizes):
+        return jaxfused.ragged_dot(x, w, sizes, activation=activation)
+
+    wide = [a.astype(jnp.float32) for a in args]
+    results = [jax.jit(functools.partial(with_gradients.__wrapped__, g)) for g in (ours, plain)]
+    exact = results[1](*wide, sizes)
+    found = zip(("y", "dlhs", "drhs"), *(r(*args, sizes) for r in results), exact, strict=True)
+    for name, actual, simple, expected in found:
+        assert_accurate(name, actual, simple, np.asarray(expected, np.float64))
+
+
 def test_result_has_the_preferred_dtype():
     x, w, _ = operands("bfloat16")
     sizes = put(SIZES, "int32")

@@ -1,0 +1,97 @@
+"""The perceptrons of groups of rows in XLA, and the stages of their gradient."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.grouped import ragged_dot_xla
+from jaxfused.runtime.activation import activate, value_and_slope
+from jaxfused.runtime.promotion import accumulator_dtype
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static arguments of the perceptrons."""
+
+    op: str
+    activation: str | None
+    gated: bool
+    transposed: bool
+    """True if weights are [E, out, in]."""
+    precision: Any
+
+    def product(self, dtype: Any, *, back: bool = False) -> ragged_dot_xla.Options:
+        """Returns the options of a product with weights, or with their transposes if `back`."""
+        return ragged_dot_xla.Options(self.transposed != back, dtype, dtype, self.precision)
+
+
+def ragged_mlp(options: Options, x, w_first, w_second, w_down, sizes, offset) -> jax.Array:
+    """Computes `ragged_mlp`, with a gradient in both modes and to any order."""
+    of_rows = options.product(x.dtype)
+
+    def product(rows: jax.Array, w: jax.Array) -> jax.Array:
+        return ragged_dot_xla.ragged_dot(of_rows, rows, w, sizes, offset)
+
+    h, *_ = _activated(options, _preactivations(options, product, x, w_first, w_second))
+    return product(h, w_down)
+
+
+def _preactivations(options: Options, product, x, w_first, w_second) -> list[jax.Array]:
+    if options.gated and w_second is None:
+        return jnp.split(product(x, w_first), 2, axis=-1)
+    return [product(x, w) for w in (w_first, w_second) if w is not None]
+
+
+def _activated(options: Options, z: list[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns the hidden layer in the preactivations' dtype, and the preactivations."""
+    wide = accumulator_dtype(z[0].dtype)
+    h = activate(options.activation, z[0].astype(wide))
+    h = h * z[1].astype(wide) if options.gated else h
+    return h.astype(z[0].dtype), *z
+
+
+# --- stages, which XLA may run next to kernels ----------------------------------------------------
+
+
+def hidden_layer(
+    options: Options, x, w_first, w_second, sizes, offset
+) -> tuple[jax.Array | None, ...]:
+    """Returns (h, z, None) or (h, gate, up), [M, F]."""
+    of_rows = options.product(x.dtype)
+
+    def product(rows: jax.Array, w: jax.Array) -> jax.Array:
+        return ragged_dot_xla.rows_product(of_rows, rows, w, sizes, offset)
+
+    found = _activated(options, _preactivations(options, product, x, w_first, w_second))
+    return (*found, None)[:3]
+
+
+def hidden_gradient(
+    options: Options, dy, w_down, first, second, sizes, offset
+) -> tuple[jax.Array | None, ...]:
+    """Returns (dz, None, h) or (dgate, dup, h), [M, F]."""
+    back = options.product(dy.dtype, back=True)
+    dh = ragged_dot_xla.rows_product(back, dy, w_down, sizes, offset)
+    wide = accumulator_dtype(dy.dtype)
+    dh = dh.astype(wide)
+    activated, slope = value_and_slope(options.activation, first.astype(wide))
+    if second is None:
+        return (dh * slope).astype(dy.dtype), None, activated.astype(dy.dtype)
+    up = second.astype(wide)
+    results = (dh * up * slope, dh * activated, activated * up)
+    return tuple(result.astype(dy.dtype) for result in results)
+
+
+def input_gradient(
+    options: Options, out_dtype: Any, dgate, dup, w_gate, w_up, sizes, offset
+) -> jax.Array:
+    """Returns dgate @ w_gate^T + dup @ w_up^T, [M, D], rounded once."""
+    wide = accumulator_dtype(dgate.dtype)
+    back = ragged_dot_xla.Options(not options.transposed, dgate.dtype, wide, options.precision)
+    products = (
+        ragged_dot_xla.rows_product(back, dz, w, sizes, offset)
+        for dz, w in ((dgate, w_gate), (dup, w_up))
+    )
+    return sum(products, jnp.zeros((), wide)).astype(out_dtype)
