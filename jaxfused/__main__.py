@@ -172,7 +172,9 @@ EXAMPLES: dict[str, Example] = {
         (*_ROWS, _array(16384, 3072)),
     ),
     "ragged_mlp": Example(
-        lambda x, *w: jaxfused.ragged_mlp(x, *w, jnp.full(8, 2048, jnp.int32)),
+        lambda x, gate, up, down: jaxfused.ragged_mlp(
+            x, gate, up, down, jnp.full(8, 2048, jnp.int32)
+        ),
         (*_ROWS, *2 * (_array(8, 768, 3072),), _array(8, 3072, 768)),
     ),
     "rms_norm": Example(jaxfused.rms_norm, (*_ROWS, _array(768))),

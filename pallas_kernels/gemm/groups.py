@@ -1,8 +1,8 @@
 """Groups of rows whose sizes are known on the device only, as the kernels of grouped products see them.
 
-A kernel asks for the group of a tile and for the rows of a group. Up to `MOST_IN_KERNEL` sizes it adds up
-itself each time. For more of them XLA first makes a table of the tiles and rows before each group, in a
-kernel of its own.
+A kernel asks for the group of a tile and for the rows of a group. Up to `MOST_IN_KERNEL` sizes it adds
+up itself each time. For more of them XLA first makes a table of the tiles and rows before each group,
+in a kernel of its own.
 """
 
 from collections.abc import Iterator, Sequence

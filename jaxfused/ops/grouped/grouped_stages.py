@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,12 @@ def _equal_sizes(rows: int, sizes: Any) -> jax.Array:
 class _Grouped(OneByOne):
     """A stage whose kernel is the GroupedProduct that `product` returns. Sizes and offset come last."""
 
-    results: ClassVar[Sequence[str]]
-    """Names of the product's results, in the order of the stage's results."""
-
     estimate = kernels_first(_GROUPS_AT_ONCE)
+
+    @property
+    def results(self) -> Sequence[str]:
+        """Names of the product's results, in the order of the stage's results."""
+        raise NotImplementedError
 
     def product(self, *operands: Any) -> grouped.GroupedProduct:
         """Returns the product of the stage's operands, which may be arrays or only their shapes."""

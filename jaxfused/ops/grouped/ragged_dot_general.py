@@ -1,4 +1,4 @@
-"""ragged_dot_general: grouped products by dimension numbers, by `ragged_dot` or its weights' gradient."""
+"""ragged_dot_general: grouped products by dimension numbers, by `ragged_dot` or its wgrad."""
 
 import functools
 from typing import Any, NamedTuple
@@ -80,7 +80,13 @@ def ragged_dot_general(
         reasons = {"pallas": plan, "cuda": f"there is no CUDA kernel of {_OP} yet", "xla": None}
         choose_without_stages(_OP, implementation, reasons, lhs, rhs)
         return jax.lax.ragged_dot_general(
-            lhs, rhs, group_sizes, numbers, precision, preferred_element_type, group_offset
+            lhs,
+            rhs,
+            group_sizes,
+            numbers,
+            precision,
+            preferred_element_type,
+            None if group_offset is None else jnp.reshape(group_offset, 1),
         )
     left, right = plan.matrices(lhs, rhs)
     options = dict(precision=precision, preferred_element_type=preferred_element_type)

@@ -1,7 +1,7 @@
 """ragged_mlp: validation, choice of implementation, gradient."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +108,8 @@ def ragged_mlp(
     operands = (x, first, second, w_down, sizes, offset)
     if takes_reference(op, implementation, device, x, first, w_down, missing=missing):
         if not sharding.is_explicit(x, first, w_down):
-            narrow = (None if w is None else w.astype(x.dtype) for w in (first, second, w_down))
-            y = ragged_mlp_xla.ragged_mlp(options, x, *narrow, sizes, offset)
+            first, second, w_down = _cast(x, first, second, w_down)
+            y = ragged_mlp_xla.ragged_mlp(options, x, first, second, w_down, sizes, offset)
             return named(y, op, "output")
         run = Runner("xla", device)
     is_joined = w_gate is not None and w_up is None
@@ -167,16 +167,6 @@ def check_perceptrons(op: str, x, w_gate, w_up, w_down, transposed: bool) -> Non
 # --- gradient -------------------------------------------------------------------------------------
 
 
-class _Residuals(NamedTuple):
-    x: jax.Array
-    first: jax.Array
-    second: jax.Array | None
-    w_down: jax.Array
-    sizes: jax.Array
-    offset: jax.Array
-    preactivations: tuple[jax.Array, jax.Array | None]
-
-
 def _cast(x: jax.Array, *weights: jax.Array | None) -> list[Any]:
     return [None if w is None else w.astype(x.dtype) for w in weights]
 
@@ -197,11 +187,11 @@ def _forward(run: Runner, options: Options, saves: bool, x, first, second, w_dow
 def _fwd(run: Runner, options: Options, *operands):
     y, saved = _forward(run, options, True, *operands)
     y = named(y, options.op, "output")
-    return y, _Residuals(*operands, named(tuple(saved), options.op, "preactivation"))
+    return y, (operands, named(tuple(saved), options.op, "preactivation"))
 
 
-def _bwd(run: Runner, options: Options, saved: _Residuals, dy):
-    x, first, second, w_down, sizes, offset, preactivations = saved
+def _bwd(run: Runner, options: Options, saved, dy):
+    (x, first, second, w_down, sizes, offset), preactivations = saved
     dy = dy.astype(x.dtype)
     of_x = options.product(x.dtype)
     narrow_first, narrow_second, narrow_down = _cast(x, first, second, w_down)
