@@ -75,19 +75,20 @@ def ragged_dot_general(
     """
     lhs, rhs, group_sizes = as_arrays(lhs, rhs, group_sizes)
     numbers = ragged_dot_dimension_numbers
+    _check_axes(lhs, rhs, group_sizes, numbers)
+    missing = {"cuda": f"there is no CUDA kernel of {_OP} yet"}
+    dispatch.choose(_OP, implementation, {**missing, "pallas": None, "xla": None})
     plan = _plan(lhs, rhs, group_sizes, numbers, group_offset)
     if isinstance(plan, str):
-        reasons = {"pallas": plan, "cuda": f"there is no CUDA kernel of {_OP} yet", "xla": None}
+        reasons = {"pallas": plan, **missing, "xla": None}
         choose_without_stages(_OP, implementation, reasons, lhs, rhs)
-        return jax.lax.ragged_dot_general(
-            lhs,
-            rhs,
-            group_sizes,
-            numbers,
-            precision,
-            preferred_element_type,
-            None if group_offset is None else jnp.reshape(group_offset, 1),
-        )
+        offset = None if group_offset is None else jnp.reshape(group_offset, 1)
+        try:
+            return jax.lax.ragged_dot_general(
+                lhs, rhs, group_sizes, numbers, precision, preferred_element_type, offset
+            )
+        except TypeError as error:
+            raise ValueError(f"{_OP}: {error}") from error
     left, right = plan.matrices(lhs, rhs)
     options = dict(precision=precision, preferred_element_type=preferred_element_type)
     if plan.sums_rows:
@@ -103,6 +104,32 @@ def ragged_dot_general(
             **options,
         )
     return y.reshape(plan.result)
+
+
+def _check_axes(lhs, rhs, group_sizes, numbers: jax.lax.RaggedDotDimensionNumbers) -> None:
+    """Checks that the axes exist, that those of both operands agree, and that sizes are integers."""
+    ((of_lhs, of_rhs), (batch_lhs, batch_rhs)) = numbers.dot_dimension_numbers
+    left, right = (*of_lhs, *batch_lhs), (*of_rhs, *batch_rhs)
+    for name, array, axes in (
+        ("lhs", lhs, (*left, *numbers.lhs_ragged_dimensions)),
+        ("rhs", rhs, (*right, *numbers.rhs_group_dimensions)),
+    ):
+        if not all(0 <= axis < array.ndim for axis in axes):
+            raise ValueError(
+                f"{_OP}: the dimension numbers name axes {axes} of {name}, which has shape"
+                f" {array.shape}; pass axes that it has."
+            )
+    sizes = [lhs.shape[a] for a in left], [rhs.shape[a] for a in right]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{_OP}: axes {left} of lhs have sizes {tuple(sizes[0])}, but axes {right} of rhs, which"
+            f" they are multiplied with, have {tuple(sizes[1])}; pass operands that agree."
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer) or group_sizes.ndim == 0:
+        raise ValueError(
+            f"{_OP}: group_sizes has shape {group_sizes.shape} and dtype {group_sizes.dtype}, but it"
+            " counts the rows of each group; pass integers [groups]."
+        )
 
 
 class _Plan(NamedTuple):
