@@ -86,7 +86,7 @@ def _tokamax(q, k, v, *, is_causal, implementation):
     )
 
 
-def _torch(q, k, v, *, backend, is_causal):
+def in_torch(q, k, v, *, backend, is_causal):
     import torch
     from torch.nn import attention
 
@@ -137,7 +137,7 @@ def _case(shape: Shape, *, is_causal: bool, with_gradient: bool) -> Case:
         attend,
         peers,
         {
-            name: partial(partial, _torch, backend=backend, is_causal=is_causal)
+            name: partial(partial, in_torch, backend=backend, is_causal=is_causal)
             for name, backend in of_torch.items()
         },
         differentiable=3,

@@ -36,6 +36,8 @@ LABELS = {
     "xla": "stock XLA",
     "cudnn": "cuDNN, jax.nn",
     "cudnn_padded": "cuDNN, padded",
+    "jax_pages": "JAX's pages",
+    "flash_attn3": "FA3",
     "torch_compile": "torch.compile",
     "torch_cudnn": "cuDNN, torch",
     "torch_flash": "torch flash",

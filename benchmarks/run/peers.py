@@ -30,6 +30,10 @@ def _tokamax() -> None:
     importlib.import_module("tokamax")
 
 
+def _flash_attn3() -> None:
+    importlib.import_module("flash_attn3_jax")
+
+
 def _nothing() -> None:
     """Does nothing: XLA and cuDNN come with JAX."""
 
@@ -38,6 +42,8 @@ PROBES: dict[str, Callable[[], object]] = {
     "xla": _nothing,
     "cudnn": _nothing,
     "cudnn_padded": _nothing,
+    "jax_pages": _nothing,
+    "flash_attn3": _flash_attn3,
     "torch_compile": _torch,
     "torch_cudnn": _torch,
     "torch_flash": _torch,

@@ -28,6 +28,7 @@ from benchmarks.cases import (
     resample,
     rope,
     sample,
+    serving,
 )
 from benchmarks.report import plot, report, results
 from benchmarks.run import ceilings, peers, runner, timing
@@ -58,6 +59,7 @@ PRODUCT_CASES = {
         *qkv_projection.cases(shapes=[(2, 12, 4, 2, 16)]),
         *quantized_matmul.cases(shapes=[(24, 256, 128)]),
         *sample.cases(shapes=[(5, 300)]),
+        *serving.cases(shapes=[(3, 48, 4, 2, 16, 0), (3, 48, 4, 2, 16, 16)]),
     )
 }
 LOSS_CASES = {

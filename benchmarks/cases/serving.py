@@ -1,0 +1,145 @@
+"""One decode step's attention to a cache in one piece, and to pages of a pool in any order.
+
+All peers but JAX's own kernel for pages read the cache in one piece.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxfused
+from benchmarks.cases.attention import in_torch
+from benchmarks.run.case import BEST_PEER, Arrays, Bar, Case, functions
+
+
+class Sizes(NamedTuple):
+    """Sizes of a step."""
+
+    batch: int
+    length: int
+    """Tokens of each sequence."""
+    heads: int
+    key_heads: int
+    head_size: int
+    page_size: int
+    """Tokens of a page; 0 for a cache in one piece."""
+
+
+_LLAMA = (32, 8, 128)
+SHAPES: tuple[Sizes, ...] = tuple(
+    Sizes(batch, length, *_LLAMA, page)
+    for batch, length in ((16, 8192), (64, 1024), (1, 32768), (1, 1024))
+    for page in (0, 64, 16)
+)
+QUICK_SHAPES = SHAPES[:3]
+_MOST_SPLITS = 32
+_LARGE, _SMALL = 128e6, 32e6
+"""Bytes of keys and values from which on, and below which, the bars are others."""
+
+
+def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) -> list[Case]:
+    chosen = shapes or (QUICK_SHAPES if quick else SHAPES)
+    return [_case(Sizes(*shape)) for shape in chosen]
+
+
+def _case(sizes: Sizes) -> Case:
+    count = sizes.batch * sizes.length * sizes.key_heads * sizes.head_size
+    size = 2 * 2 * count + 2 * 2 * sizes.batch * sizes.heads * sizes.head_size
+    peers: dict[str, Any] = {name: partial(_jax_nn, name) for name in ("xla", "cudnn")}
+    peers["flash_attn3"] = _flash_attn3
+    if sizes.page_size:
+        peers["jax_pages"] = _jax_pages
+    backends = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
+    bars = [Bar(BEST_PEER, must=0.98 if size >= _LARGE else 1.0)] if not sizes.page_size else []
+    if not sizes.page_size and size < _SMALL:
+        bars.append(Bar(BEST_PEER, aim=1.3))
+    return Case(
+        name="decode over pages" if sizes.page_size else "decode",
+        shape=tuple(sizes),
+        make_inputs=partial(_make_inputs, sizes),
+        bytes=size,
+        bars=tuple(bars),
+        **functions(
+            _ours_in_pages if sizes.page_size else _ours,
+            peers,
+            {name: partial(partial, _torch, backend) for name, backend in backends.items()},
+            differentiable=0,
+            cotangents=0,
+        ),
+    )
+
+
+def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
+    """Returns (query, key, value, key pages, value pages, table, lengths); no pages without a size."""
+    batch, length, heads, key_heads, head_size, page = sizes
+    keys = jax.random.split(key, 4)
+    shape = (batch, length, key_heads, head_size)
+    query = jax.random.normal(keys[0], (batch, 1, heads, head_size), jnp.bfloat16)
+    key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[1:3])
+    lengths = jnp.full(batch, length, jnp.int32)
+    if not page:
+        return query, key, value, lengths
+    number = -(-length // page)
+    place = jax.random.permutation(keys[3], batch * number).astype(jnp.int32)
+    order = jnp.argsort(place)
+
+    def pool(array: jax.Array) -> jax.Array:
+        pages = array.reshape(batch * number, page, key_heads, head_size)[order]
+        return pages.transpose(2, 0, 1, 3)
+
+    table = place.reshape(batch, number)
+    return query, key, value, lengths, pool(key), pool(value), table
+
+
+# --- ours and the peers ---------------------------------------------------------------------------
+
+
+def _ours(query, key, value, lengths, *, implementation):
+    batch, length, key_heads, head_size = key.shape
+    empty = jax.eval_shape(
+        lambda: jaxfused.KVCache.zeros(
+            batch=batch, length=length, key_heads=key_heads, head_size=head_size, dtype=key.dtype
+        )
+    )
+    cache = replace(empty, key=key, value=value, lengths=lengths - 1)
+    return cache.attend(query, implementation=implementation)
+
+
+def _ours_in_pages(query, key, value, lengths, *pages, implementation):
+    del key, value
+    key_pages, value_pages, table = pages
+    scale = query.shape[-1] ** -0.5
+    return jaxfused.paged_attention(
+        query, key_pages, value_pages, lengths, table, scale=scale, implementation=implementation
+    )
+
+
+def _jax_nn(implementation, query, key, value, lengths, *pages):
+    return jax.nn.dot_product_attention(
+        query, key, value, key_value_seq_lengths=lengths, implementation=implementation
+    )
+
+
+def _jax_pages(query, key, value, lengths, *pages):
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    key_pages, value_pages, table = pages
+    query = query[:, 0] * query.shape[-1] ** -0.5
+    return paged_attention(query, key_pages, value_pages, table, lengths)[:, None]
+
+
+def _flash_attn3(query, key, value, lengths, *pages):
+    from flash_attn3_jax import flash_mha_with_kvcache
+
+    # Its own default is one part; this many fill the SMs.
+    parts = max(1, min(_MOST_SPLITS, 132 // (key.shape[0] * key.shape[2])))
+    return flash_mha_with_kvcache(query, key, value, cache_seqlens=lengths, num_splits=parts)
+
+
+def _torch(backend, query, key, value, lengths, *pages):
+    # All sequences have their full length.
+    return in_torch(query, key, value, backend=backend, is_causal=False)
