@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -177,22 +177,111 @@ def _check_first_layers(op, x, w_gate, b_gate, w_up, b_up) -> int:
 
 class _GatedResiduals(NamedTuple):
     x: jax.Array
-    w_gate: jax.Array
-    b_gate: jax.Array | None
-    w_up: jax.Array | None
-    b_up: jax.Array | None
+    weights: tuple[Any, ...]
     w_down: jax.Array
     b_down: jax.Array | None
-    preactivations: tuple[jax.Array | None, jax.Array | None]
-    hidden: jax.Array | None
+    hidden: "HiddenLayer"
+
+
+class HiddenLayer(NamedTuple):
+    """What the backward reads of the hidden layer, as far as `save` says."""
+
+    gate: jax.Array | None
+    up: jax.Array | None
+    value: jax.Array | None
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Gate and up, and their gradients, of rows x [..., D] and weights (w_gate, b_gate, w_up, b_up)."""
+
+    run: Runner
+    options: Options
+
+    @property
+    def op(self) -> str:
+        return self.options.op
+
+    def hidden(self, x, weights, *, saves: bool) -> tuple[jax.Array, HiddenLayer]:
+        """Returns the hidden layer, and what the backward reads of it."""
+        w_gate, b_gate, w_up, b_up = weights
+        options = self.options
+        keeps = saves and options.saves_preactivations
+        unit = GatedUnit(options.activation, keeps, options.precision)
+        h, gate, up = self.run(unit, x, w_gate, w_up, b_gate, b_up)
+        gate, up = named((gate, up), "gated_mlp", "preactivation")
+        if not saves or options.save != "hidden":
+            return h, HiddenLayer(gate, up, None)
+        h = named(h, "gated_mlp", "hidden")
+        return h, HiddenLayer(gate, up, h)
+
+    def recomputed(self, x, weights, saved: HiddenLayer) -> HiddenLayer:
+        """Returns the hidden layer with gate and up, taken again if they were not saved."""
+        if saved.gate is not None:
+            return saved
+        w_gate, b_gate, w_up, b_up = weights
+        unit = GatedUnit(self.options.activation, True, self.options.precision)
+        _, gate, up = self.run(unit, x, w_gate, w_up, b_gate, b_up)
+        return saved._replace(gate=gate, up=up)
+
+    def gradient_stage(self, weights, saved: HiddenLayer) -> GatedHiddenGradient:
+        """Returns the stage of the hidden layer's gradient."""
+        _, b_gate, w_up, b_up = weights
+        biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
+        return GatedHiddenGradient(
+            self.options.activation, biases, saved.value is None, self.options.precision
+        )
+
+    def hidden_gradient(self, x, weights, w_down, saved: HiddenLayer, dy, *, joined: bool = False):
+        """Returns the cotangents of x's products, the hidden layer, and the biases' gradients."""
+        saved = self.recomputed(x, weights, saved)
+        stage = replace(self.gradient_stage(weights, saved), joined=joined)
+        dgate, dup, h, *dbs = self.run(stage, dy, w_down, saved.gate, saved.up)
+        h = h if saved.value is None else saved.value
+        return ((dgate,) if joined else (dgate, dup)), h, tuple(dbs)
+
+    def input_gradient(self, dzs, weights, dtype, *, finds_joined: bool = False) -> jax.Array:
+        """Returns the gradient of x, whose dtype is that of its products' cotangents."""
+        del dtype
+        dgate, dup = jnp.split(dzs[0], 2, axis=-1) if len(dzs) == 1 else dzs
+        stage = GatedInputGradient(self.options.precision, finds_joined)
+        (dx,) = self.run(stage, dgate, dup, weights[0], weights[2])
+        return dx
+
+    def weight_gradients(self, x, dzs, weights, dbs) -> tuple[jax.Array | None, ...]:
+        """Returns the gradients of (w_gate, b_gate, w_up, b_up)."""
+        w_gate, b_gate, w_up, b_up = weights
+        db_gate, db_up = dbs
+        to_join = w_up is None and len(dzs) == 2
+        dws, _ = weight_gradients(
+            self.run,
+            self.op,
+            x,
+            dzs,
+            w_gate.dtype if w_up is None else jnp.promote_types(w_gate.dtype, w_up.dtype),
+            self.options.precision,
+            side_by_side=to_join and _are_joined_faster(x, dzs[0], w_gate),
+            joined=to_join,
+        )
+        dw_gate, dw_up = dws[0], None
+        if w_up is None:
+            if db_up is not None:
+                db_gate, db_up = sums_side_by_side([db_gate, db_up]), None
+        else:
+            dw_gate, dw_up = dws[0].astype(w_gate.dtype), dws[1].astype(w_up.dtype)
+        return (
+            dw_gate,
+            None if b_gate is None else db_gate.astype(b_gate.dtype),
+            dw_up,
+            None if b_up is None else db_up.astype(b_up.dtype),
+        )
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gated_mlp")
 def _gated_mlp(
     run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
 ):
-    unit = GatedUnit(options.activation, False, options.precision)
-    h, _, _ = run(unit, x, w_gate, w_up, b_gate, b_up)
+    h, _ = Layers(run, options).hidden(x, (w_gate, b_gate, w_up, b_up), saves=False)
     y, _ = run(options.last_layer, h, w_down, b_down, residual)
     return y
 
@@ -200,75 +289,42 @@ def _gated_mlp(
 def _gated_mlp_fwd(
     run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
 ):
-    unit = GatedUnit(options.activation, options.saves_preactivations, options.precision)
-    h, gate, up = run(unit, x, w_gate, w_up, b_gate, b_up)
-    gate, up = named((gate, up), "gated_mlp", "preactivation")
-    if options.save == "hidden":
-        h = named(h, "gated_mlp", "hidden")
+    weights = (w_gate, b_gate, w_up, b_up)
+    h, hidden = Layers(run, options).hidden(x, weights, saves=True)
     y, _ = run(options.last_layer, h, w_down, b_down, residual)
     y = named(y, "gated_mlp", "output")
-    hidden = h if options.save == "hidden" else None
-    return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden)
+    return y, _GatedResiduals(x, weights, w_down, b_down, hidden)
 
 
 def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
-    x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden = saved
+    x, weights, w_down, b_down, hidden = saved
+    layers = Layers(run, options)
     dy_narrow = dy.astype(x.dtype)
-    if gate is None:
-        unit = GatedUnit(options.activation, True, options.precision)
-        _, gate, up = run(unit, x, w_gate, w_up, b_gate, b_up)
-    hidden_gradient = GatedHiddenGradient(
-        options.activation,
-        (b_gate is not None, (b_gate if w_up is None else b_up) is not None),
-        hidden is None,
-        options.precision,
-    )
-    input_gradient = GatedInputGradient(options.precision)
-    joined = False
-    if w_up is None and sharding.is_in_one_piece(x, w_gate):
-        # The cotangents of gate and up are concatenated if XLA computes the gradient of x.
-        joining = replace(hidden_gradient, joined=True)
-        by_xla = run.choice(joining, dy_narrow, w_down, gate, up).implementation == "xla"
-        input_gradient = replace(input_gradient, finds_joined=by_xla)
-        joined = run.choice(input_gradient, gate, up, w_gate, None).implementation == "xla"
-        hidden_gradient = joining if joined else hidden_gradient
-    dgate, dup, h, db_gate, db_up = run(hidden_gradient, dy_narrow, w_down, gate, up)
-    if hidden is not None:
-        h = hidden
-    cotangents = (dgate,) if joined else (dgate, dup)
-    if joined:
-        dgate, dup = jnp.split(dgate, 2, axis=-1)
-    (dx,) = run(input_gradient, dgate, dup, w_gate, w_up)
-    to_join = w_up is None and not joined
-    dws, _ = weight_gradients(
-        run,
-        "gated_mlp",
-        x,
-        cotangents,
-        w_gate.dtype if w_up is None else jnp.promote_types(w_gate.dtype, w_up.dtype),
-        options.precision,
-        side_by_side=to_join and _are_joined_faster(x, gate, w_gate),
-        joined=to_join,
-    )
-    dw_gate, dw_up = dws[0], None
-    if w_up is None:
-        if db_up is not None:
-            db_gate, db_up = sums_side_by_side([db_gate, db_up]), None
-    else:
-        dw_gate, dw_up = dws[0].astype(w_gate.dtype), dws[1].astype(w_up.dtype)
+    hidden = layers.recomputed(x, weights, hidden)
+    joined, finds_joined = _joined(layers, x, weights, w_down, hidden, dy_narrow)
+    dzs, h, dbs = layers.hidden_gradient(x, weights, w_down, hidden, dy_narrow, joined=joined)
+    dx = layers.input_gradient(dzs, weights, x.dtype, finds_joined=finds_joined)
+    dweights = layers.weight_gradients(x, dzs, weights, dbs)
     dw_down, db_down = weight_and_bias_gradients(
         run, "gated_mlp", h, dy, w_down.dtype, b_down, options.precision
     )
-    return (
-        dx,
-        dw_gate,
-        None if b_gate is None else db_gate.astype(b_gate.dtype),
-        dw_up,
-        None if b_up is None else db_up.astype(b_up.dtype),
-        dw_down,
-        db_down,
-        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
-    )
+    dresidual = None if options.residual_dtype is None else dy.astype(options.residual_dtype)
+    return dx, *dweights, dw_down, db_down, dresidual
+
+
+def _joined(layers: Layers, x, weights, w_down, hidden: HiddenLayer, dy) -> tuple[bool, bool]:
+    """Returns whether the cotangents of gate and up are concatenated, and whether XLA computes them.
+
+    They are if XLA computes the gradient of x, of weights in one array.
+    """
+    w_gate, _, w_up, _ = weights
+    if w_up is not None or not sharding.is_in_one_piece(x, w_gate):
+        return False, False
+    run, gate, up = layers.run, hidden.gate, hidden.up
+    joining = replace(layers.gradient_stage(weights, hidden), joined=True)
+    by_xla = run.choice(joining, dy, w_down, gate, up).implementation == "xla"
+    stage = GatedInputGradient(layers.options.precision, finds_joined=by_xla)
+    return run.choice(stage, gate, up, w_gate, None).implementation == "xla", by_xla
 
 
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -158,55 +159,89 @@ class _MlpResiduals(NamedTuple):
     b1: jax.Array | None
     w2: jax.Array
     b2: jax.Array | None
+    hidden: "HiddenLayer"
+
+
+class HiddenLayer(NamedTuple):
+    """What the backward reads of the hidden layer, as far as `save` says."""
+
     preactivation: jax.Array | None
-    hidden: tuple[jax.Array, jax.Array] | None
+    value_and_slope: tuple[jax.Array, jax.Array] | None
     """The hidden layer and the activation's derivative."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The first layer of an mlp and its gradients, of rows x [..., D] and weights (w1, b1)."""
+
+    run: Runner
+    options: Options
+
+    @property
+    def op(self) -> str:
+        return self.options.op
+
+    def hidden(self, x, weights, *, saves: bool) -> tuple[jax.Array, HiddenLayer]:
+        """Returns the hidden layer, and what the backward reads of it."""
+        options = self.options
+        if saves and options.saves_slope(self.run):
+            stage = HiddenAndSlope(str(options.activation), options.precision)
+            hidden = named(self.run(stage, x, *weights), "mlp", "hidden")
+            return hidden[0], HiddenLayer(None, hidden)
+        saves = saves and options.saves_preactivations
+        layer = options.first_layer(x, activation=options.activation, saves=saves)
+        h, preactivation = self.run(layer, x, *weights, None)
+        return h, HiddenLayer(named(preactivation, "mlp", "preactivation"), None)
+
+    def hidden_gradient(self, x, weights, w2, saved: HiddenLayer, dy):
+        """Returns the cotangents of x's products, the hidden layer, and the biases' gradients."""
+        options, has_bias = self.options, weights[1] is not None
+        if saved.value_and_slope is not None:
+            h, slope = saved.value_and_slope
+            by_slope = HiddenGradientBySlope(has_bias, options.precision)
+            dz, db1 = self.run(by_slope, dy, w2, slope)
+            return (dz,), h, (db1,)
+        z = saved.preactivation
+        if z is None:
+            layer = options.first_layer(x, activation=None, saves=False)
+            z, _ = self.run(layer, x, *weights, None)
+        gradient = HiddenGradient(options.activation, has_bias, options.precision)
+        dz, h, db1 = self.run(gradient, dy, w2, z)
+        return (dz,), h, (db1,)
+
+    def input_gradient(self, dzs, weights, dtype) -> jax.Array:
+        """Returns the gradient of x."""
+        return input_gradient(self.run, *dzs, weights[0], dtype, self.options.precision)
+
+    def weight_gradients(self, x, dzs, weights, dbs) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the gradients of (w1, b1)."""
+        w1, b1 = weights
+        dw = weight_gradient(self.run, self.op, x, *dzs, w1.dtype, self.options.precision)
+        return dw, None if b1 is None else dbs[0].astype(b1.dtype)
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="mlp")
 def _mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
-    layer = options.first_layer(x, activation=options.activation, saves=False)
-    h, _ = run(layer, x, w1, b1, None)
+    h, _ = Layers(run, options).hidden(x, (w1, b1), saves=False)
     y, _ = run(options.last_layer, h, w2, b2, residual)
     return y
 
 
 def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
-    preactivation, hidden = None, None
-    if options.saves_slope(run):
-        hidden = run(HiddenAndSlope(str(options.activation), options.precision), x, w1, b1)
-        hidden = named(hidden, "mlp", "hidden")
-        h = hidden[0]
-    else:
-        layer = options.first_layer(
-            x,
-            activation=options.activation,
-            saves=options.saves_preactivations,
-        )
-        h, preactivation = run(layer, x, w1, b1, None)
-        preactivation = named(preactivation, "mlp", "preactivation")
+    h, hidden = Layers(run, options).hidden(x, (w1, b1), saves=True)
     y, _ = run(options.last_layer, h, w2, b2, residual)
     y = named(y, "mlp", "output")
-    return y, _MlpResiduals(x, w1, b1, w2, b2, preactivation, hidden)
+    return y, _MlpResiduals(x, w1, b1, w2, b2, hidden)
 
 
 def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
-    x, w1, b1, w2, b2, z, hidden = saved
-    dy_narrow = dy.astype(x.dtype)
-    if hidden is not None:
-        h, slope = hidden
-        by_slope = HiddenGradientBySlope(b1 is not None, options.precision)
-        dz, db1 = run(by_slope, dy_narrow, w2, slope)
-    else:
-        if z is None:
-            z, _ = run(options.first_layer(x, activation=None, saves=False), x, w1, b1, None)
-        gradient = HiddenGradient(options.activation, b1 is not None, options.precision)
-        dz, h, db1 = run(gradient, dy_narrow, w2, z)
+    x, w1, b1, w2, b2, hidden = saved
+    layers = Layers(run, options)
+    dzs, h, dbs = layers.hidden_gradient(x, (w1, b1), w2, hidden, dy.astype(x.dtype))
     dw2, db2 = weight_and_bias_gradients(run, "mlp", h, dy, w2.dtype, b2, options.precision)
     return (
-        input_gradient(run, dz, w1, x.dtype, options.precision),
-        weight_gradient(run, "mlp", x, dz, w1.dtype, options.precision),
-        None if b1 is None else db1.astype(b1.dtype),
+        layers.input_gradient(dzs, (w1, b1), x.dtype),
+        *layers.weight_gradients(x, dzs, (w1, b1), dbs),
         dw2,
         db2,
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
