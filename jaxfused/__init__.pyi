@@ -6,6 +6,7 @@ from jaxfused import linen as linen
 from jaxfused import masks as masks
 from jaxfused import nnx as nnx
 from jaxfused import optim as optim
+from jaxfused import parallel as parallel
 from jaxfused import quantization as quantization
 from jaxfused import remat_policies as remat_policies
 from jaxfused.explanation import Explanation as Explanation

@@ -243,7 +243,7 @@ def _places_by_names(
     places: dict[str, tuple[str, ...]] = {}
     for spec, shape, axes in reversed([*zip(specs, shapes, operand_axes, strict=True)]):
         for entry, size, axis in zip(spec, shape, axes, strict=False):
-            names = _names(entry)
+            names = names_of(entry)
             unit = axis.size if isinstance(axis, Blocks) else 1
             even = size % (unit * math.prod(mesh_shape[name] for name in names)) == 0
             name = _name(axis)
@@ -380,6 +380,15 @@ def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, .
     )
 
 
+def is_mapped(axis_name: str) -> bool:
+    """Returns whether `jax.shard_map`, `jax.pmap` or `jax.vmap` maps over an axis of this name here."""
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
 def mesh_of(*operands: jax.Array) -> AbstractMesh:
     """Returns the mesh of the operands' types, or of the context."""
     return _mesh(operands)
@@ -510,7 +519,7 @@ def _places(
     decided: set[str] = set()
     for spec, shape, letters in zip(specs, shapes, axes, strict=True):
         for entry, size, letter in zip(spec, shape, letters, strict=False):
-            names = _names(entry)
+            names = names_of(entry)
             taken = set().union(*places.values())
             # XLA pads shards of uneven sizes, and sums would include the padding.
             even = size % math.prod(mesh_shape[name] for name in names) == 0
@@ -521,7 +530,7 @@ def _places(
     return places
 
 
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def names_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Returns the mesh axes that an entry of a `PartitionSpec` names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 

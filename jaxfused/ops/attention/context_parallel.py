@@ -110,7 +110,7 @@ def context_parallel_attention(
         axis_name, layout, scale, is_causal, local_window_size, logits_soft_cap, implementation
     )
     operands = _Operands(query, key, value, segment_ids, sinks)
-    if _is_mapped(axis_name):
+    if sharding.is_mapped(axis_name):
         return _on_a_device(options, method, operands)
     mesh, specs = _specs(options, spec, operands)
     if mesh.explicit_axes:
@@ -221,14 +221,6 @@ def _check(query, key, value, segment_ids, layout, method) -> None:
             f"{_OP}: segment_ids has shape {segment_ids.shape}, but query has {query.shape[:2]} of"
             " sequences and tokens; pass one for each token."
         )
-
-
-def _is_mapped(axis_name: str) -> bool:
-    try:
-        lax.axis_size(axis_name)
-    except NameError:
-        return False
-    return True
 
 
 def _specs(options: _Options, spec: P | None, operands: _Operands) -> tuple[Any, _Operands]:

@@ -1,0 +1,10 @@
+"""Work that devices share, with their collectives beside the products that do not wait for them.
+
+The functions are called within `jax.shard_map` or `jax.pmap` over a mesh axis or, except for
+`mean_gradients`, under `jax.jit` with arrays that the mesh splits.
+"""
+
+from jaxfused.parallel.gated_mlp import gated_mlp as gated_mlp
+from jaxfused.parallel.linear import linear as linear
+from jaxfused.parallel.mlp import mlp as mlp
+from jaxfused.parallel.qkv_projection import qkv_projection as qkv_projection

@@ -1,0 +1,104 @@
+"""parallel.gated_mlp: the gated perceptron whose hidden features devices share."""
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxfused import dispatch
+from jaxfused.ops.linear import gated_mlp as gated_mlp_operator
+from jaxfused.ops.linear.hidden_layer import Options, Save, check_save, check_second_layer
+from jaxfused.ops.linear.linear import check_affine
+from jaxfused.parallel.perceptron import perceptron
+from jaxfused.parallel.placement import Placement
+from jaxfused.runtime.checks import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
+from jaxfused.runtime.runner import Runner
+
+
+@python_numbers
+def gated_mlp(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    axis_name: str,
+    sequence_parallel: bool = False,
+    spec: P | None = None,
+    b_gate: jax.Array | None = None,
+    b_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+    activation: str | None = "silu",
+    residual: jax.Array | None = None,
+    save: Save = "preactivation",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    r"""`jaxfused.gated_mlp` of hidden features that devices share, with its sums beside its products.
+
+    .. math::
+        y = \sum_\text{devices} \bigl(\text{activation}(x w_\text{gate} + b_\text{gate})
+            \odot (x w_\text{up} + b_\text{up})\bigr) w_\text{down} + b_\text{down} + \text{residual}
+
+    Args:
+      x: [..., T, D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name`
+        all operands are a device's own; else, under `jax.jit`, whole ones.
+      w_gate: [D, F], split by its columns.
+      w_up: [D, F], split alike. One array of both cannot be split by columns: pass them apart.
+      w_down: [F, E], split by its rows.
+      axis_name: the mesh axis that splits the hidden features.
+      sequence_parallel: whether it splits the tokens of x, y and residual too.
+      spec: how the axes of x before T are split outside of `jax.shard_map`.
+      b_gate: [F], split as the columns are.
+      b_up: [F], split alike.
+      b_down: [E], whole; is added once.
+      activation: of the gate; None for the bilinear form.
+      residual: [..., T, E], is added once.
+      save: what is kept for the backward, as in `jaxfused.gated_mlp`.
+
+    The other arguments, the result, the errors and what travels between devices are those of `mlp`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> n, auto = jax.device_count(), jax.sharding.AxisType.Auto
+      >>> mesh = jax.make_mesh((n,), ("model",), axis_types=(auto,))
+      >>> x, w, w_down = jnp.ones((2, 4, 8)), jnp.ones((8, 16 * n)), jnp.ones((16 * n, 8))
+      >>> with jax.set_mesh(mesh):
+      ...     jaxfused.parallel.gated_mlp(x, w, w, w_down, axis_name="model").shape
+      (2, 4, 8)
+
+    Source: that of `mlp`, and Shazeer, "GLU Variants Improve Transformer", 2020,
+    https://arxiv.org/abs/2002.05202
+    """
+    op = "parallel.gated_mlp"
+    if w_up is None:
+        raise ValueError(
+            f"{op}: w_up is None, but devices cannot share the columns of one array that holds gate and"
+            " up; pass w_gate and w_up apart."
+        )
+    names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
+    operands = as_arrays(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual)
+    check_floating(op, dict(zip(names, operands, strict=True)))
+    check_activation(op, activation)
+    check_save(op, save)
+
+    def on_a_device(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
+        check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
+        check_shape(op, "w_up", w_up, w_gate.shape, f"w_gate has shape {w_gate.shape}")
+        check_affine(op, x, "w_up", w_up, "b_up", b_up)
+        check_second_layer(op, x, w_gate.shape[1], "w_down", w_down, "b_down", b_down, residual)
+        run = Runner(implementation, dispatch.current_device(x))
+        options = Options.of("gated_mlp", activation, save, x.dtype, None, precision)
+        layers = gated_mlp_operator.Layers(run, options)
+        weights = (w_gate, b_gate, w_up, b_up)
+        return perceptron(
+            layers, axis_name, sequence_parallel, x, weights, w_down, b_down, residual
+        )
+
+    placement = Placement(op, axis_name, sequence_parallel, spec)
+    axes = (".t-", "-f", "f", "-f", "f", "f-", "-", ".t-")
+    return placement.run(on_a_device, operands, axes, ".t-")

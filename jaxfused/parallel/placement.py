@@ -1,0 +1,92 @@
+"""How the operands of a tensor parallel layer are split over a mesh, and the call on each device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxfused.runtime import sharding
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which mesh axis splits a layer's features, and how rows [..., T, D] are split.
+
+    Axes of an operand are letters: "." all axes before the tokens, "t" the tokens, which devices share
+    if `sequence_parallel`, "T" tokens that each device has all of, "f" features that devices share, "-"
+    an axis that is whole.
+    """
+
+    op: str
+    axis_name: str
+    sequence_parallel: bool
+    spec: P | None
+
+    def run(
+        self,
+        f: Callable[..., Any],
+        operands: Sequence[jax.Array | None],
+        operand_axes: Sequence[str],
+        result_axes: str | tuple[str, ...],
+    ) -> Any:
+        """Returns `f(*operands)` on each device: of the caller's own parts, or of those of a mesh."""
+        if sharding.is_mapped(self.axis_name):
+            return f(*operands)
+        mesh, leading = self._mesh(operands[0])
+        self._check_sizes(mesh.shape[self.axis_name], operands, operand_axes)
+        letters = {
+            "t": (self.axis_name if self.sequence_parallel else None,),
+            "f": (self.axis_name,),
+            ".": leading,
+        }
+
+        def spec(axes: str) -> P:
+            return P(*(entry for letter in axes for entry in letters.get(letter, (None,))))
+
+        specs = [
+            None if operand is None else spec(axes)
+            for operand, axes in zip(operands, operand_axes, strict=True)
+        ]
+        if mesh.explicit_axes:
+            operands = [
+                operand if operand is None else jax.sharding.reshard(operand, to)
+                for operand, to in zip(operands, specs, strict=True)
+            ]
+        out = spec(result_axes) if isinstance(result_axes, str) else tuple(map(spec, result_axes))
+        return jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)(*operands)
+
+    def _mesh(self, x: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the mesh, and how the axes of x before its tokens are split over it."""
+        mesh = sharding.mesh_of(x)
+        if self.axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"{self.op}: axis_name is {self.axis_name!r}, but the mesh here has the axes"
+                f" {mesh.axis_names}; call it within jax.set_mesh of a mesh with that axis, or within"
+                " jax.shard_map over it."
+            )
+        count = x.ndim - 2
+        spec = [*jax.typeof(x).sharding.spec] if mesh.explicit_axes else [*(self.spec or P())]
+        leading = (*spec, *(None,) * count)[:count]
+        names = {name for entry in leading for name in sharding.names_of(entry)}
+        if self.axis_name in names:
+            raise ValueError(
+                f"{self.op}: the axes of x before its tokens are split by {leading!r}, and axis_name"
+                f" is {self.axis_name!r}; split them by other axes of the mesh."
+            )
+        return mesh, leading
+
+    def _check_sizes(self, size: int, operands: Sequence[Any], operand_axes: Sequence[str]) -> None:
+        shared = {"f": "features"} | ({"t": "tokens"} if self.sequence_parallel else {})
+        for operand, axes in zip(operands, operand_axes, strict=True):
+            if operand is None:
+                continue
+            last = axes.replace(".", "")
+            for letter, count in zip(last, operand.shape[operand.ndim - len(last) :], strict=True):
+                if letter in shared and count % size:
+                    raise ValueError(
+                        f"{self.op}: an operand of shape {operand.shape} has {count}"
+                        f" {shared[letter]}, but {self.axis_name!r} has {size} devices that share"
+                        " them; pass a multiple."
+                    )

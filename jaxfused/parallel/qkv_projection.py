@@ -1,0 +1,167 @@
+"""parallel.qkv_projection: queries, keys and values of heads that devices share."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxfused import dispatch
+from jaxfused.ops.linear import qkv_projection_xla
+from jaxfused.ops.linear.linear import linear
+from jaxfused.ops.rope.rope import check_tables
+from jaxfused.parallel.placement import Placement
+from jaxfused.parallel.products import Options, gathered_product
+from jaxfused.runtime.checks import (
+    as_arrays,
+    check_epsilon,
+    check_finite,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
+from jaxfused.runtime.runner import Runner
+
+
+@python_numbers
+def qkv_projection(
+    x: jax.Array,
+    w_q: jax.Array,
+    w_k: jax.Array,
+    w_v: jax.Array,
+    *,
+    axis_name: str,
+    sequence_parallel: bool = False,
+    spec: P | None = None,
+    b_q: jax.Array | None = None,
+    b_k: jax.Array | None = None,
+    b_v: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    cos: jax.Array | None = None,
+    sin: jax.Array | None = None,
+    interleaved: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    r"""`jaxfused.qkv_projection` of heads that devices share, with its all-gather beside its products.
+
+    .. math::
+        q = \text{rope}(\text{rms\_norm}(x w_q + b_q, \text{q\_scale})), \quad
+        k = \text{rope}(\text{rms\_norm}(x w_k + b_k, \text{k\_scale})), \quad
+        v = x w_v + b_v
+
+    Each device gets its own heads of all tokens. With `sequence_parallel` it has its own tokens of x,
+    which go round in a ring while those that have arrived are multiplied; in the backward the sums of
+    x's gradient travel. After attention, `linear` with split="rows" returns to a device's own tokens.
+
+    Args:
+      x: [..., T, D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name`
+        all operands are a device's own; else, under `jax.jit`, whole ones.
+      w_q: [D, N, H], as Flax's attention keeps it; split by its heads, as are the others.
+      w_k: [D, K, H].
+      w_v: [D, K, H].
+      axis_name: the mesh axis that splits the heads.
+      sequence_parallel: whether it splits the tokens of x too.
+      spec: how the axes of x before T are split outside of `jax.shard_map`.
+      b_q: [N, H].
+      b_k: [K, H].
+      b_v: [K, H].
+      q_scale: [H], of the norm of queries; None for no norm.
+      k_scale: [H], of the norm of keys.
+      epsilon: is added to the mean square.
+      scale_offset: is added to the scales.
+      cos: [T, R / 2] or [..., T, R / 2] of all tokens, as from `jaxfused.rope_tables`.
+      sin: of the same shape.
+      interleaved: whether pairs of neighbouring features are rotated.
+      precision: of the products, as in `jax.numpy.matmul`.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      (q, k, v): [..., T, N, H], [..., T, K, H] and [..., T, K, H], split by their heads, of x's dtype.
+
+    Raises:
+      ValueError: shapes or the axis do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> n, auto = jax.device_count(), jax.sharding.AxisType.Auto
+      >>> mesh = jax.make_mesh((n,), ("model",), axis_types=(auto,))
+      >>> x, w = jnp.ones((2, 4 * n, 8)), jnp.ones((8, n, 4))
+      >>> with jax.set_mesh(mesh):
+      ...     q, k, v = jaxfused.parallel.qkv_projection(x, w, w, w, axis_name="model")
+      >>> q.shape == (2, 4 * n, n, 4)
+      True
+
+    Source: that of `mlp`.
+    """
+    op = "parallel.qkv_projection"
+    names = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "q_scale", "k_scale", "cos", "sin")
+    operands = as_arrays(x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin)
+    check_floating(op, dict(zip(names[:9], operands[:9], strict=True)))
+    check_epsilon(op, epsilon)
+    check_finite(op, "scale_offset", scale_offset)
+
+    def on_a_device(x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin):
+        weights, biases = (w_q, w_k, w_v), (b_q, b_k, b_v)
+        _check(op, x, weights, biases, q_scale, k_scale)
+        # One product of concatenated weights: those of keys and values alone have few columns.
+        w = jnp.concatenate([w.reshape(w.shape[0], -1) for w in weights], axis=1)
+        bias = None if b_q is None else jnp.concatenate([b.reshape(-1) for b in biases])
+        if sequence_parallel:
+            run = Runner(implementation, dispatch.current_device(x))
+            y = gathered_product(run, Options("linear", axis_name, None, precision), x, w, bias)
+        else:
+            y = linear(x, w, bias, precision=precision, implementation=implementation)
+        heads, key_heads = w_q.shape[1], w_k.shape[1]
+        y = y.reshape(*y.shape[:-1], heads + 2 * key_heads, w_q.shape[2])
+        q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
+        if cos is not None or sin is not None:
+            cos, sin = check_tables(op, q.shape, cos, sin)
+
+        def finish(heads: jax.Array, scale: jax.Array | None) -> jax.Array:
+            return qkv_projection_xla.finish(
+                heads,
+                scale,
+                cos,
+                sin,
+                epsilon=epsilon,
+                scale_offset=scale_offset,
+                interleaved=interleaved,
+            )
+
+        return finish(q, q_scale), finish(k, k_scale), v
+
+    def of_table(table: jax.Array | None) -> str:
+        return "--" if table is None or table.ndim < 3 else ".T-"
+
+    axes = (".t-", "-f-", "-f-", "-f-", "f-", "f-", "f-", "-", "-", of_table(cos), of_table(sin))
+    placement = Placement(op, axis_name, sequence_parallel, spec)
+    return placement.run(on_a_device, operands, axes, (".Tf-",) * 3)
+
+
+def _check(op, x, weights, biases, q_scale, k_scale) -> None:
+    """Checks that weights [D, heads, H], biases [heads, H] and the norms' scales [H] fit together."""
+    w_q, w_k, _ = weights
+    for name, w, bias in zip("qkv", weights, biases, strict=True):
+        if w.ndim != 3 or w.shape[0] != x.shape[-1] or w.shape[2] != w_q.shape[2]:
+            raise ValueError(
+                f"{op}: w_{name} has shape {w.shape}, but x has {x.shape[-1]} features in its last axis"
+                f" and w_q has shape {w_q.shape}; pass w_{name} of shape ({x.shape[-1]}, heads,"
+                " features of a head)."
+            )
+        if (bias is None) != (biases[0] is None):
+            raise ValueError(
+                f"{op}: b_{name} is {'absent' if bias is None else 'there'}, unlike b_q; pass all three"
+                " biases, or none."
+            )
+        check_shape(op, f"b_{name}", bias, w.shape[1:], f"w_{name} has shape {w.shape}")
+    check_shape(op, "w_v", weights[2], w_k.shape, f"w_k has shape {w_k.shape}")
+    if w_q.shape[1] % w_k.shape[1]:
+        raise ValueError(
+            f"{op}: a device has {w_q.shape[1]} query and {w_k.shape[1]} key heads, but query heads"
+            " share key heads evenly; pass w_q with a multiple of w_k's heads."
+        )
+    rule = f"w_q has {w_q.shape[2]} features for each head"
+    check_shape(op, "q_scale", q_scale, w_q.shape[2:], rule)
+    check_shape(op, "k_scale", k_scale, w_q.shape[2:], rule)
