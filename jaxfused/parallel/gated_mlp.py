@@ -48,7 +48,7 @@ def gated_mlp(
       x: [..., T, D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name`
         all operands are a device's own; else, under `jax.jit`, whole ones.
       w_gate: [D, F], split by its columns.
-      w_up: [D, F], split alike. One array of both cannot be split by columns: pass them apart.
+      w_up: [D, F], split alike; it may not be in one array with w_gate, whose columns devices share.
       w_down: [F, E], split by its rows.
       axis_name: the mesh axis that splits the hidden features.
       sequence_parallel: whether it splits the tokens of x, y and residual too.
@@ -75,11 +75,6 @@ def gated_mlp(
     https://arxiv.org/abs/2002.05202
     """
     op = "parallel.gated_mlp"
-    if w_up is None:
-        raise ValueError(
-            f"{op}: w_up is None, but devices cannot share the columns of one array that holds gate and"
-            " up; pass w_gate and w_up apart."
-        )
     names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
     operands = as_arrays(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual)
     check_floating(op, dict(zip(names, operands, strict=True)))
