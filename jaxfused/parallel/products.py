@@ -102,9 +102,9 @@ def _gathered_product_bwd(run: Runner, options: Options, saved: _Gathered, dy):
 
     turns = ring.standing(options.axis_name, dz)
     dx, _, (every, dz) = ring.summed(options.axis_name, turns, step, then=(every, dz))
-    if bias is None or sums is not None:
+    if bias is not None and sums is not None:
         dw = weight_gradient(run, "linear", every, dz, w.dtype, options.precision)
-        return dx, dw, None if bias is None else sums.astype(bias.dtype)
+        return dx, dw, sums.astype(bias.dtype)
     dw, dbias = weight_and_bias_gradients(
         run, "linear", every, dz, w.dtype, bias, options.precision
     )

@@ -21,6 +21,7 @@ LAYERS = {
     "jaxfused/augment": _OPERATORS,
     "jaxfused/fusion": _OPERATORS,
     "jaxfused/optim": _OPERATORS,
+    "jaxfused/parallel": ("jaxfused.optim", *_OPERATORS),
     # Rules for a model refer to its layers.
     "jaxfused/quantization": ("jaxfused.modules", "jaxfused.nnx", *_OPERATORS),
     # Operators call the table, and the tuner calls the operators.
