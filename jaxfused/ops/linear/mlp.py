@@ -211,12 +211,13 @@ class Layers:
 
     def input_gradient(self, dzs, weights, dtype) -> jax.Array:
         """Returns the gradient of x."""
-        return input_gradient(self.run, *dzs, weights[0], dtype, self.options.precision)
+        (dz,) = dzs
+        return input_gradient(self.run, dz, weights[0], dtype, self.options.precision)
 
     def weight_gradients(self, x, dzs, weights, dbs) -> tuple[jax.Array, jax.Array | None]:
         """Returns the gradients of (w1, b1)."""
-        w1, b1 = weights
-        dw = weight_gradient(self.run, self.op, x, *dzs, w1.dtype, self.options.precision)
+        (w1, b1), (dz,) = weights, dzs
+        dw = weight_gradient(self.run, self.op, x, dz, w1.dtype, self.options.precision)
         return dw, None if b1 is None else dbs[0].astype(b1.dtype)
 
 
