@@ -1,5 +1,6 @@
 """Runs a program as it is and fused, in float64 and in a narrower dtype."""
 
+import re
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,9 @@ _BESIDE = 4
 _KINK = 0.05
 """Relative change of a result by the last bits of a narrow dtype from which the program is not smooth
 there, as next to 0 in `maximum(x, 0)`. The draw then does not count, because any rounding is right."""
+
+_LEAST = 1e16
+"""Magnitude of a mask's number from which float64 keeps nothing of a logit beside it."""
 
 Arrays = list[np.ndarray]
 
@@ -128,10 +132,20 @@ def _in_float64(compiled: _Compiled, seed: int) -> Verdict:
         if not np.array_equal(np.isfinite(a)[usual], np.isfinite(b)[usual]):
             return Verdict(WRONG, f"float64: {name} is NaN or Inf elsewhere", found)
         error = _largest((a - b)[usual])
-        if error > 10 * _EXACT * _largest(b) + _EXACT * largest + _UNSURE * _largest(s - b):
+        unsure = _UNSURE * max(_largest(s - b), _rounding_of_masks(compiled.program) * _largest(b))
+        if error > 10 * _EXACT * _largest(b) + _EXACT * largest + unsure:
             why = f"float64: {name} is off by {error:.3g} of {_largest(b):.3g}"
             return Verdict(WRONG, why, found)
     return Verdict(OK, found=found)
+
+
+def _rounding_of_masks(program: Program) -> float:
+    """Returns the rounding, in float64, of logits to which a mask adds a finite number such as -1e8.
+
+    It changes the probabilities of a row without a key by as much of themselves.
+    """
+    added = [float(number) for number in re.findall(r"-\d+(?:\.\d+)?e\d+", str(program))]
+    return max((2.0**-52 * abs(number) for number in added if abs(number) < _LEAST), default=0.0)
 
 
 def _raised(compiled: _Compiled, arrays: Arrays, cotangents: Arrays, error: Exception) -> Verdict:

@@ -89,14 +89,13 @@ def norm_and_statistics(
         next_residual = _sum(total, residual, compute_dtype)
         total = next_residual
 
-    def wide() -> jax.Array:
-        # XLA keeps a norm in one kernel if the statistics and the values each have a conversion of x.
-        return activate(pre_activation, total.astype(compute_dtype))
-
-    u, statistics_of, mean = wide(), wide(), None
+    u, statistics_of, mean_of = (
+        activate(pre_activation, wide) for wide in _converted(total, compute_dtype)
+    )
+    mean = None
     if subtract_mean:
-        mean = _mean(statistics_of, names)
-        u, statistics_of = u - mean, wide() - mean
+        mean = _mean(mean_of, names)
+        u, statistics_of = u - mean, statistics_of - mean
     rstd = jax.lax.rsqrt(_mean(statistics_of * statistics_of, names) + epsilon)
     gain = None if scale is None else along_last_axis(scale, u) + scale_offset
     if round_before_scale:
@@ -134,6 +133,22 @@ def statistics(
     return mean[..., 0], jax.lax.rsqrt(variance[..., 0] + epsilon)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _converted(total: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Converts to `dtype` three times: XLA keeps a norm in one kernel if values and statistics each do.
+
+    The gradient is the remainder of a cancellation between the three, so it is summed in `dtype` and
+    rounded to the dtype of `total` once.
+    """
+    return total.astype(dtype), total.astype(dtype), total.astype(dtype)
+
+
+@_converted.defjvp
+def _converted_jvp(dtype, primals, tangents):
+    tangent = tangents[0].astype(dtype)
+    return _converted(primals[0], dtype), (tangent, tangent, tangent)
+
+
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array:
     """Returns total + residual, rounded once to the residual's dtype.
@@ -152,12 +167,24 @@ def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array
     return jax.lax.platform_dependent(total, residual, cuda=operator.add, default=rounded)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
     """Rounds to `dtype` but stays in the wide dtype; XLA would drop a conversion to `dtype` and back."""
-    bits = jnp.finfo(dtype)
-    if bits.nmant >= jnp.finfo(wide.dtype).nmant:
+    bits, widest = jnp.finfo(dtype), jnp.finfo(wide.dtype)
+    if bits.nmant >= widest.nmant:
         return wide
-    return jax.lax.reduce_precision(wide, bits.nexp, bits.nmant)
+    rounded = jax.lax.reduce_precision(wide, bits.nexp, bits.nmant)
+    if bits.nexp == widest.nexp:
+        return rounded
+    # reduce_precision replaces subnormal numbers by 0, which would also cut small gradients.
+    step = bits.smallest_subnormal.astype(wide.dtype)
+    small = jnp.round(wide / step) * step
+    return jnp.where(jnp.abs(wide) < bits.smallest_normal.astype(wide.dtype), small, rounded)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype, primals, tangents):
+    return _rounded(primals[0], dtype), tangents[0]
 
 
 def _mean(values: jax.Array, names: Sequence[str]) -> jax.Array:

@@ -420,6 +420,39 @@ def test_large_mean_or_small_values(size, implementation):
     np.testing.assert_allclose(y, expected, atol=2e-3 if size > 1 else 1e-5)
 
 
+@each_op
+def test_small_gradients_of_float16_are_no_zeros(op):
+    """`lax.reduce_precision` replaces numbers below float16's smallest normal one by 0."""
+    rng = np.random.default_rng(0)
+    x, residual, dy = (rng.standard_normal((5, 64)).astype(np.float16) for _ in range(3))
+    dy *= np.float16(1e-5)
+
+    def norm(x, residual):
+        return getattr(jaxfused, op)(x, residual=residual, implementation="xla")[0]
+
+    def gradient(x, residual, dy):
+        return jax.vjp(norm, x, residual)[1](dy)
+
+    wide = [a.astype(np.float32) for a in (x, residual, dy)]
+    for ours, truth in zip(gradient(x, residual, dy), gradient(*wide), strict=True):
+        np.testing.assert_allclose(ours, truth, atol=2 * jnp.finfo("float16").smallest_subnormal)
+
+
+@each_op
+@pytest.mark.parametrize("features", (2, 6, 64))
+def test_gradient_along_the_normalised_values_is_rounded_once(op, features):
+    """The parts of such a gradient cancel, so that each part's own rounding would be seen."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((30, features)).astype(jnp.bfloat16)
+    dy = (x.astype(np.float32) / 2 + 0.1 * rng.standard_normal(x.shape)).astype(jnp.bfloat16)
+
+    def gradient(x, dy):
+        return jax.vjp(lambda x: getattr(jaxfused, op)(x, implementation="xla"), x)[1](dy)[0]
+
+    ours, truth = gradient(x, dy), gradient(x.astype(np.float32), dy.astype(np.float32))
+    np.testing.assert_allclose(ours.astype(np.float32), truth, rtol=2.0**-7)
+
+
 # --- level 1: scales as transformers' families have them -------------------------------------------
 
 
