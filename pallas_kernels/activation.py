@@ -11,6 +11,7 @@ with respect to |x| is the derivative for negative x, and 1 minus it for positiv
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,11 @@ import jax.numpy as jnp
 
 NAMES = (
     "relu", "relu2", "relu6", "leaky_relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu",
-    "hard_swish", "mish", "sigmoid", "hard_sigmoid", "tanh",
+    "hard_swish", "mish", "sigmoid", "hard_sigmoid", "tanh", "softplus", "elu", "selu", "hard_tanh",
 )  # fmt: skip
-ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid")
+ARITHMETIC = (
+    "relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid", "hard_tanh",
+)  # fmt: skip
 """The activations without an exponential, for which a cost model counts no evaluation."""
 
 _GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
@@ -29,8 +32,20 @@ _GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
 _QUICK_GELU_RATE = 1.702
 _LEAK = 0.01
-"""Derivative of leaky_relu below 0."""
+"""Derivative of leaky_relu below 0, where its name states none."""
+_SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
 _LOG2_E = math.log2(math.e)
+
+
+def leak_of(name: str | None) -> float | None:
+    """Returns the derivative below 0 of "leaky_relu", or of "leaky_relu(0.2)"; None for other names."""
+    if name == "leaky_relu":
+        return _LEAK
+    found = re.fullmatch(r"leaky_relu\(([0-9.e+-]+)\)", name or "")
+    try:
+        return float(found[1]) if found else None
+    except ValueError:
+        return None
 
 
 def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
@@ -38,6 +53,9 @@ def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.
 
     The result is float32, and as exact as it must be to be rounded to `dtype`.
     """
+    leak = leak_of(name)
+    if leak is not None:
+        return jnp.where(x < 0.0, leak * x, x)
     match name:
         case None:
             return x
@@ -48,8 +66,6 @@ def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.
             return positive * positive
         case "relu6":
             return _clipped(x, 0.0, 6.0)
-        case "leaky_relu":
-            return jnp.maximum(x, _LEAK * x)
         case "hard_sigmoid":
             return _clipped(x + 3.0, 0.0, 6.0) * (1.0 / 6.0)
         case "hard_swish":
@@ -63,6 +79,14 @@ def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.
             return _sigmoid(x, _logistic_tail(_distance(x), _LOG2_E))
         case "tanh":
             return _tanh(x, _logistic_tail(_distance(x), 2.0 * _LOG2_E))
+        case "softplus":
+            return jnp.maximum(x, 0.0) + _softplus_tail(_distance(x))
+        case "elu":
+            return jnp.where(x > 0.0, x, _expm1(x)[0])
+        case "selu":
+            return _SELU_SCALE * jnp.where(x > 0.0, x, _SELU_ALPHA * _expm1(x)[0])
+        case "hard_tanh":
+            return _clipped(x, -1.0, 1.0)
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
 
 
@@ -75,6 +99,9 @@ def activation_and_derivative(
     name: str | None, x: jax.Array, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array | float]:
     """Returns the activation and its derivative at `x`, with common terms computed once."""
+    leak = leak_of(name)
+    if leak is not None:
+        return jnp.where(x < 0.0, leak * x, x), jnp.where(x < 0.0, leak, 1.0)
     match name:
         case None:
             return x, 1.0
@@ -85,8 +112,6 @@ def activation_and_derivative(
             return positive * positive, 2.0 * positive
         case "relu6":
             return _clipped(x, 0.0, 6.0), _clip_slope(x, 0.0, 6.0)
-        case "leaky_relu":
-            return jnp.maximum(x, _LEAK * x), jnp.where(x < 0.0, _LEAK, 1.0)
         case "hard_sigmoid":
             gate = _clipped(x + 3.0, 0.0, 6.0) * (1.0 / 6.0)
             return gate, _clip_slope(x, -3.0, 3.0) * (1.0 / 6.0)
@@ -102,6 +127,23 @@ def activation_and_derivative(
         case "tanh":
             tail = _logistic_tail(_distance(x), 2.0 * _LOG2_E)
             return _tanh(x, tail), 4.0 * (tail - tail * tail)
+        case "softplus":
+            distance = _distance(x)
+            tail = _logistic_tail(distance, _LOG2_E)
+            return jnp.maximum(x, 0.0) + _softplus_tail(distance), _sigmoid(x, tail)
+        case "elu":
+            value, slope = _expm1(x)
+            return jnp.where(x > 0.0, x, value), slope
+        case "selu":
+            value, slope = _expm1(x)
+            return (
+                _SELU_SCALE * jnp.where(x > 0.0, x, _SELU_ALPHA * value),
+                _SELU_SCALE * jnp.where(x > 0.0, 1.0, _SELU_ALPHA * slope),
+            )
+        case "hard_tanh":
+            # Unlike that of relu6, jax.nn's derivative is 1 at the corners.
+            inside = jnp.where(x >= -1.0, jnp.where(x <= 1.0, 1.0, 0.0), 0.0)
+            return _clipped(x, -1.0, 1.0), inside
         case "gelu_tanh" | "gelu_erf" | "quick_gelu" | "silu":
             distance = _distance(x)
             tail = _tail(name, distance, dtype)
@@ -144,6 +186,32 @@ def _clip_slope(x: jax.Array, low: float, high: float) -> jax.Array:
 
 def _sigmoid(x: jax.Array, tail: jax.Array) -> jax.Array:
     return jnp.where(x < 0.0, tail, 1.0 - tail)
+
+
+_LOG1P = (
+    1.0, -0.499995023, 0.333192706, -0.248443693, 0.191114306,
+    -0.136747703, 0.0783616677, -0.0295885075, 0.00525345793,
+)  # fmt: skip
+"""Coefficients of log(1 + u) / u for 0 <= u <= 1, with a relative error of 2e-7."""
+
+
+def _softplus_tail(distance: jax.Array) -> jax.Array:
+    """Returns log(1 + exp(-distance))."""
+    u = jnp.exp2(-_LOG2_E * distance)
+    return u * _polynomial(_LOG1P, u)
+
+
+_EXPM1 = tuple(1.0 / math.factorial(power) for power in range(1, 8))
+"""Coefficients of (exp(x) - 1) / x."""
+
+
+def _expm1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns exp(x) - 1 and exp(x) of the lesser of x and 0, near which the difference cancels."""
+    negative = jnp.minimum(x, 0.0)
+    exponential = jnp.exp2(_LOG2_E * jnp.maximum(negative, -_FAR))
+    near = jnp.maximum(negative, -0.5)
+    series = near * _polynomial(_EXPM1, near)
+    return jnp.where(negative > -0.3, series, exponential - 1.0), exponential
 
 
 _TANH = (0.9999999674, -0.333327915, 0.133188188, -0.05258626, 0.0163104039)

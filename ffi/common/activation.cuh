@@ -1,11 +1,16 @@
 // The activation functions of jaxfused/runtime/activation.py, and their derivatives, in float32.
 #pragma once
 
+#include <cstdlib>
+#include <cstring>
 #include <iterator>
+#include <string>
 #include <string_view>
 #include <type_traits>
 
-enum class Activation : int {
+// An activation: its kind in the lower 32 bits and, for kLeakyRelu, its slope's bits in the upper
+// ones.
+enum class Activation : long long {
   kNone,
   kRelu,
   kRelu2,
@@ -19,20 +24,46 @@ enum class Activation : int {
   kMish,
   kSigmoid,
   kHardSigmoid,
-  kTanh
+  kTanh,
+  kSoftplus,
+  kElu,
+  kSelu,
+  kHardTanh
 };
+
+// Returns the activation without a slope.
+__host__ __device__ constexpr Activation kind_of(Activation activation) {
+  return static_cast<Activation>(static_cast<long long>(activation) & 0xffffffffll);
+}
+
+inline Activation leaky_relu(float slope) {
+  unsigned int bits;
+  std::memcpy(&bits, &slope, sizeof(bits));
+  const long long kind = static_cast<long long>(Activation::kLeakyRelu);
+  return static_cast<Activation>(static_cast<long long>(bits) << 32 | kind);
+}
 
 inline bool parse_activation(std::string_view name, Activation* activation) {
   constexpr std::string_view kNames[] = {
-      "none",       "relu", "relu2",      "relu6", "leaky_relu", "gelu_tanh",    "gelu_erf",
-      "quick_gelu", "silu", "hard_swish", "mish",  "sigmoid",    "hard_sigmoid", "tanh"};
+      "none",         "relu",       "relu2",    "relu6",      "leaky_relu", "gelu_tanh",
+      "gelu_erf",     "quick_gelu", "silu",     "hard_swish", "mish",       "sigmoid",
+      "hard_sigmoid", "tanh",       "softplus", "elu",        "selu",       "hard_tanh"};
   for (size_t i = 0; i < std::size(kNames); ++i) {
     if (name == kNames[i]) {
-      *activation = static_cast<Activation>(i);
+      const bool leaks = static_cast<Activation>(i) == Activation::kLeakyRelu;
+      *activation = leaks ? leaky_relu(0.01f) : static_cast<Activation>(i);
       return true;
     }
   }
-  return false;
+  // "leaky_relu(0.2)".
+  constexpr std::string_view kLeaky = "leaky_relu(";
+  if (name.substr(0, kLeaky.size()) != kLeaky || name.back() != ')') return false;
+  const std::string number(name.substr(kLeaky.size(), name.size() - kLeaky.size() - 1));
+  char* end = nullptr;
+  const float slope = std::strtof(number.c_str(), &end);
+  if (number.empty() || *end != '\0') return false;
+  *activation = leaky_relu(slope);
+  return true;
 }
 
 namespace activation_detail {
@@ -91,7 +122,13 @@ struct Gate {
 };
 
 constexpr float kSixth = 1.0f / 6.0f;
-constexpr float kLeak = 0.01f;
+constexpr float kSeluScale = 1.0507009873554805f;
+constexpr float kSeluAlpha = 1.6732632423543772f;
+
+// Returns the slope of a kLeakyRelu.
+__device__ __forceinline__ float slope_of(Activation activation) {
+  return __uint_as_float(static_cast<unsigned int>(static_cast<long long>(activation) >> 32));
+}
 
 // Clips x to [low, high]; a NaN stays a NaN.
 __device__ __forceinline__ float clip(float x, float low, float high) {
@@ -131,7 +168,7 @@ struct MishGate {
 template <int kSize>
 __device__ __forceinline__ void activate(Activation activation, float (&values)[kSize]) {
   using namespace activation_detail;
-  switch (activation) {
+  switch (kind_of(activation)) {
     case Activation::kNone:
       break;
     case Activation::kRelu:
@@ -162,9 +199,27 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
 #pragma unroll
       for (float& x : values) x = clip(x, 0.0f, 6.0f);
       break;
-    case Activation::kLeakyRelu:
+    case Activation::kLeakyRelu: {
+      const float slope = slope_of(activation);
 #pragma unroll
-      for (float& x : values) x = x < 0.0f ? kLeak * x : x;
+      for (float& x : values) x = x < 0.0f ? slope * x : x;
+      break;
+    }
+    case Activation::kSoftplus:
+#pragma unroll
+      for (float& x : values) x = relu(x) + log1pf(quick_exp(-fabsf(x)));
+      break;
+    case Activation::kElu:
+#pragma unroll
+      for (float& x : values) x = x > 0.0f ? x : expm1f(x);
+      break;
+    case Activation::kSelu:
+#pragma unroll
+      for (float& x : values) x = kSeluScale * (x > 0.0f ? x : kSeluAlpha * expm1f(x));
+      break;
+    case Activation::kHardTanh:
+#pragma unroll
+      for (float& x : values) x = clip(x, -1.0f, 1.0f);
       break;
     case Activation::kHardSwish:
 #pragma unroll
@@ -195,7 +250,7 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
                                                     const float (&inputs)[kSize],
                                                     float (&gradient)[kSize]) {
   using namespace activation_detail;
-  switch (activation) {
+  switch (kind_of(activation)) {
     case Activation::kNone:
       break;
     case Activation::kRelu:
@@ -241,9 +296,32 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
 #pragma unroll
       for (int i = 0; i < kSize; ++i) gradient[i] *= clip_slope(inputs[i], 0.0f, 6.0f);
       break;
-    case Activation::kLeakyRelu:
+    case Activation::kLeakyRelu: {
+      const float slope = slope_of(activation);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) gradient[i] *= inputs[i] < 0.0f ? kLeak : 1.0f;
+      for (int i = 0; i < kSize; ++i) gradient[i] *= inputs[i] < 0.0f ? slope : 1.0f;
+      break;
+    }
+    case Activation::kSoftplus:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) gradient[i] *= sigmoid(inputs[i]);
+      break;
+    case Activation::kElu:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) gradient[i] *= inputs[i] > 0.0f ? 1.0f : quick_exp(inputs[i]);
+      break;
+    case Activation::kSelu:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = inputs[i];
+        gradient[i] *= kSeluScale * (x > 0.0f ? 1.0f : kSeluAlpha * quick_exp(x));
+      }
+      break;
+    case Activation::kHardTanh:
+      // Unlike that of kRelu6, jax.nn's derivative is 1 at the corners.
+#pragma unroll
+      for (int i = 0; i < kSize; ++i)
+        gradient[i] *= inputs[i] >= -1.0f && inputs[i] <= 1.0f ? 1.0f : 0.0f;
       break;
     case Activation::kHardSwish:
 #pragma unroll

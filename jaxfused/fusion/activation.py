@@ -21,11 +21,11 @@ from jaxfused.fusion import graph
 from jaxfused.fusion.algebra import between, passed_on, rounding
 from jaxfused.fusion.constants import elementwise, scalar
 from jaxfused.fusion.graph import Graph, Node, Value
-from jaxfused.runtime.activation import FUNCTIONS
+from jaxfused.runtime.activation import function_of
 
 POINTS = np.concatenate([np.linspace(-6.0, 6.0, 41), [-1e-3, 1e-3, 11.0, -11.0]])
 """Arguments at which an unknown function is compared with each activation."""
-_CORNERS = np.array([0.0, 3.0, -3.0, 6.0])
+_CORNERS = np.array([0.0, 1.0, -1.0, 3.0, -3.0, 6.0])
 """Arguments at which the derivatives of activations jump."""
 _AFAR = np.concatenate(
     [np.linspace(-30.0, 30.0, 241), np.outer([-1.0, 1.0], 10.0 ** np.arange(2, 31, 2)).reshape(-1)]
@@ -184,7 +184,10 @@ def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
     if values is None or values.shape != points.shape:
         return None
     slack: np.ndarray | None = None
-    for name, parts in _MADE_OF.items():
+    for name, parts in (
+        *_MADE_OF.items(),
+        *((leaky, _CORNERED) for leaky in _leaky_relus(covered)),
+    ):
         if not made_of & parts:
             continue
         expected = _expected(name, points)
@@ -195,6 +198,13 @@ def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
             if (off <= slack).all():
                 return name
     return None
+
+
+def _leaky_relus(covered: set[Node]) -> Iterator[str]:
+    """Yields the names of leaky_relu with the operations' constants as slopes."""
+    for number in {scalar(value) for node in covered for value in node.ins}:
+        if number is not None and 0.0 < number < 1.0:
+            yield f"leaky_relu({number!r})"
 
 
 def _points(covered: set[Node], made_of: set[str]) -> np.ndarray:
@@ -301,12 +311,16 @@ _MADE_OF: dict[str, set[str]] = {
     "leaky_relu": _CORNERED,
     "hard_sigmoid": _CORNERED,
     "hard_swish": _CORNERED,
+    "softplus": {"log1p", "log"},
+    "elu": {"expm1", "exp"},
+    "selu": {"expm1", "exp"},
+    "hard_tanh": _CORNERED,
 }
 """Operations that name each activation: it contains at least one of them.
 
 By values alone, the two gelus could not be told apart if constants are rounded to 16 bits.
 """
-_TELLING = frozenset({"tanh", "erf", "erfc", "logistic"} | _CORNERED)
+_TELLING = frozenset({"tanh", "erf", "erfc", "logistic", "expm1", "log1p"} | _CORNERED)
 """Operations that an activation has, also one that no operator takes."""
 
 
@@ -329,7 +343,7 @@ _ONE = jax.ShapeDtypeStruct((1,), "float64")
 def _known(name: str) -> Graph:
     """Returns the operations of an activation in float64."""
     with jax.core.ensure_compile_time_eval(), jax.enable_x64(True):
-        return graph.build(jax.make_jaxpr(FUNCTIONS[name])(_ONE))
+        return graph.build(jax.make_jaxpr(function_of(name))(_ONE))
 
 
 def _expected(name: str, points: np.ndarray) -> np.ndarray:
@@ -343,6 +357,6 @@ def _expected(name: str, points: np.ndarray) -> np.ndarray:
 def _expected_derivative(name: str, points: np.ndarray) -> np.ndarray:
     """Returns the derivative of an activation at the points."""
     with jax.sharding.use_abstract_mesh(_NO_MESH), jax.enable_x64(True):
-        values = _derivative(FUNCTIONS[name], _ONE, points)
+        values = _derivative(function_of(name), _ONE, points)
     assert values is not None, name
     return values

@@ -3,8 +3,9 @@
 Names are those of `jax.nn`, and say which formula is meant where there are several: `gelu_tanh` is
 `jax.nn.gelu`'s default, `gelu_erf` the exact one, `quick_gelu` the one with a logistic function
 (Hendrycks, Gimpel, 2016, https://arxiv.org/abs/1606.08415), `relu2` the square of relu (So et al.,
-"Primer", 2021, https://arxiv.org/abs/2109.08668). `leaky_relu` has the derivative 0.01 below 0. Where a
-derivative jumps it is that of `jax.nn`: the lesser one, but 1 for leaky_relu.
+"Primer", 2021, https://arxiv.org/abs/2109.08668). `leaky_relu` has the derivative 0.01 below 0, and
+"leaky_relu(0.2)" another one from 0 to 1. Where a derivative jumps it is that of `jax.nn`: the lesser
+one, but the greater one for leaky_relu, hard_tanh and selu.
 
 Kernels have the same functions in `pallas_kernels/activation.py` and `ffi/common/activation.cuh`.
 """
@@ -15,7 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activation import Functions
+from pallas_kernels.activation import Functions, leak_of
 
 QUICK_GELU_RATE = 1.702
 
@@ -33,20 +34,26 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "hard_sigmoid": jax.nn.hard_sigmoid,
     "tanh": jnp.tanh,
+    "softplus": jax.nn.softplus,
+    "elu": jax.nn.elu,
+    "selu": jax.nn.selu,
+    "hard_tanh": jax.nn.hard_tanh,
 }
 
 ACTIVATIONS = tuple(FUNCTIONS)
 """The names that every `activation` of an operator or a module takes, next to None.
 
 The names are those of `jax.nn`; "gelu_tanh" and "gelu_erf" are its two gelus, "quick_gelu" is x
-sigmoid(1.702 x), "relu2" the square of relu. Values and derivatives are those of `jax.nn`, at corners
-too. A backward reads the result of "relu", "relu6" and "leaky_relu", and the input of the others.
+sigmoid(1.702 x), "relu2" the square of relu. "leaky_relu" has the derivative 0.01 below 0; the name of
+another one from 0 to 1, such as "leaky_relu(0.2)", is not listed. Values and derivatives are those of
+`jax.nn`, at corners too. A backward reads the result of "relu", "relu6" and "leaky_relu", and the input
+of the others.
 """
 
 SLOPE_OF_RESULT = ("relu", "relu6", "leaky_relu")
 """Activations whose derivative follows from their result, so that only the result is saved."""
 
-ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid")
+ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid", "hard_tanh")
 """Activations that take a few multiplications and comparisons, but no exponential."""
 
 BOUNDED_FROM_ABOVE = {
@@ -61,6 +68,10 @@ BOUNDED_FROM_ABOVE = {
     "mish": 0.3089,
     "sigmoid": 0.5,
     "hard_sigmoid": 0.5,
+    "softplus": 0.6932,
+    "elu": 1.0,
+    "selu": 1.7582,
+    "hard_tanh": 1.0,
 }
 """Upper bound of an activation's magnitude below 0; above 0 these activations grow.
 
@@ -71,7 +82,21 @@ largest magnitude of an input.
 
 def activate(name: str | None, x: jax.Array) -> jax.Array:
     """Applies the activation called `name`; None is the identity."""
-    return x if name is None else FUNCTIONS[name](x)
+    return x if name is None else function_of(name)(x)
+
+
+def function_of(name: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns the activation called `name`."""
+    leak = leak_of(name)
+    if name in FUNCTIONS or leak is None:
+        return FUNCTIONS[name]
+    return partial(jax.nn.leaky_relu, negative_slope=leak)
+
+
+def is_known(name: str) -> bool:
+    """Returns whether an activation has this name."""
+    leak = leak_of(name)
+    return name in FUNCTIONS or (leak is not None and 0.0 <= leak <= 1.0)
 
 
 def value_and_slope(name: str | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfused.runtime.activation import ACTIVATIONS
+from jaxfused.runtime.activation import ACTIVATIONS, is_known
 
 
 def as_arrays(*operands: Any) -> tuple[Any, ...]:
@@ -375,9 +375,12 @@ def check_shape(
 
 def check_activation(op: str, activation: str | None, name: str = "activation") -> None:
     """Checks that `activation` is None or the name of an activation."""
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation is not None and not (isinstance(activation, str) and is_known(activation)):
         names = ", ".join(repr(n) for n in ACTIVATIONS)
-        raise ValueError(f"{op}: {name}={activation!r} is not known; pass None or one of {names}.")
+        raise ValueError(
+            f"{op}: {name}={activation!r} is not known; pass None or one of {names}, or such as"
+            " 'leaky_relu(0.2)' for a slope from 0 to 1."
+        )
 
 
 def check_word(op: str, name: str, value: str, words: Any) -> None:

@@ -72,7 +72,7 @@ WRONG = [
     jnp.ones((2, 6, 6, 8), int),
 ]
 WRONG_OPTIONS = dict(
-    activation="elu",
+    activation="swish",
     axis=9,
     bias=jnp.ones(3),
     cotangent="some",

@@ -10,7 +10,13 @@ import pallas_kernels.activation
 from jaxfused import dispatch
 from jaxfused.ops.fp8.fp8_products import maximised_of
 from jaxfused.ops.fp8.fp8_xla import largest_activation
-from jaxfused.runtime.activation import ACTIVATIONS, ARITHMETIC, FUNCTIONS, SLOPE_OF_RESULT
+from jaxfused.runtime.activation import (
+    ACTIVATIONS,
+    ARITHMETIC,
+    FUNCTIONS,
+    SLOPE_OF_RESULT,
+    function_of,
+)
 from pallas_kernels.activation import NAMES, activation, activation_and_derivative, derivative
 from tests.conftest import HOPPER
 from tests.support.arrays import put
@@ -18,13 +24,14 @@ from tests.support.grids import parametrize
 from tests.support.lowering import kernels
 
 X = np.concatenate([np.linspace(-150.0, 150.0, 6001), np.linspace(-9.0, 9.0, 6000)])
+SLOPED = (*NAMES, "leaky_relu(0.2)")
 TAILED = ("gelu_erf", "gelu_tanh", "quick_gelu", "silu")
 
 
 def truth(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the activation and its derivative in float64."""
     with jax.enable_x64(True):
-        f = jax.jit(lambda x: jax.jvp(FUNCTIONS[name], (x,), (jnp.ones_like(x),)))
+        f = jax.jit(lambda x: jax.jvp(function_of(name), (x,), (jnp.ones_like(x),)))
         return jax.tree.map(np.asarray, f(np.float64(x)))
 
 
@@ -33,10 +40,10 @@ def test_kernels_have_every_activation():
     assert pallas_kernels.activation.ARITHMETIC == ARITHMETIC
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SLOPED)
 def test_derivatives_at_corners_are_those_of_jax_nn(name):
-    x = put([-3.0, 0.0, 3.0, 6.0])
-    stock = jax.vmap(jax.grad(FUNCTIONS[name]))(x)
+    x = put([-3.0, -1.0, 0.0, 1.0, 3.0, 6.0])
+    stock = jax.vmap(jax.grad(function_of(name)))(x)
     np.testing.assert_allclose(derivative(name, x), stock, atol=3e-5)
 
 
@@ -47,7 +54,7 @@ def test_the_derivative_at_the_result_is_that_at_the_argument(name):
     np.testing.assert_array_equal(slope(FUNCTIONS[name](x)), slope(x))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SLOPED)
 def test_the_largest_magnitude_is_bounded_by_what_float8_finds_it_from(name):
     for x in (X, -np.abs(X), np.abs(X), X / 1e3, [-0.7], [-1.2], [-1.5]):
         found = maximised_of(name)
@@ -56,7 +63,7 @@ def test_the_largest_magnitude_is_bounded_by_what_float8_finds_it_from(name):
         assert np.max(np.abs(truth(name, np.asarray(x))[0])) <= bound * (1 + 1e-6)
 
 
-@parametrize("name", NAMES[2:4] + NAMES[8:], quick=(3,))
+@parametrize("name", SLOPED[2:4] + SLOPED[8:], quick=(3,))
 def test_products_and_convolutions_lower_with_it(name):
     x, w = jax.ShapeDtypeStruct((256, 64), "bfloat16"), jax.ShapeDtypeStruct((64, 64), "bfloat16")
     images, kernel = (
@@ -76,7 +83,7 @@ def test_products_and_convolutions_lower_with_it(name):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(jnp.float32, 4e-7), (jnp.bfloat16, 2e-6), (jnp.float16, 2e-6)]
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SLOPED)
 def test_values_and_derivatives(name, dtype, tolerance):
     x = X.astype(np.float32)
     y, slope = activation_and_derivative(name, put(x), dtype)
@@ -103,6 +110,19 @@ def test_beyond_all_numbers(name):
     y, slope = activation_and_derivative(name, x)
     np.testing.assert_array_equal(y, [jnp.inf, 0.0, jnp.nan, x[3], 0.0, 0.0, 0.0])
     np.testing.assert_array_equal(slope, [1.0, 0.0, jnp.nan, 1.0, 0.0, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("name", ["elu", "softplus"])
+def test_values_near_0_keep_their_digits(name):
+    x = np.float32(-np.logspace(-6, 1, 200))
+    true_y, _ = truth(name, x)
+    np.testing.assert_allclose(activation(name, put(x)), true_y, rtol=4e-6)
+
+
+@pytest.mark.parametrize("name", ["leaky_relu(2)", "leaky_relu(-0.1)", "leaky_relu()", "elu(1)"])
+def test_slopes_are_from_0_to_1(name):
+    with pytest.raises(ValueError, match=r"linear: activation=.* 'leaky_relu\(0.2\)' for a slope"):
+        jaxfused.linear(jnp.ones((2, 2)), jnp.ones((2, 2)), activation=name)
 
 
 def test_an_unknown_name_is_refused():
