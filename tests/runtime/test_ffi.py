@@ -197,7 +197,7 @@ def call_forward(x, scale, y, **attributes):
         ),
         (
             (jnp.float32, (2, 8), (8,), (2, 8), jnp.float32),
-            dict(activation="elu"),
+            dict(activation="swish"),
             "activation is not known",
         ),
     ],
@@ -425,8 +425,8 @@ POOL = {
                 "bias_activation",
                 [(4, 8), (0,), (0,), (0,), (0,)],
                 [(4, 8), (0,), (0,)],
-                dict(activation="elu"),
-                "activation is not known: elu",
+                dict(activation="swish"),
+                "activation is not known: swish",
             ),
             (
                 "bias_activation_backward",

@@ -234,7 +234,7 @@ def test_dtype_of_the_result():
         ({"b2": jnp.ones(4)}, r"b2 has shape \(4,\), but w2 has 3 features"),
         ({"residual": jnp.ones(3)}, r"residual has shape \(3,\).*\(2, 3\)"),
         ({"x": jnp.ones((2, 3), int)}, "x has dtype int32"),
-        ({"activation": "elu"}, "activation='elu'"),
+        ({"activation": "swish"}, "activation='swish'"),
         (
             {"save": "all"},
             "save='all' is not known; pass one of 'hidden', 'preactivation', 'inputs'",

@@ -163,7 +163,7 @@ def test_derivatives_of_both_orders_and_modes():
         ({"group_size": 2}, "num_groups=2 and group_size=2 were passed"),
         ({"num_groups": None}, "exactly one of them"),
         ({"epsilon": jnp.ones(2)}, "epsilon is .*pass a Python float"),
-        ({"activation": "elu"}, "activation='elu' is not known"),
+        ({"activation": "swish"}, "activation='swish' is not known"),
         ({"image_scale": jnp.ones((2, 3))}, r"image_scale has shape \(2, 3\).*\(2, 4\)"),
         ({"image_shift": jnp.ones(4)}, r"image_shift has shape \(4,\)"),
         ({"implementation": "cuda"}, "it needs an NVIDIA GPU"),

@@ -307,7 +307,7 @@ def test_derivatives_of_both_orders():
         ({"bias": jnp.ones(4)}, r"bias has shape \(4,\)"),
         ({"bias": jnp.ones(6, int)}, "bias has dtype int32"),
         ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 6\)"),
-        ({"activation": "elu"}, "activation='elu' is not known"),
+        ({"activation": "swish"}, "activation='swish' is not known"),
         ({"out_dtype": jnp.int8}, "out_dtype is int8, but the result is of floating-point numbers"),
         ({"implementation": "cuda"}, r"pass jaxfused.quantize\(w, layout='columns'\)"),
         ({"implementation": "pallas"}, r"pass jaxfused.quantize\(w, layout='columns'\)"),
