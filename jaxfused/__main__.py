@@ -92,6 +92,16 @@ def _context_parallel(*heads: jax.Array) -> jax.Array:
     return jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)(*heads)
 
 
+def _expert_parallel(x: jax.Array, *experts: jax.Array) -> jax.Array:
+    def of_device(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        routes = jaxfused.router(x[:, :8], 2)
+        return jaxfused.expert_parallel_mlp(x, *routes, gate, up, down, axis_name="expert")
+
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("expert")
+    return jax.shard_map(of_device, mesh=mesh, in_specs=spec, out_specs=spec)(x, *experts)
+
+
 def _paged(query: jax.Array, *others: jax.Array) -> jax.Array:
     return jaxfused.paged_attention(query, *others, scale=query.shape[-1] ** -0.5, layout="PSKH")
 
@@ -137,6 +147,10 @@ EXAMPLES: dict[str, Example] = {
     "dot_product_attention": Example(jaxfused.dot_product_attention, 3 * _HEADS),
     "expert_mlp": Example(
         lambda x, *w: jaxfused.expert_mlp(x, *jaxfused.router(x[:, :8], 2), *w),
+        (*_ROWS, _array(8, 768, 3072), _array(8, 768, 3072), _array(8, 3072, 768)),
+    ),
+    "expert_parallel_mlp": Example(
+        _expert_parallel,
         (*_ROWS, _array(8, 768, 3072), _array(8, 768, 3072), _array(8, 3072, 768)),
     ),
     "gated_mlp": Example(jaxfused.gated_mlp, (*_ROWS, _WIDE, _WIDE, _BACK)),

@@ -113,7 +113,8 @@ CALLS = {
 OTHERS = {
     "axial_rope_tables": {"features", "order", "prefix"},
     "batch_norm": {"axis_index_groups"},
-    # They have tests of their own: one needs a mapped axis, the other has no arrays.
+    # They have tests of their own: two need a mapped axis, one has no arrays.
+    "expert_parallel_mlp": {"capacity_factor"},
     "context_parallel_attention": {"scale", "local_window_size", "logits_soft_cap"},
     "zigzag_order": {"length", "devices"},
     "group_norm": {"group_size"},

@@ -349,6 +349,20 @@ def _(dtype):
     return f, (x, *(normal(i, *s, dtype=dtype) for i, s in enumerate(sizes)))
 
 
+@case("expert_parallel_mlp")
+def _(dtype):
+    def of_device(x, *w):
+        routes = jaxfused.router(x[..., :3], 2, normalise="sum")
+        return jaxfused.expert_parallel_mlp(x, *routes, *w, axis_name="e", method="all_to_all")
+
+    def f(*args):
+        return jax.vmap(of_device, axis_name="e")(*(jnp.stack([a]) for a in args))[0]
+
+    sizes = ((3, D, 8), (3, D, 8), (3, 8, D))
+    x = normal(0, B, T, D, dtype=dtype)
+    return f, (x, *(normal(i, *s, dtype=dtype) for i, s in enumerate(sizes)))
+
+
 @case("router")
 def _(dtype):
     def f(logits, bias):

@@ -337,6 +337,7 @@ def test_fuzz_draws_every_operator_and_traces_it():
     # Their kernels are those of ragged_dot, of attention over pages, and of attention; pages are places.
     known -= {
         "expert_mlp",
+        "expert_parallel_mlp",
         "ragged_dot_general",
         "paged_attention",
         "ragged_paged_attention",

@@ -1,7 +1,8 @@
 """The experts of a mixture: rows in the order of their experts, grouped products, weighted sums."""
 
 import functools
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,9 +86,8 @@ def expert_mlp(
     """
     op = "expert_mlp"
     x, weights, indices, w_gate, w_up, w_down = as_arrays(x, weights, indices, w_gate, w_up, w_down)
-    check_floating(op, dict(x=x, weights=weights, w_gate=w_gate, w_up=w_up, w_down=w_down))
+    check_experts(op, x, weights, indices, w_gate, w_up, w_down, transpose_weights)
     check_activation(op, activation)
-    _check_shapes(op, x, weights, indices, w_gate, w_up, w_down, transpose_weights)
     check_word(op, "weight_on", weight_on, WeightOn)
     if capacity is not None and capacity < 1:
         raise ValueError(f"{op}: capacity is {capacity}; pass at least 1, or None to drop nothing.")
@@ -97,33 +97,74 @@ def expert_mlp(
         return jnp.zeros_like(x)
     rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
     k = indices.shape[-1]
-    order = _order(indices.reshape(rows.shape[0], k), w_down.shape[0], capacity)
-    wide = accumulator_dtype(x.dtype)
-    shares = weights.reshape(rows.shape[0], k).astype(wide)
-    of_experts = _repeated(k, rows, order)
-    if weight_on == "input":
-        # The weights in the order of the experts, permuted as the rows of a matrix of one column.
-        by_choice = shares.T.reshape(-1, 1)
-        of_experts = (of_experts * _permuted(by_choice, order)).astype(x.dtype)
-    results = ragged_mlp(
-        of_experts,
-        w_gate,
-        w_up,
-        w_down,
-        order.sizes,
-        activation=activation,
-        transpose_weights=transpose_weights,
-        precision=precision,
-        implementation=implementation,
+    options = ExpertOptions(activation, weight_on, transpose_weights, precision, implementation)
+    y = options.sums(
+        rows,
+        weights.reshape(rows.shape[0], k),
+        indices.reshape(rows.shape[0], k),
+        (w_gate, w_up, w_down),
+        capacity,
     )
-    results = _returned(results, order)
-    results = results.reshape(k, *rows.shape).astype(wide)
-    if weight_on == "output":
-        results = results * shares.T[..., None]
-    return jnp.sum(results, axis=0).astype(x.dtype).reshape(x.shape)
+    return y.astype(x.dtype).reshape(x.shape)
 
 
-def _check_shapes(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> None:
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Static arguments of the experts."""
+
+    activation: str | None
+    weight_on: WeightOn
+    transpose_weights: bool
+    precision: Any
+    implementation: dispatch.Implementation | None
+
+    def sums(
+        self,
+        x: jax.Array,
+        weights: jax.Array,
+        indices: jax.Array,
+        experts: tuple[jax.Array | None, jax.Array | None, jax.Array],
+        capacity: int | None = None,
+    ) -> jax.Array:
+        """Returns the weighted sums of the experts [T, D] in float32, for x [T, D] with k choices."""
+        k = indices.shape[1]
+        order = order_of(indices, experts[2].shape[0], capacity)
+        shares = weights.astype(accumulator_dtype(x.dtype))
+        of_experts = repeated(k, x, order)
+        if self.weight_on == "input":
+            # The weights in the order of the experts, permuted as the rows of a matrix of one column.
+            by_choice = shares.T.reshape(-1, 1)
+            of_experts = (of_experts * _permuted(by_choice, order)).astype(x.dtype)
+        results = self.perceptrons(of_experts, experts, order.sizes)
+        return self.sum_of_choices(returned(results, order), shares)
+
+    def perceptrons(self, rows: jax.Array, experts: Any, sizes: jax.Array) -> jax.Array:
+        """Returns the experts' results for rows in the order of the experts."""
+        w_gate, w_up, w_down = experts
+        return ragged_mlp(
+            rows,
+            w_gate,
+            w_up,
+            w_down,
+            sizes,
+            activation=self.activation,
+            transpose_weights=self.transpose_weights,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+    def sum_of_choices(self, results: jax.Array, shares: jax.Array) -> jax.Array:
+        """Returns each token's sum over its choices' results [k T, D], in float32."""
+        tokens, k = shares.shape
+        wide = results.reshape(k, tokens, results.shape[1]).astype(shares.dtype)
+        if self.weight_on == "output":
+            wide = wide * shares.T[..., None]
+        return jnp.sum(wide, axis=0)
+
+
+def check_experts(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> None:
+    """Checks the dtypes and shapes of tokens, routes and experts."""
+    check_floating(op, dict(x=x, weights=weights, w_gate=w_gate, w_up=w_up, w_down=w_down))
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (); pass x of shape [..., features].")
     check_perceptrons(op, x, w_gate, w_up, w_down, transposed)
@@ -144,7 +185,7 @@ def _check_shapes(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> 
 # --- the order of rows ----------------------------------------------------------------------------
 
 
-class _Order(NamedTuple):
+class Order(NamedTuple):
     """Order of rows by their experts.
 
     A choice is one of the k experts of one of T tokens; all first choices come before all second
@@ -159,7 +200,8 @@ class _Order(NamedTuple):
     """Number of rows [E] of each expert; rows of no expert come after all others."""
 
 
-def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
+def order_of(indices: jax.Array, experts: int, capacity: int | None = None) -> Order:
+    """Returns the order of the choices [T, k]; those beyond an expert's `capacity` are of no expert."""
     # An index equal to the number of experts means no expert, and one byte may not hold it.
     chosen = indices.T.reshape(-1)
     chosen = chosen.astype(np.promote_types(chosen.dtype, np.int32))
@@ -173,7 +215,7 @@ def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
         last = jnp.argsort(jnp.where(rank < capacity, ordered, experts), stable=True)
         choice, sizes = choice[last], jnp.minimum(sizes, capacity)
     place = jnp.argsort(choice)
-    return _Order(choice.astype(jnp.int32), place.astype(jnp.int32), sizes)
+    return Order(choice.astype(jnp.int32), place.astype(jnp.int32), sizes)
 
 
 # The gradients are gathers, because the gradient of an indexing is a scatter-add, whose order of
@@ -181,21 +223,21 @@ def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
 
 
 @functools.partial(stated_gradient, nondiff_argnums=(0,), linear=(1,))
-def _repeated(k: int, x: jax.Array, order: _Order) -> jax.Array:
+def repeated(k: int, x: jax.Array, order: Order) -> jax.Array:
     """Returns the row of each choice of x [T, D], in the order of the experts: [k T, D]."""
     return x[order.choice % x.shape[0]]
 
 
-def _repeated_bwd(k: int, order: _Order, dy: jax.Array):
+def _repeated_bwd(k: int, order: Order, dy: jax.Array):
     by_choice = dy[order.place].reshape(k, dy.shape[0] // k, dy.shape[1])
     return jnp.sum(by_choice.astype(accumulator_dtype(dy.dtype)), axis=0).astype(dy.dtype), None
 
 
-_repeated.defvjp(lambda k, x, order: (_repeated(k, x, order), order), _repeated_bwd)
+repeated.defvjp(lambda k, x, order: (repeated(k, x, order), order), _repeated_bwd)
 
 
 @functools.partial(stated_gradient, linear=(0,))
-def _permuted(rows: jax.Array, order: _Order) -> jax.Array:
+def _permuted(rows: jax.Array, order: Order) -> jax.Array:
     """Returns the rows of the choices [k T, D] in the order of the experts."""
     return rows[order.choice]
 
@@ -207,12 +249,12 @@ _permuted.defvjp(
 
 
 @functools.partial(stated_gradient, linear=(0,))
-def _returned(rows: jax.Array, order: _Order) -> jax.Array:
+def returned(rows: jax.Array, order: Order) -> jax.Array:
     """Moves rows [k T, D] from the order of the experts to the order of the choices."""
     return rows[order.place]
 
 
-_returned.defvjp(
-    lambda rows, order: (_returned(rows, order), order),
+returned.defvjp(
+    lambda rows, order: (returned(rows, order), order),
     lambda order, dy: (dy[order.choice], None),
 )
