@@ -32,6 +32,8 @@ Estimate = Times | Rule | None
 
 
 KERNELS = ("pallas", "cuda")
+MEGABYTE = 1e6
+"""Bytes of the megabytes in which the thresholds of regimes are stated."""
 
 
 def kernels_first(why: str) -> Callable[..., Rule]:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.attention import attention_cuda as cuda_attention
-from jaxfused.ops.attention import attention_xla, costs_float32
+from jaxfused.ops.attention import attention_xla
 from jaxfused.ops.attention.kernel_function import over_arrays
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
 from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.runtime import cuda_library
-from jaxfused.runtime.estimate import KERNELS, Estimate, Rule, Times
+from jaxfused.runtime.estimate import KERNELS, Rule
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.attention import attention as pallas_attention
@@ -26,17 +26,14 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tile_function import TileFunction
 
 _FEW_QUERIES, _MANY_KEYS = 16, 64
-"""Number of queries up to which, and of keys from which on, the CUDA backward is slower than XLA's,
-where Pallas has none."""
+"""Queries of a head up to which a tile of the CUDA kernels, of 128 rows, is mostly empty, and keys of
+more than one visit of a tile. XLA is faster then in a backward, and at float32 in a forward."""
+_FEW_ROWS = 4096
+"""Rows of queries of all heads in float32 for which the CUDA kernels leave most SMs idle, so that XLA is
+faster with `_MANY_KEYS`: so it is at 12 of 12 shapes measured on an H200 (benchmarks/lab)."""
 _KERNELS_FIRST = Rule(
     KERNELS, "a kernel writes no logits: XLA was faster in 2 of 400 recorded cases"
 )
-
-
-def _times(by_kernels: float, by_xla: float) -> Times:
-    """Returns the times in µs of XLA and of both kernels, which have one model."""
-    times = dict.fromkeys(KERNELS, by_kernels) | {"xla": by_xla}
-    return Times(times, "Pallas and CUDA have one model, and Pallas comes first")
 
 
 @dataclass(frozen=True)
@@ -57,60 +54,24 @@ class Options:
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
-    def forward_estimate(self, device: dispatch.Device, arrays: "Arrays") -> Estimate:
-        """Returns the rule of a forward, or the times in float32."""
-        if (rule := self._rule(device, arrays)) is not None:
-            return rule
-        if arrays.query.dtype != jnp.float32:
-            return _KERNELS_FIRST
-        work = self._work_of_float32(device, arrays)
-        return _times(work.forward(), work.xla_forward())
-
-    def backward_estimate(
-        self, device: dispatch.Device, able: Collection[str], arrays: "Arrays"
-    ) -> Estimate:
-        """Returns the rule of a backward, or the times in float32."""
-        if (rule := self._rule(device, arrays)) is not None:
-            return rule
-        if arrays.query.dtype == jnp.float32:
-            work = self._work_of_float32(device, arrays)
-            return _times(work.backward(), work.xla_backward())
-        few = arrays.query.shape[1] <= _FEW_QUERIES and self.visited_keys(arrays) >= _MANY_KEYS
-        if "pallas" not in able and few:
-            why = f"up to {_FEW_QUERIES} queries over {_MANY_KEYS} keys are faster in XLA than in CUDA"
-            return Rule(("xla",), why)
-        return _KERNELS_FIRST
-
-    def _rule(self, device: dispatch.Device, arrays: "Arrays") -> Rule | None:
-        """Returns the choice for forward and backward in every dtype, or None if it needs estimates."""
+    def rule(
+        self, device: dispatch.Device, able: Collection[str], arrays: "Arrays", *, backward: bool
+    ) -> Rule:
+        """Returns which of the implementations `able` to run come first."""
         if device.multiprocessors == 0:
             return Rule(KERNELS, "the device's number of SMs is unknown")
         if arrays.key.shape[1] == 1:
             return Rule(("xla",), "a single key, whose weight is always 1, is faster in XLA")
-        return None
-
-    def _work_of_float32(self, device: dispatch.Device, arrays: "Arrays") -> costs_float32.Work:
-        batch, queries, key_heads, groups, head_size = arrays.query.shape
-        _, keys, _, value_size = arrays.value.shape
-        mean = float(keys)
-        if self.is_causal and arrays.query_offset is not None:
-            mean = max(0.5, keys - queries / 2)
-        elif self.is_causal:
-            mean = min(queries, keys) * (min(queries, keys) + 1) / 2
-            mean = (mean + max(0, queries - keys) * keys) / max(1, queries)
-        if self.window is not None:
-            left, right = self.window
-            mean = min(mean, 1 + left + (0 if self.is_causal else right))
-        return costs_float32.Work(
-            batch=batch,
-            queries=queries,
-            keys=keys,
-            heads=key_heads * groups,
-            key_heads=key_heads,
-            head_size=max(head_size, value_size),
-            visited_keys=mean,
-            multiprocessors=device.multiprocessors,
-        )
+        batch, queries, key_heads, groups, _ = arrays.query.shape
+        in_float32, rows = arrays.query.dtype == jnp.float32, batch * key_heads * groups * queries
+        if "pallas" in able or self.visited_keys(arrays) < _MANY_KEYS:
+            return _KERNELS_FIRST
+        if queries <= _FEW_QUERIES and (backward or in_float32):
+            why = f"up to {_FEW_QUERIES} queries over {_MANY_KEYS} keys are faster in XLA than in CUDA"
+            return Rule(("xla",), why)
+        if in_float32 and rows < _FEW_ROWS:
+            return Rule(("xla",), f"{rows} rows of queries, fewer than {_FEW_ROWS}, leave SMs idle")
+        return _KERNELS_FIRST
 
     def why_not(self, device: dispatch.Device, arrays: "Arrays") -> Mapping[str, str | None]:
         """Returns each implementation's reason why it cannot run both directions, or None if it can."""
@@ -327,9 +288,8 @@ class Forward:
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
         return self.options.why_not(device, Arrays.of(*operands))
 
-    def estimate(self, device, able, *operands) -> Estimate:
-        del able
-        return self.options.forward_estimate(device, Arrays.of(*operands))
+    def estimate(self, device, able, *operands) -> Rule:
+        return self.options.rule(device, able, Arrays.of(*operands), backward=False)
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
         arrays = Arrays.of(*operands)
@@ -412,8 +372,9 @@ class Backward:
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
         return self.options.why_not(device, Arrays.of(*operands[4:]))
 
-    def estimate(self, device, able, *operands) -> Estimate:
-        return self.options.backward_estimate(device, able, Arrays.of(*operands[4:]))
+    def estimate(self, device, able, output, lse, doutput, dlse, *operands) -> Rule:
+        del output, lse, doutput, dlse
+        return self.options.rule(device, able, Arrays.of(*operands), backward=True)
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
         arrays = Arrays.of(*operands[4:])

@@ -349,12 +349,13 @@ class _Call:
         left = functools.partial(
             depthwise_conv.left_to_xla, self.run, *operands, window, self.activation, of_sums
         )
-        takes_xla = self._takes_xla(w, missing, left)
+        of_one_axis = depthwise_conv1d.takes(window)
+        takes_xla = self._takes_xla(w, missing, None if of_one_axis else left)
         values = self.array()
         if takes_xla:
             return Convolved(self.in_xla(values, w, bias, residual), values, None)
         convolve: Any = depthwise_conv.depthwise_conv
-        if depthwise_conv1d.takes(window):
+        if of_one_axis:
             convolve = depthwise_conv1d.depthwise_conv1d
         y, handed_on = convolve(
             self.run,

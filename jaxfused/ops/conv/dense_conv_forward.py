@@ -42,12 +42,17 @@ def why_unsupported(
 
 def images(x: Any) -> Any:
     """Returns x [B, L, C] as images of one row; images stay as they are."""
-    return x[:, None] if x is not None and x.ndim == 3 else x
+    return x[:, None] if x is not None and has_one_axis(x) else x
 
 
 def weights_of_images(x: Any, w: Any) -> Any:
     """Returns the weights for `images` of x, with one row if x has one spatial axis."""
-    return w[None] if x.ndim == 3 else w
+    return w[None] if has_one_axis(x) else w
+
+
+def has_one_axis(x: Any) -> bool:
+    """Returns whether x [B, *spatial, C] has one spatial axis."""
+    return len(x.shape[1:-1]) == 1
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.conv import conv_xla, depthwise_conv1d, depthwise_conv_cuda
+from jaxfused.ops.conv import (
+    conv_xla,
+    depthwise_conv1d,
+    depthwise_conv_cuda,
+    depthwise_conv_regimes,
+)
 from jaxfused.ops.conv.batched_images import batched_images
+from jaxfused.ops.conv.dense_conv_forward import images
 from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import value_and_slope
@@ -34,7 +40,7 @@ def left_to_xla(
 
     `of_sums` is `fft_conv`'s choice of direct sums, recorded so that `jaxfused.tune` measures it too.
     """
-    why = _why_xla(run.device, x, window)
+    why = depthwise_conv_regimes.why_xla(run.device, x, window)
     if why is None:
         return None
     left = run.left_to_xla(why, stages(_Options(window, activation), x, w, bias, residual))
@@ -46,52 +52,18 @@ def left_to_xla(
 def stages(options: "_Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Stage]:
     """Yields the stages of a depthwise convolution and of its gradients."""
     x, w, residual = jax.eval_shape(functools.partial(_as_images, options.window), x, w, residual)
-    window, sizes = options.window, x.shape[1:3]
-    dz = jax.ShapeDtypeStruct((x.shape[0], *window.result(*sizes), x.shape[-1]), x.dtype)
+    window, (batch, height, width, channels) = options.window, x.shape
+    dz = jax.ShapeDtypeStruct((batch, *window.result(height, width), channels), x.dtype)
     for saves in (False, True)[: 1 + (options.activation is not None)]:
         yield _Forward(options, saves), (x, w, bias, residual)
-    yield _InputGradient(window, sizes), (dz, w)
+    yield _InputGradient(window, (height, width)), (dz, w)
     yield _WeightGradient(window), (x, dz)
 
 
 def _as_images(window: Window, x, w, residual):
     """Returns x and the residual as images [B, H, W, C], and the weights as [kh, kw, C]."""
-    x, residual = (a[:, None] if a is not None and a.ndim == 3 else a for a in (x, residual))
-    return x, w.astype(x.dtype).reshape(*window.kernel, w.shape[-1]), residual
-
-
-def _why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
-    """Returns why XLA is expected to be faster at all stages, or None."""
-    rows, columns = window.kernel
-    if depthwise_conv1d.takes(window) or (min(window.kernel) >= _LARGE and window.stride == 1):
-        return None
-    if rows >= _LARGE_FOR_TILES and isinstance(_default(device, x, window), Tile):
-        return None
-    if window.kernel == _SMALL:
-        channels, width = x.shape[3], x.shape[2]
-        useful = Strips.useful(channels, width, window)
-        least = _USEFUL_STRIPS[min(x.dtype.itemsize, 4)]
-        if useful >= least:
-            return None
-        return (
-            f"kernels of 3 x 3 are faster where at most {1 - least:.0%} of their lanes idle, and with"
-            f" {channels} channels and {width} columns {1 - useful:.0%} would"
-        )
-    return (
-        f"depthwise kernels are known to be faster of few taps along one axis, of 3 x 3, from"
-        f" {_LARGE} x {_LARGE} at"
-        f" stride 1 and on tensor cores from {_LARGE_FOR_TILES} x {_LARGE_FOR_TILES}, and this one is"
-        f" {rows} x {columns} at stride {window.stride}"
-    )
-
-
-_SMALL = (3, 3)
-_LARGE, _LARGE_FOR_TILES = 7, 5
-"""Rows and columns from which a window's kernels are faster than XLA: strips, and tiles of tensor
-cores."""
-_USEFUL_STRIPS = {2: 0.7, 4: 0.9}
-"""Least share of useful results at which 3 x 3 kernels are faster, by bytes per value. If all are
-useful, XLA takes 1.45 times (2 bytes) and 1.05 times (4 bytes) as long without an activation."""
+    weights = w.astype(x.dtype).reshape(*window.kernel, w.shape[-1])
+    return images(x), weights, images(residual)
 
 
 def window_of(
@@ -387,9 +359,7 @@ def _configs(
     capability = device.compute_capability
     if implementation != "cuda" or capability is None:
         return []
-    if depthwise_conv_cuda.why_no_tiles(
-        compute_capability=capability, channels=channels, window=window, dtype=x.dtype
-    ):
+    if Tile.why_unfit(capability, channels, window, x.dtype) is not None:
         return []
     tiles = depthwise_conv_cuda.candidates(
         images,

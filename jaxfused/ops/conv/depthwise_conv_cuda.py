@@ -66,19 +66,6 @@ class Window:
 class Strips:
     """Config of the kernels of strips, which have no parameters."""
 
-    @staticmethod
-    def lanes(channels: int) -> int:
-        """Returns the lanes of a warp that share a strip of a 3 x 3 kernel, as in the CUDA code."""
-        return 8 if channels <= 16 else 16 if channels <= 32 else 32
-
-    @staticmethod
-    def useful(channels: int, width: int, window: Window) -> float:
-        """Returns the share of a 3 x 3 kernel's results that lie inside a row of the output."""
-        block, columns = 2 * Strips.lanes(channels), 8 if window.stride == 1 else 4
-        _, out_width = window.result(window.kernel[0], width)
-        computed = -(-channels // block) * block * -(-out_width // columns) * columns
-        return channels * out_width / computed if computed else 0.0
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -103,6 +90,23 @@ class Tile:
             raise ValueError(
                 f"depthwise_conv.Tile: block_rows must be one of {_BLOCK_ROWS}, got {self.block_rows}"
             )
+
+    @staticmethod
+    def why_unfit(
+        compute_capability: tuple[int, int] | None, channels: int, window: Window, dtype: Any
+    ) -> str | None:
+        """Returns None if tensor cores can run what `why_unsupported` allows, else the reason."""
+        if compute_capability is None or compute_capability < (8, 0):
+            return "it needs compute capability 8.0 or later"
+        if dtype not in (jnp.bfloat16, jnp.float16):
+            return f"it takes bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
+        rows, columns = window.kernel
+        if window.stride > 1 or rows not in _TILE_HEIGHTS or columns > _MOST_TILE_COLUMNS:
+            window_is = f"{rows} x {columns} with stride {window.stride}"
+            return f"there is no kernel on tensor cores of {window_is}"
+        if channels % 8:
+            return f"it takes a multiple of 8 channels, and x has {channels}"
+        return cuda_library.why_not_built_from((8, 0), compute_capability)
 
     @property
     def rows(self) -> int:
@@ -185,24 +189,6 @@ def why_unsupported(
     if channels > MAX_CHANNELS:
         return f"it takes at most {MAX_CHANNELS} channels, and x has {channels}"
     return cuda_library.why_unavailable()
-
-
-def why_no_tiles(
-    *, compute_capability: tuple[int, int] | None, channels: int, window: Window, dtype: Any
-) -> str | None:
-    """Returns None if tensor cores can run what `why_unsupported` allows, else the reason."""
-    if compute_capability is None or compute_capability < (8, 0):
-        return "it needs compute capability 8.0 or later"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
-    rows, columns = window.kernel
-    if window.stride > 1 or rows not in _TILE_HEIGHTS or columns > _MOST_TILE_COLUMNS:
-        return (
-            f"there is no kernel on tensor cores of {rows} x {columns} with stride {window.stride}"
-        )
-    if channels % 8:
-        return f"it takes a multiple of 8 channels, and x has {channels}"
-    return cuda_library.why_not_built_from((8, 0), compute_capability)
 
 
 def candidates(

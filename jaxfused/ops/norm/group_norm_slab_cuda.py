@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.ops.norm.group_norm_cuda import call_forward, reads_once
+from jaxfused.runtime import cuda_library
 
 THREADS = 512
 """Threads of a block."""
-_VECTOR_BYTES = 16
 _MOST_VECTORS = 64
 _SHARED_BYTES = 227 * 1024
 """Bytes of shared memory of a block on a Hopper GPU."""
@@ -61,7 +61,7 @@ def candidates(
     images: int, pixels: int, channels: int, itemsize: int, *, groups: int, multiprocessors: int
 ) -> list[Config]:
     """Returns all configs whose slabs fit into shared memory."""
-    vector = _VECTOR_BYTES // itemsize
+    vector = cuda_library.VECTOR_BYTES // itemsize
     found = []
     for vectors in range(1, _MOST_VECTORS + 1):
         columns = vectors * vector
@@ -82,10 +82,12 @@ def _line_sums(config: Config) -> int:
 
 def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
     """Returns the shared bytes of a block: sums of its threads, statistics, and its slab of x."""
-    columns = config.vectors * _VECTOR_BYTES // itemsize
+    columns = config.vectors * cuda_library.VECTOR_BYTES // itemsize
     lines = THREADS // config.vectors
     steps = math.ceil(math.ceil(pixels / config.parts) / lines)
-    return columns * ((_line_sums(config) | 1) + 3) * 4 + steps * THREADS * _VECTOR_BYTES
+    return (
+        columns * ((_line_sums(config) | 1) + 3) * 4 + steps * THREADS * cuda_library.VECTOR_BYTES
+    )
 
 
 _BLOCK, _NEXT_BLOCK = 5.0, 2.6
@@ -119,7 +121,7 @@ def microseconds(
     residual: bool = False,
 ) -> float:
     """Returns the expected microseconds of the kernel."""
-    slabs = channels * itemsize // (_VECTOR_BYTES * config.vectors)
+    slabs = channels * itemsize // (cuda_library.VECTOR_BYTES * config.vectors)
     blocks = images * slabs * config.parts
     size = images * pixels * channels * itemsize
     together = config.parts > 1
@@ -152,7 +154,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Returns (y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C]."""
     images, _, channels = x.shape
-    columns = config.vectors * _VECTOR_BYTES // x.dtype.itemsize
+    columns = config.vectors * cuda_library.VECTOR_BYTES // x.dtype.itemsize
     slabs = channels // columns
     partials: tuple[int, ...] = (0,)
     counters: tuple[int, ...] = (0,)

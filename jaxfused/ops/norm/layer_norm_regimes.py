@@ -8,32 +8,28 @@ judges a change of them); `jaxfused.tune` measures what they leave open.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from jaxfused.runtime.estimate import Rule
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.estimate import MEGABYTE, Rule
 
-_FEW_VALUES = 300_000
-"""Values of misaligned rows up to which XLA's norm without a mean ends before a kernel has started."""
 _LITTLE, _LITTLE_WITHOUT_PALLAS = 0.3, 8.0
 """Megabytes up to which XLA's forward ends sooner: where a Pallas kernel can run, and where only CUDA C
-can."""
-_XLA_BACKWARD, _MANY_ROWS = 15.0, 2000
-"""Limits of XLA's faster backward of rms_norm in 16 bits: at most so many megabytes, at least so many
-rows."""
-_NARROW, _WIDE, _WIDEST = 32, 2048, 4096
-"""Features of misaligned rows for which XLA's forward is faster: up to the first; from the second
-without a residual, from the third with one, where CUDA C has no registers left."""
-_FEW_ROWS, _LONG_ROW = 128, 8192
-"""Limits of XLA's faster backward compared with CUDA C: at most so many rows, more than so many
-features."""
-_WARP_FEATURES, _LONG_BYTES = 1024, 8000
-"""Features up to which one warp has a row, and bytes of a longer row from which the warps of a row stay
-busy."""
-_RING = {True: 30.0, False: 60.0}
-"""Megabytes from which CUDA C's forward is faster than Pallas's, by whether one warp has a row."""
-_RING_WITH_MEAN, _NARROW_RING = 100.0, 512
-"""Limits of `_RING` for a norm with a mean whose rows have one warp each: megabytes, and features."""
-_SHORT_BACKWARD, _SHORT_WIDE_BACKWARD, _SHORT_ROWS = 2.2, 7.0, 1024
-"""Limits of CUDA C's faster backward compared with Pallas: megabytes, megabytes of wide rows with a
-mean, and rows."""
+can; the latter, of x and y alone, hold for XLA's faster backwards too."""
+_LITTLE_MISALIGNED = 1.0
+"""Megabytes of misaligned rows up to which XLA's norm without a mean ends sooner in both directions."""
+_NARROW, _WIDE = 32, 2048
+"""Features of misaligned rows for which XLA's forward is faster: up to the first, if it saves nothing,
+and beyond the second; with a residual or saved statistics beyond twice as many."""
+_WARP_FEATURES = 1024
+"""Features up to which one warp has a row."""
+_RING, _MOST_OF_NARROW = 30.0, 100.0
+"""Megabytes from which CUDA C's ring of rows is faster than Pallas's, and up to which it is, for rows of
+up to half of a warp's features. Wide rows, and those of a norm without a mean that one warp has, need
+twice as many megabytes and have no limit."""
+_MANY_ROWS = 2048
+"""Rows up to which CUDA C's backward can start sooner than Pallas's, and from which XLA sums over them
+in the kernel of dx."""
+_SHORT_BACKWARD, _SHORT_WIDE_BACKWARD = 2.2, 7.0
+"""Megabytes up to which CUDA C's backward is faster; the second where warps share a row and its mean."""
 
 
 @dataclass(frozen=True)
@@ -48,74 +44,78 @@ class Norm:
     is_plain: bool = True
     """True if the CUDA kernels are compiled for the activation, and read at most two vectors."""
 
-    def megabytes(self, matrices: int) -> float:
-        """Returns the megabytes of `matrices` matrices; with a residual, always those of four."""
-        return (matrices if not self.residual else 4) * self._elements * self.itemsize / 1e6
+    @property
+    def megabytes(self) -> float:
+        """Megabytes of x and y."""
+        return 2 * self.rows * self._row_bytes / MEGABYTE
 
     @property
-    def _elements(self) -> int:
-        return self.rows * self.features
+    def forward_megabytes(self) -> float:
+        """Megabytes of x, y and both residuals."""
+        return (1 + self.residual) * self.megabytes
+
+    @property
+    def backward_megabytes(self) -> float:
+        """Megabytes of dy, h, dx and the cotangent of the next residual."""
+        return (2 + self.residual + 1) / 2 * self.megabytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.features * self.itemsize
 
     @property
     def aligned(self) -> bool:
-        """True if each row starts at a multiple of 16 bytes."""
-        return self.features * self.itemsize % 16 == 0
+        """True if each row starts where a vector can."""
+        return self._row_bytes % cuda_library.VECTOR_BYTES == 0
+
+    @property
+    def is_wide(self) -> bool:
+        """True if the rows that are added are so long that the warps of a row stay busy."""
+        return (1 + self.residual) * self._row_bytes > 2 * _WIDE
 
     @property
     def is_small(self) -> bool:
         """True for a norm without a mean whose XLA program ends sooner than a kernel starts."""
-        few = self.rows == 1 or (not self.aligned and self._elements <= _FEW_VALUES)
+        few = self.rows == 1 or (not self.aligned and self.megabytes <= _LITTLE_MISALIGNED)
         return few and not self.subtract_mean
 
 
 def forward(norm: Norm, able: Collection[str], *, saves_statistics: bool) -> Rule:
     """Returns the order of the implementations `able` to run a norm's forward."""
-    megabytes = norm.megabytes(2)
+    megabytes = norm.forward_megabytes
     if norm.is_small:
         return _xla("XLA's norm without a mean ends before a kernel has started")
     if saves_statistics and backward_shares(norm, has_pallas="pallas" in able):
         return _xla("XLA's backward, which is faster, shares what its forward reads")
-    by_value = not norm.aligned and norm.itemsize < 4 and not norm.subtract_mean
-    little = _LITTLE if by_value or "pallas" in able else _LITTLE_WITHOUT_PALLAS
-    if not saves_statistics and megabytes <= little and norm.rows > 1 and not norm.residual:
+    little = _LITTLE if "pallas" in able else _LITTLE_WITHOUT_PALLAS
+    is_alone = not saves_statistics and not norm.residual
+    if is_alone and norm.rows > 1 and megabytes <= little:
         return _xla(f"XLA starts sooner, and {megabytes:.2f} MB are at most {little}")
-    if not norm.aligned and norm.rows > 1 and (why := _why_misaligned(norm, saves_statistics)):
-        return _xla(why)
-    by_warp = norm.features <= _WARP_FEATURES
-    least = _RING[by_warp]
-    is_long = by_warp or norm.megabytes(2) * 1e6 > norm.rows * _LONG_BYTES
-    if by_warp and norm.subtract_mean:
-        is_long = norm.features <= _NARROW_RING and megabytes <= _RING_WITH_MEAN
-    if norm.is_plain and is_long and megabytes > least:
-        return Rule(("cuda",), f"CUDA C is faster from {least:.0f} MB, here {megabytes:.0f}")
+    if not norm.aligned and norm.rows > 1:
+        if not saves_statistics and megabytes <= _LITTLE:
+            return _xla(f"XLA starts sooner with misaligned rows of {_LITTLE} MB or less")
+        least = 0 if saves_statistics else _NARROW
+        most = _WIDE if is_alone else 2 * _WIDE
+        if not least < norm.features <= most:
+            return _xla(f"XLA is faster at misaligned rows not of {least + 1} to {most} features")
+    by_warp = norm.features <= _WARP_FEATURES and not norm.subtract_mean
+    is_long = megabytes > 2 * _RING and (norm.is_wide or by_warp)
+    is_narrow = 2 * norm.features <= _WARP_FEATURES and _RING < megabytes <= _MOST_OF_NARROW
+    if norm.is_plain and (is_long or is_narrow):
+        return Rule(("cuda",), f"CUDA C's ring of rows is faster at {megabytes:.0f} MB")
     return _kernels(megabytes)
-
-
-def _why_misaligned(norm: Norm, saves_statistics: bool) -> str | None:
-    """Returns why XLA's forward of misaligned rows is faster, or None."""
-    least = 0 if saves_statistics else _NARROW
-    most = _WIDEST if norm.residual or saves_statistics else _WIDE
-    if not least < norm.features <= most:
-        return f"XLA is faster at misaligned rows not of {least + 1} to {most} features"
-    if saves_statistics:
-        return None
-    if norm.megabytes(2) <= _LITTLE:
-        return f"XLA starts sooner with misaligned rows of {_LITTLE} MB or less"
-    if norm.itemsize == 4 and not norm.subtract_mean and not norm.residual:
-        return "XLA reads misaligned rows of 32 bits as fast, and starts sooner"
-    return None
 
 
 def backward(norm: Norm, able: Collection[str]) -> Rule:
     """Returns the order of the implementations `able` to run a norm's backward."""
-    megabytes = norm.megabytes(3)
-    if _backward_is_xla(norm, has_pallas="pallas" in able):
-        return _xla("XLA's backward of few or misaligned rows without a mean is faster")
-    if "pallas" not in able and norm.features > _LONG_ROW and norm.rows <= _FEW_ROWS:
-        return _xla(f"XLA's backward of rows of more than {_LONG_ROW} values is faster")
-    wide = norm.subtract_mean and norm.features >= _WARP_FEATURES
-    most = _SHORT_WIDE_BACKWARD if wide else _SHORT_BACKWARD
-    few = 1 < norm.rows <= _SHORT_ROWS and norm.features <= _LONG_ROW // 2
+    has_pallas, megabytes = "pallas" in able, norm.backward_megabytes
+    if _backward_is_xla(norm, has_pallas=has_pallas):
+        return _xla("XLA's backward of few, misaligned or narrow rows without a mean is faster")
+    if not has_pallas and norm.features > 2 * _WIDE and norm.megabytes <= _LITTLE_WITHOUT_PALLAS:
+        return _xla(f"XLA's backward of rows of more than {2 * _WIDE} values is faster")
+    is_shared = norm.subtract_mean and norm.features >= _WARP_FEATURES
+    most = _SHORT_WIDE_BACKWARD if is_shared else _SHORT_BACKWARD
+    few = 1 < norm.rows <= _MANY_ROWS and norm.features <= 2 * _WIDE
     if few and megabytes <= most:
         return Rule(("cuda",), f"CUDA C starts sooner, and {megabytes:.2f} MB are at most {most}")
     return _kernels(megabytes)
@@ -129,10 +129,9 @@ def of_images(norm: Norm, able: Collection[str], *, alone: bool = False) -> Rule
     """
     if "pallas" not in able:
         return None
-    megabytes = norm.megabytes(2)
-    if norm.is_small or (alone and norm.rows > 1 and megabytes <= _LITTLE):
+    if norm.is_small or (alone and norm.rows > 1 and norm.forward_megabytes <= _LITTLE):
         return _xla("XLA's norm ends before a kernel has started")
-    return Rule(("pallas",), f"the kernel is faster than XLA at {megabytes:.2f} MB")
+    return Rule(("pallas",), f"the kernel is faster than XLA at {norm.forward_megabytes:.2f} MB")
 
 
 def backward_shares(norm: Norm, *, has_pallas: bool) -> bool:
@@ -141,9 +140,9 @@ def backward_shares(norm: Norm, *, has_pallas: bool) -> bool:
 
 
 def _backward_is_xla(norm: Norm, *, has_pallas: bool) -> bool:
-    is_rms_of_16_bits = not norm.subtract_mean and norm.aligned and norm.itemsize == 2
-    is_cheap = norm.rows >= _MANY_ROWS and norm.megabytes(3) <= _XLA_BACKWARD
-    return norm.is_small or (is_rms_of_16_bits and is_cheap and not has_pallas)
+    is_cheap = norm.aligned and norm.rows >= _MANY_ROWS and not norm.subtract_mean
+    few_bytes = norm.megabytes <= _LITTLE_WITHOUT_PALLAS
+    return norm.is_small or (is_cheap and few_bytes and not has_pallas)
 
 
 def _xla(why: str) -> Rule:

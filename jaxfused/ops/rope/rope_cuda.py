@@ -52,10 +52,7 @@ def why_unsupported(
 def access_bytes(head_size: int, rotary_dim: int, itemsize: int, *, interleaved: bool) -> int:
     """Returns the bytes that a thread moves at a time: 16 at most, and one value at least."""
     rotating = rotary_dim if interleaved else rotary_dim // 2
-    return math.gcd(math.gcd(head_size, rotating) * itemsize, _VECTOR_BYTES)
-
-
-_VECTOR_BYTES = 16
+    return math.gcd(math.gcd(head_size, rotating) * itemsize, cuda_library.VECTOR_BYTES)
 
 
 def rotate(

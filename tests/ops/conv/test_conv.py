@@ -22,6 +22,7 @@ from jaxfused.ops.conv import (
     patch_expand,
 )
 from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
+from jaxfused.ops.conv.depthwise_conv_regimes import useful_strips
 from jaxfused.runtime import cuda_library
 from jaxfused.runtime.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
@@ -722,7 +723,7 @@ def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, d
 )
 def test_useful_results_of_strips(channels, columns, stride, useful):
     window = Window((3, 3), stride, ((1, 1), (1, 1)))
-    assert Strips.useful(channels, columns, window) == pytest.approx(useful)
+    assert useful_strips(channels, columns, window) == pytest.approx(useful)
 
 
 @pytest.mark.parametrize("shape", [(0, 28, 28, 64), (2, 0, 28, 64), (2, 3, 3, 64)])
@@ -794,8 +795,8 @@ def test_what_a_tile_must_be(change, message):
 def test_limits_of_the_depthwise_kernels_on_tensor_cores(with_library, change, reason):
     window = Window((7, 7), 1, ((3, 3), (3, 3)))
     good = dict(compute_capability=(8, 0), channels=8, window=window, dtype=jnp.bfloat16)
-    assert depthwise_conv_cuda.why_no_tiles(**good) is None
-    assert reason in depthwise_conv_cuda.why_no_tiles(**good | change)
+    assert Tile.why_unfit(**good) is None
+    assert reason in Tile.why_unfit(**good | change)
 
 
 @pytest.mark.parametrize(

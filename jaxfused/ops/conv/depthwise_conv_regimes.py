@@ -1,0 +1,52 @@
+"""Regimes of a depthwise convolution, by its window and lanes: where XLA is faster than the kernels.
+
+The thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
+judges a change of them); `jaxfused.tune` measures what they leave open.
+"""
+
+from typing import Any
+
+from jaxfused import dispatch
+from jaxfused.ops.conv.depthwise_conv_cuda import Tile, Window
+
+_SMALL, _LARGE = 3, 7
+"""Rows and columns of windows: of the kernel with lanes side by side, and from which strips are faster
+than XLA at stride 1 (tiles of tensor cores are at all of their windows)."""
+_LEAST_USEFUL, _LEAST_USEFUL_OF_FLOAT32 = 0.7, 0.9
+"""Least share of useful results at which 3 x 3 kernels are faster. If all are useful, XLA takes 1.45
+times (16 bits) and 1.05 times (32 bits) as long without an activation."""
+_NARROWEST_BLOCK, _WIDEST_BLOCK, _STRIP_COLUMNS = 16, 64, 8
+"""Channels of a block of a 3 x 3 kernel, and columns of a warp's strip at stride 1, as in the CUDA
+code."""
+
+
+def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
+    """Returns why XLA is expected to be faster for x [B, H, W, C] and its gradients, or None."""
+    *_, width, channels = x.shape
+    if set(window.kernel) == {_SMALL}:
+        useful = useful_strips(channels, width, window)
+        least = _LEAST_USEFUL_OF_FLOAT32 if x.dtype.itemsize > 2 else _LEAST_USEFUL
+        if useful >= least:
+            return None
+        return (
+            f"kernels of 3 x 3 are faster where at most {1 - least:.0%} of their lanes idle, and with"
+            f" {channels} channels and {width} columns {1 - useful:.0%} would"
+        )
+    by_tiles = Tile.why_unfit(device.compute_capability, channels, window, x.dtype) is None
+    if by_tiles or (window.stride == 1 and min(window.kernel) >= _LARGE):
+        return None
+    rows, columns = window.kernel
+    return (
+        "depthwise kernels are known to be faster of few taps along one axis, of 3 x 3, on tensor cores"
+        f" of 5 x 5, and from {_LARGE} x {_LARGE} at stride 1, and this one is {rows} x {columns} at"
+        f" stride {window.stride}"
+    )
+
+
+def useful_strips(channels: int, width: int, window: Window) -> float:
+    """Returns the share of a 3 x 3 kernel's results that lie inside a row of the output."""
+    block = min(_WIDEST_BLOCK, max(_NARROWEST_BLOCK, 1 << (channels - 1).bit_length()))
+    columns = _STRIP_COLUMNS // window.stride
+    _, out_width = window.result(window.kernel[0], width)
+    computed = -(-channels // block) * block * -(-out_width // columns) * columns
+    return channels * out_width / computed if computed else 0.0
