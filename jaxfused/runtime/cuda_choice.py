@@ -11,8 +11,8 @@ from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _LEAST_WEIGHTS = 2**24
 """Fewest weights of a product that a kernel runs: XLA's copy of fewer weights stays in the cache."""
-_LEAST_VALUES = 2**21
-"""Fewest values that a kernel quantises: for fewer, the launch takes most of the time."""
+LEAST_VALUES = 2**21
+"""Fewest values of an elementwise kernel: for fewer, the launch takes most of the time."""
 
 
 def is_fast_for_weights(rows: int, features: int, columns: int) -> bool:
@@ -22,7 +22,7 @@ def is_fast_for_weights(rows: int, features: int, columns: int) -> bool:
 
 def is_fast_for_rows(rows: int, features: int) -> bool:
     """Returns whether CUDA C quantises rows faster than XLA does."""
-    return rows * features >= _LEAST_VALUES
+    return rows * features >= LEAST_VALUES
 
 
 def missing(op: str, implementation: str | None) -> dict[str, str]:

@@ -2,43 +2,33 @@
 
 A kernel multiplies no faster than XLA, and gains by the passes over the result that it spares. For few
 rows it gains by reading the weights once, in their dtype, with sums split over a cluster. The thresholds
-come from the recorded sweeps and from stages measured on an H200, by which a change of them is judged
+come from stages measured on an H200, by which a change of them is judged
 (`python -m benchmarks.choice.measured`); `jaxfused.tune` measures what they leave open.
 """
 
 from jaxfused import dispatch
-from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.estimate import MEGABYTE, Estimate, Rule
 from jaxfused.runtime.roofline import Passes, is_modelled, product
 from pallas_kernels.gemm.cost import WeightWork, Work
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
-_SHARE, _LARGE = 0.08, 8_000_000
-"""Least share of XLA's passes in its product's time, for results of so many elements."""
-_SHARE_OF_SMALL, _SMALLEST, _LONGEST_SUM = 0.4, 500_000, 1536
-"""That share for smaller results, the smallest result of one product, and the longest sum (K) of a
-smaller one: few tiles leave SMs idle, which XLA's product avoids by splitting sums."""
-_SHARE_OF_SEVERAL = 0.2
-"""That share for smaller results for which XLA runs several products."""
-_RAGGED, _LINE = 3, 64
-"""Factor on the shares where rows of an operand do not begin at lines of so many numbers; half of it for
-smaller results of several products."""
-_LEAST_WEIGHTS, _MOST_CONVERTED, _MOST_WEIGHTS = 2, 64, 128
-"""Megabytes of weights from which few rows are a kernel's, and up to which they are if it converts the
-weights as it reads them, or not."""
-_SPLIT_SUM, _PARTS = 1024, 128
-"""Sums from which on XLA adds parts of few rows in a second kernel, and the numbers by which a sum must
-be divisible, as XLA pads the weights of others."""
-_MERGED_ROWS = 16
-"""Rows up to which a kernel of two products with misaligned or converted weights is faster."""
-_FEW_TILES, _SOME_TILES = 1_200_000, 4_000_000
+_SHARE, _RAGGED_SHARE, _LINE = 0.08, 0.24, 32
+"""Least share of XLA's passes in its product's time; and where rows of an operand do not begin at lines
+of so many numbers. XLA is faster at a weights' gradient of no more columns, if it runs one product."""
+_LARGE, _SMALLEST = 8_000_000, 500_000
+"""Elements of a result with many tiles, and of the smallest one of a single product: few tiles leave SMs
+idle, which XLA's product avoids by splitting sums."""
+_SPLIT_SUM = 1024
+"""Sums (K) from which on XLA splits those of few rows or tiles."""
+_LEAST_WEIGHTS, _MOST_WEIGHTS = 2, 64
+"""Megabytes of weights between which few rows are a kernel's; fewer are with long sums."""
+_SHORT_SUM = 256
+"""Rows up to which XLA is faster at one weights' gradient without sums of rows or padding."""
+_FEW_TILES = 1_200_000
 """Elements of a weights' gradient up to which the kernel, which splits long sums in a cluster, is
-faster: always, and where XLA's passes take `_SHARE` of its product's time."""
-_FEW_OF_SEVERAL, _SPLIT_ROWS = 128, 8
-"""Rows up to which the kernel is faster at several wide gradients, and the divisor of the rows without
-which XLA pads both operands."""
-_SHORT_SUM, _NARROW = 256, 32
-"""Rows and columns up to which XLA is faster at one gradient without sums of rows or padding."""
+always faster; up to `_LARGE` it is where XLA's passes take `_SHARE` of its product's time."""
 
 
 def estimate(
@@ -73,14 +63,11 @@ def estimate(
     told = f"its passes take {share:.2f} of its product's time"
     elements = work.products * work.m * work.n
     is_large = elements >= _LARGE
-    least = _SHARE if is_large else _SHARE_OF_SEVERAL if several else _SHARE_OF_SMALL
-    ragged_columns = work.n % _LINE != 0 and not work.k_last
-    ragged = ragged_columns + (work.k // work.terms % _LINE != 0)
-    if ragged:
-        least *= _RAGGED**ragged / (2 if several and not is_large else 1)
-    too_small = elements < _SMALLEST or (work.k > _LONGEST_SUM and not is_large)
-    too_long = work.m <= _SHORT_SUM and work.k > _SPLIT_SUM
-    spares = share >= least and not too_long and (several or not too_small)
+    is_ragged = work.k // work.terms % _LINE != 0 or (work.n % _LINE != 0 and not work.k_last)
+    too_small = elements < _SMALLEST or (work.k > _SPLIT_SUM and not is_large)
+    too_long = work.m <= 2 * MAX_ROWS and work.k > _SPLIT_SUM
+    is_fit = not too_long and (several or not too_small)
+    spares = is_fit and share >= (_RAGGED_SHARE if is_ragged else _SHARE)
     # cuBLASLt's gelu costs no more than its product, unless it writes the preactivation too.
     gelu_alone = work.activations > 0 and work.written_bytes <= work.itemsize
     fast_in_cublaslt = not spares or (gelu_alone and work.k >= _SPLIT_SUM)
@@ -93,15 +80,10 @@ def estimate(
 
 
 def _few_rows(work: Work, several: bool) -> Rule:
-    megabytes = work.products * work.k * work.n * work.b_bytes / 1e6
-    converts = work.b_bytes != work.itemsize
-    slow = converts or work.n % _LINE != 0
-    if work.products > 1 and slow and work.m > _MERGED_ROWS:
-        return _xla("its product reads both matrices of weights as fast")
+    megabytes = work.products * work.k * work.n * work.b_bytes / MEGABYTE
     if megabytes < _LEAST_WEIGHTS and work.k < _SPLIT_SUM and not several:
         return _xla(f"its product of {megabytes:.1f} MB of weights ends sooner")
-    most = _MOST_CONVERTED if converts else _MOST_WEIGHTS
-    if megabytes > most and work.k % _PARTS == 0:
+    if megabytes > _MOST_WEIGHTS:
         return _xla(f"its product reads {megabytes:.0f} MB of weights as fast")
     return Rule(("pallas", "xla"), f"the small-M kernel reads {megabytes:.1f} MB of weights once")
 
@@ -109,8 +91,8 @@ def _few_rows(work: Work, several: bool) -> Rule:
 def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
     """Returns the order of the implementations of wgrad; XLA may run one product of concatenated dys."""
     several, width = len(work.widths) - 1, sum(work.widths)
-    told = f"the gradient has {work.elements / 1e6:.2f} million elements"
-    if several and work.rows <= _FEW_OF_SEVERAL and work.out_bytes > work.itemsize:
+    told = f"the gradient has {work.elements:,} elements"
+    if several and work.rows <= 2 * MAX_ROWS and work.out_bytes > work.itemsize:
         return Rule(("pallas", "xla"), f"{told} of few rows, and XLA writes each apart")
     if work.rows <= MAX_ROWS:
         return _xla(f"{told} of few rows")
@@ -121,14 +103,15 @@ def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
         passes = several * again.time(work.rows * work.features)
     if work.sums:
         passes += Passes(bytes_of_element=work.itemsize, launches=2).time(work.rows * width)
-    if work.rows % _SPLIT_ROWS:
+    if work.rows * work.itemsize % cuda_library.VECTOR_BYTES:
+        # XLA pads both operands.
         padding = Passes(bytes_of_element=2 * work.itemsize, launches=2)
         passes += padding.time(work.rows * (work.features + width))
     share = passes / product(work.features, width, work.rows, work.itemsize)
-    narrow = min(work.features, *work.widths) <= _NARROW
+    narrow = min(work.features, *work.widths) <= _LINE
     if not passes and (narrow or work.rows <= _SHORT_SUM):
         return _xla(f"{told}, of few rows or columns")
-    if work.elements <= _FEW_TILES or (work.elements <= _SOME_TILES and share >= _SHARE):
+    if work.elements <= _FEW_TILES or (work.elements <= _LARGE and share >= _SHARE):
         return Rule(("pallas", "xla"), f"{told}, and XLA splits its sums in more kernels")
     return _xla(f"{told}, and its product is as fast")
 

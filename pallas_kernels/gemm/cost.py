@@ -7,7 +7,7 @@ configs of a product.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.small_m import FewRowsConfig, QuantizedConfig
@@ -139,7 +139,7 @@ class WeightWork:
     features: int
     widths: tuple[int, ...]
     itemsize: int = 2
-    out_bytes: int = 4
+    out_bytes: int = field(kw_only=True)
     """Bytes of a number of the gradient."""
     sums: bool = False
     """True if the rows of the right operands are also summed."""

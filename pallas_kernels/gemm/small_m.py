@@ -31,7 +31,7 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_ROWS = 64
 """Largest number of rows of x. For more, products of large tiles read their operands less often."""
-MAX_ROWS_QUANTIZED = 128
+MAX_ROWS_QUANTIZED = 2 * MAX_ROWS
 """Largest number of rows of x with quantised weights, which tiles would dequantise again for each 64 or
 128 rows."""
 MAX_PARTS = 8

@@ -650,7 +650,7 @@ LAYOUTS = {
     ),
     "those of gated_mlp stay apart for a kernel": (
         gradients_of(lambda x, w, v: jaxfused.gated_mlp(x, w, None, v)),
-        (array(2048, 512), array(512, 4096), array(2048, 512)),
+        (array(512, 2048), array(2048, 4096), array(2048, 2048)),
         ("gated_mlp input gradient", "pallas"),
         ("gated_mlp hidden gradient", "joined", False),
     ),

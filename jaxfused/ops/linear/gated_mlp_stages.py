@@ -75,9 +75,9 @@ class GatedUnit(ProductStage):
     def estimate(self, device, able, x, w_gate, w_up, *biases) -> Estimate:
         del able
         work = self.work(x, w_gate, w_up, *biases)
-        # XLA writes gate and up, and copies them again if they are halves of one array and saved.
-        moved = 3 if w_up is not None or not self.saves_preactivations else 5
-        passes = passes_of(work, self.activation, evaluations=1, matrices=moved)
+        # XLA reads gate and up, writes the unit, and copies both if they are saved halves of an array.
+        copied = 2 if w_up is None and self.saves_preactivations else 0
+        passes = passes_of(work, self.activation, evaluations=1, matrices=2 + 1 + copied)
         return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
     def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up, config=None) -> Results:
@@ -209,7 +209,7 @@ class GatedInputGradient(ProductStage):
         work = replace(work, k=2 * work.k, terms=2)
         if w_up is not None:
             # XLA runs two products, and adds them in a pass of its own.
-            passes = passes_of(work, None, matrices=3)
+            passes = passes_of(work, None, matrices=2 + 1)
         else:
             # XLA runs one product of the concatenated cotangents. Concatenating them is free if the
             # hidden gradient writes them so or the wgrad needs them so.

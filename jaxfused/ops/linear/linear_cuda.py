@@ -133,7 +133,9 @@ def in_one_product(
         dtype in (jnp.bfloat16, jnp.float16)
         and others <= {jnp.dtype(dtype)}
         and (activation is None or (activation == "gelu_tanh" and residual_dtype is None))
-        and all(size % 8 == 0 for size in w_shape)
+        and all(
+            size * jnp.dtype(dtype).itemsize % cuda_library.VECTOR_BYTES == 0 for size in w_shape
+        )
         and cublaslt.why_unavailable() is None
     )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.linear import linear_cuda, linear_xla
-from jaxfused.runtime import product_regimes
+from jaxfused.runtime import cuda_choice, cuda_library, product_regimes
 from jaxfused.runtime.activation import ARITHMETIC
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_stage import ProductStage
@@ -163,7 +163,10 @@ class ActivationGradient:
         del able, dy
         if not is_modelled(device):
             return None
-        if z.shape[1] * z.dtype.itemsize % _ACCESS_BYTES or z.size < _LEAST_VALUES:
+        if (
+            z.shape[1] * z.dtype.itemsize % cuda_library.VECTOR_BYTES
+            or z.size < cuda_choice.LEAST_VALUES
+        ):
             return Rule(("xla",), "rows are misaligned, or XLA starts sooner")
         return Rule(("cuda",), "CUDA C evaluates and sums faster than XLA")
 
@@ -181,10 +184,6 @@ class ActivationGradient:
 
     batched = batched_rows
     xla_takes_rows = True
-
-
-_ACCESS_BYTES, _LEAST_VALUES = 16, 2_000_000
-"""Bytes at which rows begin, and fewest values, for which the CUDA C kernel is faster than XLA."""
 
 
 def product_why_not(

@@ -80,14 +80,14 @@ class Options:
             jax.ShapeDtypeStruct((*before, groups, n, self.head_size), dtype) for n in (heads, 1, 1)
         ]
 
-    def heads(self, *parameters: Any) -> Heads:
+    def heads(self, w_q: Any, w_k: Any, w_v: Any, *others: Any) -> Heads:
         """Returns the `Heads` (norms, rope) to compute for weights, biases, scales and tables.
 
         With weights alone, it is their product.
         """
-        q_scale, k_scale, cos = parameters[6:9] or (None, None, None)
+        *_, q_scale, k_scale, cos, _ = others or (None, None, None, None)
         return Heads(
-            widths=tuple(math.prod(w.shape[1:]) for w in self.shapes(parameters[:3])),
+            widths=tuple(math.prod(w.shape[1:]) for w in self.shapes((w_q, w_k, w_v))),
             size=self.head_size,
             has_norms=(q_scale is not None, k_scale is not None),
             rotary_dim=0 if cos is None else 2 * cos.shape[-1],
@@ -155,7 +155,7 @@ class Forward:
         # XLA splits the product into three, normalises two of them, and rotates their heads.
         moved = 2 * itemsize * (_OF_PAIRS if heads.rotary_dim and heads.interleaved else 1)
         steps = 1 + int(heads.norm and heads.rotary_dim > 0)
-        passes = Passes(bytes_of_element=steps * moved, launches=3 * steps)
+        passes = Passes(bytes_of_element=steps * moved, launches=len(heads.widths) * steps)
         if work.m <= MAX_ROWS and parameters[0].dtype != x.dtype:
             return Rule(("xla",), "its product converts the weights as it reads them")
         if work.m <= MAX_ROWS and heads.finishes and heads.unit > _WIDEST_UNIT:
@@ -272,10 +272,12 @@ class InputGradient:
         spared = passes.time(work.m * work.k) - copies.time(work.n * work.k)
         return product_regimes.estimate(device, work, spared, several=True)
 
-    def _x_and_weights(self, *operands) -> tuple[Any, Sequence[Any]]:
+    def _x_and_weights(self, dq, dk, dv, *weights) -> tuple[Any, Sequence[Any]]:
         """Returns the shapes and dtypes of x [..., D] and of the weights [D, n, heads, H]."""
-        x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
-        return x, self.options.shapes(operands[3:])
+        del dk, dv
+        *rows, _, _, _ = dq.shape
+        x = jax.ShapeDtypeStruct((*rows, len(weights[0])), dq.dtype)
+        return x, self.options.shapes(weights)
 
     def run(self, implementation, device, *operands, config=None) -> Results:
         before = operands[0].shape[:-3]

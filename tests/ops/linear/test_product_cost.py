@@ -21,7 +21,7 @@ _WEIGHTS = [
 
 @pytest.mark.parametrize("rows,features,widths,sums,tile_n,parts,measured", _WEIGHTS)
 def test_gradient_of_weights(rows, features, widths, sums, tile_n, parts, measured):
-    work = WeightWork(rows, features, widths, sums=sums)
+    work = WeightWork(rows, features, widths, out_bytes=4, sums=sums)
     config = weight_gradient.WeightGradientConfig(tile_n=tile_n, parts=parts)
     predicted = weight_gradient.predicted_time(work, config, H200.multiprocessors)
     # The measured times are those of the kernel alone, without XLA's sum of the parts.

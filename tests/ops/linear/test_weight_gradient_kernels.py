@@ -112,7 +112,7 @@ def test_every_config_lowers(case):
         jax.ShapeDtypeStruct((case.rows, width), case.dtype)
         for width in (case.features, *case.widths)
     ]
-    work = WeightWork(case.rows, case.features, case.widths, sums=case.sums)
+    work = WeightWork(case.rows, case.features, case.widths, out_bytes=4, sums=case.sums)
     configs = fitting(work, 132)
     assert configs
     by_shape = {(c.tile_m, c.tile_n, c.cluster): c for c in reversed(configs)}
@@ -160,7 +160,7 @@ def test_why_unsupported(capability, dtypes, features, words):
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_on_a_gpu_twice_the_same(case):
     """Integers have one exact result; for other numbers two runs must agree bit for bit."""
-    work = WeightWork(case.rows, case.features, case.widths, sums=case.sums)
+    work = WeightWork(case.rows, case.features, case.widths, out_bytes=4, sums=case.sums)
     multiprocessors = jax.devices()[0].core_count
     x, *dys = case.operands()
     keys = jax.random.split(jax.random.key(0), 1 + len(dys))
