@@ -28,6 +28,7 @@ from jaxfused.ops.conv.dense_conv_forward import (
     ForwardWithStatistics,
     Letters,
     Options,
+    has_one_axis,
     images,
     weights_of_images,
 )
@@ -138,10 +139,10 @@ def left_to_xla(
         return None
     if dense.taps < window.taps:
         pixels, features = pixels_of(dense, x), w.shape[-1]
-        if features % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
+        if features % TILE_FEATURES == 0 and pixels >= _LEAST_JOINED_PIXELS:
             return None
         why = (
-            "kernels of few channels are faster at multiples of 64 features and at least"
+            f"kernels of few channels are faster at multiples of {TILE_FEATURES} features and at least"
             f" {_LEAST_JOINED_PIXELS} pixels, and there are {features} features and {pixels} pixels"
         )
         return run.left_to_xla(why, stages(options, x, w, bias, residual))
@@ -170,14 +171,16 @@ def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iter
     yield WeightGradient(window, precision), (x, dz)
 
 
+TILE_FEATURES = 64
+"""Features of a tile, of which a result has a multiple if no lanes idle."""
 _LEAST_JOINED_PIXELS = 2**17
 """Fewest pixels of the result for which a kernel after space-to-depth is faster than XLA."""
 
 
 def pixels_of(window: Window, x: Any) -> int:
     """Returns the number of pixels of the result, over all images."""
-    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
-    return math.prod((x.shape[0], *window.result(sizes)))
+    batch, *sizes, _ = x.shape
+    return math.prod((batch, *window.result((1, *sizes) if has_one_axis(x) else sizes)))
 
 
 def dense_conv(

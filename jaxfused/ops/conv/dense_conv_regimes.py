@@ -9,12 +9,11 @@ import math
 from jaxfused.runtime.estimate import Rule
 from pallas_kernels.conv.conv import ConvCall
 
-_FEW_CHANNELS, _RATHER_FEW_CHANNELS, _FEW_FEATURES = 32, 48, 64
-"""Channels below which cuDNN convolves images faster (volumes not). The second limit holds for at most
-this many features."""
-_FEW_VALUES, _LONG_SUM = 2**16, {False: 8192, True: 4096}
+_FEW_CHANNELS = 48
+"""Channels below which cuDNN convolves images faster (volumes not)."""
+_FEW_VALUES, _LONG_SUM = 2**16, 4096
 """Values of a result up to which cuDNN, which splits sums, is faster if each sums more than this many
-products: in a forward (False), and in a dgrad (True), whose weights XLA need not transpose."""
+products in a dgrad, whose weights XLA need not transpose, or twice as many in a forward."""
 _STRIDED_CHANNELS, _STRIDED_PRODUCTS = 64, 6e8
 """Channels of x, and multiplications, above which cuDNN's dgrad of a strided window is faster."""
 
@@ -50,11 +49,9 @@ def why_cudnn(call: ConvCall, *, of_weights: bool = False) -> str | None:
         return None
     channels, values = call.channels, math.prod(call.result) * call.features
     is_volume, length = len(call.window.kernel) > 2, call.window.taps * channels
-    few = channels < _FEW_CHANNELS
-    rather_few = channels < _RATHER_FEW_CHANNELS and call.features <= _FEW_FEATURES
-    if (few or rather_few) and not is_volume:
+    if channels < _FEW_CHANNELS and not is_volume:
         return f"cuDNN is faster with fewer than {_FEW_CHANNELS} channels, and there are {channels}"
-    longest = _LONG_SUM[call.flipped]
+    longest = _LONG_SUM if call.flipped else 2 * _LONG_SUM
     if values <= _FEW_VALUES and length > longest and not (call.flipped and is_volume):
         return (
             f"cuDNN is faster at {_FEW_VALUES} values or fewer that are sums of more than {longest},"

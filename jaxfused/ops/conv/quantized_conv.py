@@ -209,26 +209,26 @@ def _left_to_xla(
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
     """Returns why XLA runs a call that names no implementation, or None if the kernel was faster."""
     channels, features = w.shape[-2:]
-    pixels = dense_conv.pixels_of(window, x)
-    simple = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
-    if not simple or channels % 64 or features % 64 or pixels < _LEAST_PIXELS:
+    pixels, whole = dense_conv.pixels_of(window, x), dense_conv.TILE_FEATURES
+    simple = set(window.kernel) == {_WINDOW} and set(window.strides) == set(window.dilation) == {1}
+    if not simple or channels % whole or features % whole or pixels < _LEAST_PIXELS:
         return (
-            "the kernel was timed with windows of 3 x 3 and 3 x 3 x 3, multiples of 64 channels and at"
-            f" least {_LEAST_PIXELS} pixels, and this is a window of"
+            f"the kernel was timed with windows of 3 x 3 and 3 x 3 x 3, multiples of {whole} channels"
+            f" and at least {_LEAST_PIXELS} pixels, and this is a window of"
             f" {' x '.join(map(str, window.kernel))} with {channels} and {features} channels and"
             f" {pixels} pixels"
         )
     fewest = min(channels, features)
-    if fewest < _LEAST_CHANNELS:
+    if fewest < 2 * whole:
         return (
-            f"with fewer than {_LEAST_CHANNELS} channels the kernel takes longer than a convolution of"
+            f"with fewer than {2 * whole} channels the kernel takes longer than a convolution of"
             f" bfloat16, and there are {fewest}"
         )
     return None
 
 
-_LEAST_CHANNELS = 128
-_LEAST_PIXELS = 2**14
+_WINDOW, _LEAST_PIXELS = 3, 2**14
+"""Pixels along an axis of the windows with which the kernel was timed, and fewest of the result."""
 
 
 def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:

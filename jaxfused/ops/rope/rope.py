@@ -462,7 +462,10 @@ def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | 
 
 
 def _heads(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape[-3:-1])
+    if x is None:
+        return 0
+    *_, groups, heads, _ = x.shape
+    return groups * heads
 
 
 def ungrouped(x: jax.Array) -> jax.Array:
@@ -558,7 +561,7 @@ _XLA_BYTES = 4
 """Bytes of the pieces in which XLA reads a head's halves."""
 _FEW_BYTES = 2**16
 """Bytes of the queries up to which a kernel takes longer to start than to read them."""
-_FEW_BYTES_ALONE = 3 * 2**19
+_FEW_BYTES_ALONE = 2**21
 """The limit `_FEW_BYTES` for queries alone: XLA rotates keys in a second kernel, which then is not
 needed."""
 

@@ -134,7 +134,8 @@ class InPages:
         del device, able
         arrays = Arrays(*operands)
         sizes = arrays.pages().sizes(self.options.layout)
-        if arrays.query.shape[1] * arrays.query.shape[3] > cached_attention_cuda.ROWS_OF_A_READ:
+        _, queries, _, groups, *_ = arrays.query.shape
+        if queries * groups > cached_attention_cuda.ROWS_OF_A_READ:
             return Rule(
                 ("pallas", "cuda"), "CUDA C reads the keys again for each 16 queries of a head"
             )
