@@ -23,6 +23,17 @@ class Rope(NamedTuple):
     scaling: jaxfused.RopeScaling | None = None
 
 
+class Mixture(NamedTuple):
+    """A mixture of experts in place of a gated MLP; see `examples.lm.experts`."""
+
+    experts: int
+    experts_of_token: int
+    alpha: float
+    """Factor of the gate inside the logistic function."""
+    limit: float
+    """Largest value of the gate, and largest magnitude of what it multiplies."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes and options of a decoder of any family."""
@@ -58,6 +69,9 @@ class Config:
     embedding_scale: float = 1.0
     attention_cap: float | None = None
     final_cap: float | None = None
+    has_sinks: bool = False
+    """True if each query head has a learned logit that takes probability and gives nothing."""
+    mixture: Mixture | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,8 @@ class Family:
     every: int | None = None
     """Layers in a period, all but the last of which have a window; used if the file does not list the
     layers."""
+    more: frozenset[str] = frozenset()
+    """Keys that only this family has."""
 
 
 _WINDOW = "sliding_window"
@@ -197,9 +213,34 @@ FAMILIES: Mapping[str, Family] = {
         features=dict(_GEMMA_FEATURES, head_norms=True),
         every=6,
     ),
+    "gpt_oss": Family(
+        dict(
+            attention_bias=True,
+            head_dim=64,
+            num_experts_per_tok=4,
+            rms_norm_eps=1e-5,
+            rope_theta=1.5e5,
+            sliding_window=128,
+            swiglu_alpha=1.702,
+            swiglu_limit=7.0,
+        ),
+        fixed=dict(hidden_act="silu"),
+        features=dict(has_sinks=True),
+        every=2,
+        more=frozenset(
+            {
+                "experts_per_token",
+                "initial_context_length",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "output_router_logits",
+                "router_aux_loss_coef",
+                "swiglu_alpha",
+                "swiglu_limit",
+            }
+        ),
+    ),
 }
-
-_LATER = {"gpt_oss": "its experts and sinks are not part of this example yet"}
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -222,14 +263,13 @@ def read_config(config: Mapping[str, Any]) -> Config:
         # The image part is ignored: this is the language model inside.
         return read_config({"model_type": "gemma3_text", **config["text_config"]})
     if name not in FAMILIES:
-        why = f" ({_LATER[name]})" if name in _LATER else ""
         raise ExampleError(
-            f"model_type must be one of {', '.join(FAMILIES)}, but config.json has {name!r}{why}; pass a"
+            f"model_type must be one of {', '.join(FAMILIES)}, but config.json has {name!r}; pass a"
             " model of one of these families."
         )
     family = FAMILIES[name]
     given = {key: value for key, value in config.items() if value is not None}
-    _check_keys(name, given, _FIXED | family.fixed)
+    _check_keys(name, given, _FIXED | family.fixed, family.more)
     # A cap or window that is null in the file is absent, even if the family has one by default.
     none = (config.keys() - given.keys()) & {_WINDOW, _ATTENTION_CAP, _FINAL_CAP}
     read = _Reader({k: v for k, v in family.defaults.items() if k not in none} | given)
@@ -260,8 +300,21 @@ def read_config(config: Mapping[str, Any]) -> Config:
         embedding_scale=width**0.5 if is_gemma else 1.0,
         attention_cap=read.number(_ATTENTION_CAP, None),
         final_cap=read.number(_FINAL_CAP, None),
+        mixture=_mixture(read) if name == "gpt_oss" else None,
         **features,
     )
+
+
+def _mixture(read: "_Reader") -> Mixture:
+    experts, each = read.size("num_local_experts"), read.size("num_experts_per_tok")
+    if each > experts or read.given.get("experts_per_token", each) != each:
+        raise ExampleError(
+            f"config.json must give each token some of {experts} experts, but has num_experts_per_tok="
+            f"{each} and experts_per_token={read.given.get('experts_per_token')!r}; pass the file that"
+            " belongs to the weights."
+        )
+    alpha, limit = (read.number(f"swiglu_{name}", None) for name in ("alpha", "limit"))
+    return Mixture(experts, each, alpha, limit)
 
 
 class _Reader:
@@ -292,7 +345,9 @@ class _Reader:
         return bool(self.given.get(key, False))
 
 
-def _check_keys(name: str, given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+def _check_keys(
+    name: str, given: Mapping[str, Any], fixed: Mapping[str, Any], more: frozenset[str]
+) -> None:
     for key, value in given.items():
         if key == "quantization_config":
             raise ExampleError(
@@ -306,7 +361,7 @@ def _check_keys(name: str, given: Mapping[str, Any], fixed: Mapping[str, Any]) -
                     f"config.json has {key}={value!r}, which changes the results, and this program"
                     f" computes only {fixed[key]!r}; pass another model."
                 )
-        elif not (key in _USED or key in _HARMLESS or _HARMLESS_NAME.match(key)):
+        elif not (key in _USED | more or key in _HARMLESS or _HARMLESS_NAME.match(key)):
             raise ExampleError(
                 f"config.json has {key}={value!r}, which models of {name!r} are not known to have, and"
                 " leaving it out may be another model; remove the key if it says nothing about the"

@@ -13,6 +13,7 @@ from flax import nnx
 
 import jaxfused.nnx
 from examples.lm.config import Config
+from examples.lm.experts import Experts
 from examples.lm.pages import Pages, Rows
 
 Cache = tuple[jaxfused.KVCache | Pages, ...]
@@ -225,16 +226,22 @@ class Block(nnx.Module):
         self.project = linear(
             config.heads * config.head_size, config.width, use_bias=config.project_bias
         )
+        self.sinks = nnx.data(None)
+        if config.has_sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.heads, param_dtype))
         self.norm2 = norm(config.width)
-        self.mlp = jaxfused.nnx.GatedMLP(
-            config.width,
-            config.hidden,
-            activation=config.activation,
-            use_bias=config.mlp_bias,
-            kernel_init=nnx.initializers.normal(0.02),
-            precision=precision,
-            **options,
-        )
+        if config.mixture is not None:
+            self.mlp = Experts(config.width, config.hidden, config.mixture, **options)
+        else:
+            self.mlp = jaxfused.nnx.GatedMLP(
+                config.width,
+                config.hidden,
+                activation=config.activation,
+                use_bias=config.mlp_bias,
+                kernel_init=nnx.initializers.normal(0.02),
+                precision=precision,
+                **options,
+            )
         self.norm_of_attention, self.norm_of_mlp = (
             norm(config.width) if config.branch_norms else nnx.data(None) for _ in range(2)
         )
@@ -253,7 +260,8 @@ class Block(nnx.Module):
         """Returns the next (stream, branch), both [B, T, width], and the cache with these tokens."""
         y, stream = self.norm1(branch, residual=stream)
         query, key, value = self._qkv(y, tables)
-        options = dict(scale=self.scale, logits_soft_cap=self.cap)
+        sinks = None if self.sinks is None else self.sinks[...]
+        options = dict(scale=self.scale, logits_soft_cap=self.cap, sinks=sinks)
         if cache is None:
             attended = jaxfused.dot_product_attention(
                 query,
@@ -273,7 +281,7 @@ class Block(nnx.Module):
                 scale=self.scale,
                 window=self.window,
                 soft_cap=self.cap,
-                sinks=None,
+                sinks=sinks,
             )
         else:
             part = dict(counts=counts, batch_index=sequences)

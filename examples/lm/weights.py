@@ -19,7 +19,7 @@ from examples.errors import ExampleError
 from examples.lm.config import Config, read_config
 from examples.lm.model import LanguageModel
 
-Read = Callable[[], np.ndarray | jax.Array]
+Read = Callable[[], np.ndarray | jax.Array | jaxfused.QuantizedArray]
 """Function that reads one array of a checkpoint."""
 
 _LAYER = {
@@ -31,6 +31,7 @@ _LAYER = {
     "mlp.gate": ("mlp.gate_proj",),
     "mlp.up": ("mlp.up_proj",),
     "mlp.down": ("mlp.down_proj",),
+    "mlp.router": ("mlp.router",),
 }
 _NORMS = {"norm2": ("post_attention_layernorm",)}
 _GEMMA_NORMS = {
@@ -38,6 +39,14 @@ _GEMMA_NORMS = {
     "norm2": ("pre_feedforward_layernorm",),
     "norm_of_mlp": ("post_feedforward_layernorm",),
 }
+_WHOLE = {
+    "sinks": "self_attn.sinks",
+    "mlp.gate_up": "mlp.experts.gate_up_proj",
+    "mlp.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.down": "mlp.experts.down_proj",
+    "mlp.down_bias": "mlp.experts.down_proj_bias",
+}
+"""Parameters of a layer that are stored as they are here."""
 _ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 
 _NOT_OF_TEXT = ("vision_tower.", "multi_modal_projector.")
@@ -58,8 +67,15 @@ def load_model(
     Raises:
       ExampleError: a file is missing or cannot be read, or is no model of these families.
     """
-    config = read_config(_read_json(directory / "config.json"))
-    return assemble(config, open_safetensors(directory), dtype=dtype, param_dtype=param_dtype)
+    written = _read_json(directory / "config.json")
+    form = written.get("quantization_config")
+    is_mxfp4 = isinstance(form, dict) and form.get("quant_method") == "mxfp4"
+    if is_mxfp4:
+        # Its experts keep their four bits.
+        written = {key: value for key, value in written.items() if key != "quantization_config"}
+    config = read_config(written)
+    arrays = _open_mxfp4(directory) if is_mxfp4 else open_safetensors(directory)
+    return assemble(config, arrays, dtype=dtype, param_dtype=param_dtype)
 
 
 def assemble(
@@ -82,10 +98,11 @@ def assemble(
     arrays = _text_only(arrays)
     used: set[str] = set()
 
-    def parameter(path: tuple[Any, ...], shape: Any) -> jax.Array:
-        names = _names(jax.tree_util.keystr(path, simple=True, separator="."), config)
+    def parameter(path: tuple[Any, ...], shape: Any) -> jax.Array | jaxfused.QuantizedArray:
+        whole = jax.tree_util.keystr(path, simple=True, separator=".")
+        names = _names(whole, config)
         used.update(names)
-        return _parameter(names, arrays, shape)
+        return _parameter(names, arrays, shape, is_kernel=whole.endswith(".kernel"))
 
     state = jax.tree_util.tree_map_with_path(parameter, nnx.to_pure_dict(shapes))
     if config.is_tied:
@@ -115,6 +132,26 @@ def open_safetensors(directory: Path) -> dict[str, Read]:
     return {name: lambda array=array: array for name, array in found.items()}
 
 
+def _open_mxfp4(directory: Path) -> dict[str, Read]:
+    """Returns the arrays of a directory whose experts are stacks in MXFP4."""
+    try:
+        found = jaxfused.quantization.load(directory)
+    except (OSError, ValueError) as error:
+        raise ExampleError(
+            f"the weights must be in readable safetensors files, but those of {directory} are not"
+            f" ({error}); pass a directory with all of them."
+        ) from error
+    arrays: dict[str, Read] = {}
+    for name, array in found.items():
+        if isinstance(array, jax.Array):
+            arrays[name] = lambda array=array: array
+            continue
+        arrays[name] = lambda layer=array: layer.array
+        if array.bias is not None:
+            arrays[f"{name}_bias"] = lambda layer=array: layer.bias
+    return arrays
+
+
 def _text_only(arrays: Mapping[str, Read]) -> dict[str, Read]:
     """Returns the arrays of the decoder, by their names within it.
 
@@ -131,6 +168,8 @@ def _text_only(arrays: Mapping[str, Read]) -> dict[str, Read]:
 def _names(path: str, config: Config) -> tuple[str, ...]:
     """Returns the checkpoint's names of the arrays that one parameter consists of."""
     *owner, leaf = path.split(".")
+    if owner[0] == "blocks" and (whole := ".".join([*owner[2:], leaf])) in _WHOLE:
+        return (f"layers.{owner[1]}.{_WHOLE[whole]}",)
     ending = _ENDINGS[leaf]
     if owner[0] == "blocks":
         layer, name = owner[1], ".".join(owner[2:])
@@ -144,8 +183,12 @@ def _names(path: str, config: Config) -> tuple[str, ...]:
 
 
 def _parameter(
-    names: tuple[str, ...], arrays: Mapping[str, Read], like: jax.ShapeDtypeStruct
-) -> jax.Array:
+    names: tuple[str, ...],
+    arrays: Mapping[str, Read],
+    like: jax.ShapeDtypeStruct,
+    *,
+    is_kernel: bool,
+) -> jax.Array | jaxfused.QuantizedArray:
     for name in names:
         if name not in arrays:
             raise ExampleError(
@@ -153,8 +196,11 @@ def _parameter(
                 " the weights, and all of their files."
             )
     parts = [arrays[name]() for name in names]
-    is_kernel = len(like.shape) == 2 and "embed_tokens" not in names[0]
-    array = _joined(parts, is_kernel, like.dtype) if len({p.ndim for p in parts}) == 1 else None
+    array: Any
+    if isinstance(parts[0], jaxfused.QuantizedArray):
+        array = parts[0]
+    else:
+        array = _joined(parts, is_kernel, like.dtype) if len({p.ndim for p in parts}) == 1 else None
     if array is None or array.shape != like.shape:
         raise ExampleError(
             f"{' and '.join(names)} must make an array of {list(like.shape)}, but"

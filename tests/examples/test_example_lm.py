@@ -62,7 +62,7 @@ def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(found, expected, atol=3e-5 * np.abs(expected).max())
 
 
-@parametrize("name", ["Llama 3", "Gemma 2", "Gemma 3", "SmolLM3"], quick=())
+@parametrize("name", ["Llama 3", "Gemma 2", "Gemma 3", "SmolLM3", "gpt-oss"], quick=())
 def test_a_cache_changes_nothing(name):
     row = ROWS[name]
     model, tokens = model_of(row), np.array(row.options["tokens"])
@@ -133,7 +133,8 @@ def test_keys_of_transformers_4_are_read(name, older):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(model_type="gpt_oss"), "experts and sinks are not part"),
+        (dict(model_type="phi3"), "must be one of llama.*but config.json has 'phi3'"),
+        (dict(num_local_experts=8), "num_local_experts=8, which models of"),
         (dict(model_type="bert"), "model_type must be one of llama, qwen2, .* but .* 'bert'"),
         (dict(residual_scale=0.5), "has residual_scale=0.5, which models of 'llama' are not known"),
         (dict(rope_interleaved=True), "rope_interleaved=True, which changes the results"),
@@ -230,6 +231,40 @@ def test_files_of_several_shards_are_read(tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ExampleError, match=r"b\.safetensors has .* it is truncated"):
         load_model(tmp_path, dtype=jnp.float32)
+
+
+def test_experts_stay_in_mxfp4(tmp_path):
+    """As in OpenAI's files: 32 codes of 4 bits with an exponent, [experts, outputs, inputs]."""
+    row = ROWS["gpt-oss"]
+    config = row.options["config"] | dict(quantization_config=dict(quant_method="mxfp4"))
+    random = np.random.default_rng(0)
+    stored = {name: row[name] for name in row.shapes}
+    floats = dict(stored)
+    codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6] * 2) * np.repeat([1, -1], 8)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = random.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = random.integers(121, 125, blocks.shape[:-1], np.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values = codes[np.stack([blocks & 15, blocks >> 4], axis=-1)].reshape(
+            *blocks.shape[:-1], 32
+        )
+        values = values * np.exp2(scales[..., None] - 127.0)
+        floats[name] = values.reshape(experts, outputs, inputs).swapaxes(1, 2).astype(np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors_file.write(tmp_path / "model.safetensors", stored, {})
+    model = load_model(tmp_path, dtype=jnp.float32)
+    assert isinstance(model.blocks[0].mlp.gate_up.get_value(), jaxfused.QuantizedArray)
+    wide = assemble(
+        read_config(row.options["config"]),
+        {name: lambda name=name: floats[name] for name in floats},
+        dtype=jnp.float32,
+    )
+    tokens = jnp.array(row.options["tokens"])
+    expected = logits_of(wide, tokens)
+    np.testing.assert_allclose(logits_of(model, tokens), expected, atol=1e-4)
+    # Few rows take the weights of their experts alone.
+    np.testing.assert_allclose(logits_of(model, tokens[:1, :2]), expected[:1, :2], atol=1e-4)
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):

@@ -64,6 +64,8 @@ def models() -> None:
         "Gemma 3", "gemma3_text", sliding_window=4, query_pre_attn_scalar=24, num_hidden_layers=7
     )
     logits("SmolLM3", "smollm3")
+    mixture = dict(num_local_experts=5, num_experts_per_tok=2, sliding_window=4)
+    logits("gpt-oss", "gpt_oss", intermediate_size=32, **mixture)
 
 
 if __name__ == "__main__":
