@@ -25,6 +25,7 @@ from jaxfused.ops.conv.conv_transpose import conv_transpose as conv_transpose
 from jaxfused.ops.conv.deform_conv import deform_conv as deform_conv
 from jaxfused.ops.conv.quantized_conv import quantized_conv as quantized_conv
 from jaxfused.ops.fp8.fp8 import Fp8State as Fp8State
+from jaxfused.ops.grouped.batched_lora import batched_lora as batched_lora
 from jaxfused.ops.grouped.expert_mlp import expert_mlp as expert_mlp
 from jaxfused.ops.grouped.expert_parallel import expert_parallel_mlp as expert_parallel_mlp
 from jaxfused.ops.grouped.ragged_dot import ragged_dot as ragged_dot

@@ -137,6 +137,10 @@ EXAMPLES: dict[str, Example] = {
     ),
     "avg_pool": Example(lambda x: jaxfused.avg_pool(x, 2, strides=2), _MAPS),
     "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
+    "batched_lora": Example(
+        lambda x, a, b: jaxfused.batched_lora(x, a, b, jnp.arange(16384) % 8),
+        (*_ROWS, _array(8, 768, 64), _array(8, 64, 3072)),
+    ),
     "block_sparse_matmul": Example(_block_sparse, (*_ROWS, _WIDE)),
     "context_parallel_attention": Example(_context_parallel, 3 * _HEADS),
     "conv": Example(jaxfused.conv, (*_MAPS, _array(3, 3, 64, 64), _array(64))),

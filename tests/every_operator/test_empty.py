@@ -108,6 +108,9 @@ OF_ROWS = {
         ones(3, 32, D),
         jnp.zeros(3, int),
     ),
+    "batched_lora": lambda x: jaxfused.batched_lora(
+        x, ones(3, D, 8), ones(3, 8, 32), jnp.zeros(x.shape[:1], int)
+    ),
     "block_sparse_matmul": lambda x: jaxfused.block_sparse_matmul(
         ones(*x.shape[:2], 32), jaxfused.BlockSparse.from_dense(ones(32, 64), 32, count=2)
     ),

@@ -20,6 +20,7 @@ _RAGGED = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 CALLS = {
     "avg_pool": ((IMAGES, 2), {}),
     "batch_norm": ((IMAGES,), {}),
+    "batched_lora": ((X, W[None], W[None], jnp.zeros(4, int)), {}),
     "block_sparse_matmul": ((jnp.ones((4, 32)), BLOCKS), {}),
     "conv": ((IMAGES, KERNEL), {}),
     "conv_transpose": ((IMAGES, KERNEL), {}),

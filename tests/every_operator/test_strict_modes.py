@@ -363,6 +363,15 @@ def _(dtype):
     return f, (x, *(normal(i, *s, dtype=dtype) for i, s in enumerate(sizes)))
 
 
+@case("batched_lora")
+def _(dtype):
+    def f(x, a, b, base):
+        return jaxfused.batched_lora(x, a, b, np.asarray([2, 0]), base=base, scale=np.ones(3))
+
+    x, base = (normal(i, B, T, n, dtype=dtype) for i, n in enumerate((D, 6)))
+    return f, (x, normal(2, 3, D, 8), normal(3, 3, 8, 6), base)
+
+
 @case("router")
 def _(dtype):
     def f(logits, bias):

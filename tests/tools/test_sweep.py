@@ -336,6 +336,7 @@ def test_fuzz_draws_every_operator_and_traces_it():
     known -= {"blur_pool", "carafe", "deform_conv", "pixel_shuffle", "pixel_unshuffle", "resize"}
     # Their kernels are those of ragged_dot, of attention over pages, and of attention; pages are places.
     known -= {
+        "batched_lora",
         "expert_mlp",
         "expert_parallel_mlp",
         "ragged_dot_general",
