@@ -1,0 +1,275 @@
+"""zero1: an optimizer whose state devices share, each of which updates its part of the parameters."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfused.optim import ema, stepping
+from jaxfused.optim.transformation import FusedTransformation, from_optax
+from jaxfused.parallel.shard_axis import axis_to_share
+from jaxfused.runtime import sharding
+
+_OP = "parallel.zero1"
+
+
+def zero1(
+    tx: optax.GradientTransformation,
+    *,
+    axis_name: str = "data",
+    mesh: jax.sharding.Mesh | None = None,
+    param_specs: Any = None,
+) -> "ShardedTransformation":
+    r"""An optimizer whose state, and whose work, the devices of a data parallel axis share (ZeRO-1).
+
+    Devices sum gradients by a reduce-scatter, take the step on their own part of parameters and state,
+    and gather the new parameters: as many bytes as the sum of the gradients, 1 / n of the state's
+    memory, and 1 / n of the step's time on n devices. Numbers are those of `tx`, which may be any
+    transformation, also one with a norm over all gradients or over a layer.
+
+    A leaf is split along its longest axis that n divides and that `param_specs` leaves whole. Leaves
+    without one stay whole. The state's arrays have the shapes that `tx` gives them, so that a checkpoint
+    of them is restored into any number of devices, and with or without `zero1`.
+
+    Args:
+      tx: one of `jaxfused.optim`, whose `step` it then has, or of Optax.
+      axis_name: the mesh axis, Auto or Explicit, that splits the batch.
+      mesh: the mesh; by default that of `jax.set_mesh`, or of the types of the arrays.
+      param_specs: a tree like the parameters of PartitionSpecs: how other axes of the mesh split them,
+        as Flax's metadata says. By default they are whole, or split as Explicit types say.
+
+    Returns:
+      A `jaxfused.optim.FusedTransformation` with a method more: `specs(params)` returns the
+      PartitionSpecs of each device's part, for `out_specs` of gradients from
+      `mean_gradients(..., scatter=True)` or for restoring a checkpoint.
+
+    Raises:
+      ValueError: the mesh has no such axis, or it is mapped by `jax.shard_map` where a method is called.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> mesh = jax.make_mesh(
+      ...     (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> opt = jaxfused.parallel.zero1(jaxfused.optim.adamw(0.1), mesh=mesh)
+      >>> params = {"w": jnp.ones((3, 16 * jax.device_count()))}
+      >>> state = opt.init(params)
+      >>> params, state = jax.jit(opt.step)(params, state, params)
+      >>> opt.specs(params)
+      {'w': PartitionSpec(None, 'data')}
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    2020, https://arxiv.org/abs/1910.02054; Xu et al., "Automatic Cross-Replica Sharding of Weight Update
+    in Data-Parallel Training", 2020, https://arxiv.org/abs/2004.13336.
+    """
+    inner = tx if isinstance(tx, FusedTransformation) else from_optax(tx)
+    placed = _Placed(axis_name, mesh, param_specs)
+
+    def init(params: optax.Params) -> Any:
+        return placed.initialised(inner.init, params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        if params is None:
+            return placed.run(
+                lambda updates, state: inner.update(updates, state, None, **extra_args),
+                updates,
+                state,
+            )
+        return placed.run(
+            lambda updates, state, params: inner.update(updates, state, params, **extra_args),
+            updates,
+            state,
+            params,
+        )
+
+    sharded = ShardedTransformation(init, update)
+    sharded.inner, sharded.placed = inner, placed
+    return sharded
+
+
+class ShardedTransformation(FusedTransformation):
+    """What `zero1` returns: a `FusedTransformation` whose state the devices share."""
+
+    inner: FusedTransformation
+    placed: "_Placed"
+
+    def step(
+        self,
+        grads: optax.Updates,
+        state: Any,
+        params: optax.Params,
+        *,
+        max_norm: float | jax.Array | None = None,
+        skip_nonfinite: bool = False,
+        implementation: str | None = None,
+    ) -> tuple[optax.Params, Any]:
+        """Takes a step as `FusedTransformation.step` does, of each device's own part."""
+        step = functools.partial(
+            self.inner.step,
+            max_norm=max_norm,
+            skip_nonfinite=skip_nonfinite,
+            implementation=implementation,
+        )
+        return self.placed.run(step, grads, state, params)
+
+    def init_step(
+        self,
+        params: optax.Params,
+        *,
+        ema_decay: ema.Decay | None = None,
+        compute_dtype: Any = None,
+        loss_scale: float | None = None,
+        growth_interval: int = 2000,
+        rounding_seed: int | None = None,
+    ) -> stepping.StepState:
+        """A state as that of `FusedTransformation.init_step`, which the devices share."""
+        make = functools.partial(
+            self.inner.init_step,
+            ema_decay=ema_decay,
+            compute_dtype=compute_dtype,
+            loss_scale=loss_scale,
+            growth_interval=growth_interval,
+            rounding_seed=rounding_seed,
+        )
+        return self.placed.initialised(make, params)
+
+    def specs(self, params: optax.Params) -> Any:
+        """Returns the PartitionSpecs of each device's part of the parameters."""
+        found = self.placed.specs_of(params, params, shared=True)
+        return jax.tree.map_with_path(lambda path, _: found[path], params)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """How the devices of an axis share arrays."""
+
+    axis_name: str
+    mesh: jax.sharding.Mesh | None
+    param_specs: Any
+
+    def initialised(self, init: Callable[[Any], Any], params: Any) -> Any:
+        """Returns `init(params)`, of which no device ever has more than its part."""
+        return self._in_auto_axes(lambda params: (init(params),), (True,), params)[0]
+
+    def run(self, f: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, ...]:
+        """Returns `f(*trees)`, a tree like the parameters and a state, computed by each device's part.
+
+        Args:
+          f: an update or a step.
+          *trees: gradients, a state, and the parameters if `f` takes them.
+        """
+        return self._in_auto_axes(f, (False, True), *trees)
+
+    def _in_auto_axes(
+        self, f: Callable[..., tuple[Any, ...]], shared: tuple[bool, ...], *trees: Any
+    ) -> tuple[Any, ...]:
+        """Returns `f(*trees)` of arguments that devices share, and results of which they share some.
+
+        XLA places what `f` computes in between. Not all transformations run on Explicit axes: Adafactor
+        combines a row's moment with a column's, and both may be split.
+        """
+        like = trees[-1] if len(trees) != 2 else trees[0]
+        leaves = jax.tree.leaves(like)
+        explicit = sharding.mesh_of(*leaves).explicit_axes
+        shapes = jax.tree.map(_without_sharding, like)
+        placed = replace(self, mesh=self._mesh(leaves), param_specs=self._param_specs(like))
+
+        # Within `auto_axes` the mesh has other types of axes.
+        inside = replace(placed, mesh=None) if explicit else placed
+
+        def on_parts(*trees: Any) -> tuple[Any, ...]:
+            results = f(*(inside._put(tree, shapes, shared=True) for tree in trees))
+            return tuple(
+                inside._put(result, shapes, shared=share)
+                for result, share in zip(results, shared, strict=True)
+            )
+
+        if not explicit:
+            return jax.jit(on_parts)(*trees)
+        abstract = jax.eval_shape(f, *jax.tree.map(_without_sharding, trees))
+        out = tuple(
+            placed._shardings(result, shapes, shared=share)
+            for result, share in zip(abstract, shared, strict=True)
+        )
+        run = jax.sharding.auto_axes(on_parts, axes=explicit, out_sharding=out)
+        return jax.jit(run)(*trees)
+
+    def specs_of(self, tree: Any, params: Any, *, shared: bool) -> dict[Any, P]:
+        """Returns the PartitionSpec of each leaf's path in a tree of parameters or of a state.
+
+        A leaf of a state is split as the parameter whose path its own ends with, if their shapes agree.
+        """
+        size = self._mesh(jax.tree.leaves(params)).shape[self.axis_name]
+        of_params = {
+            path: (jnp.shape(leaf), spec)
+            for (path, leaf), spec in zip(
+                jax.tree.leaves_with_path(params), self._param_specs(params), strict=True
+            )
+        }
+        found = {}
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            ends = (of_params.get(path[i:]) for i in range(len(path) + 1))
+            shape, spec = next(filter(None, ends), (None, P()))
+            if shape != jnp.shape(leaf):
+                spec = P()
+            axis = axis_to_share(jnp.shape(leaf), size, shared, spec)
+            if axis is not None:
+                entries = [*spec, *[None] * (jnp.ndim(leaf) - len(spec))]
+                entries[axis] = self.axis_name
+                spec = P(*entries)
+            found[path] = spec
+        return found
+
+    def _param_specs(self, params: Any) -> list[P]:
+        leaves = jax.tree.leaves(params)
+        if self.param_specs is not None:
+            is_spec = lambda leaf: leaf is None or isinstance(leaf, P)  # noqa: E731
+            specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
+            if len(specs) != len(leaves):
+                raise ValueError(
+                    f"{_OP}: param_specs has {len(specs)} leaves and the parameters {len(leaves)}; pass"
+                    " a PartitionSpec for each."
+                )
+            return [P() if spec is None else spec for spec in specs]
+        return [self._typed_spec(leaf) for leaf in leaves]
+
+    def _typed_spec(self, leaf: Any) -> P:
+        """Returns how a leaf's type with Explicit axes says that it is split, but for `axis_name`."""
+        of = jax.typeof(leaf).sharding
+        if not of.mesh.explicit_axes:
+            return P()
+        return P(*(None if self.axis_name in sharding.names_of(e) else e for e in of.spec))
+
+    def _mesh(self, leaves: Sequence[Any]) -> Any:
+        if sharding.is_mapped(self.axis_name):
+            raise ValueError(
+                f"{_OP}: {self.axis_name!r} is mapped here, where each device has its own gradients"
+                " only; call it under jax.jit, outside of jax.shard_map and jax.pmap."
+            )
+        mesh = sharding.mesh_of(*leaves) if self.mesh is None else self.mesh
+        if self.axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"{_OP}: axis_name is {self.axis_name!r}, but the mesh here has the axes"
+                f" {mesh.axis_names}; call it within jax.set_mesh of a mesh with that axis, or pass"
+                " mesh."
+            )
+        return mesh
+
+    def _put(self, tree: Any, params: Any, *, shared: bool) -> Any:
+        """Returns a tree of which each device has its part if `shared`, or that is as the parameters."""
+        shardings = self._shardings(tree, params, shared=shared)
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+    def _shardings(self, tree: Any, params: Any, *, shared: bool) -> Any:
+        mesh = self._mesh(jax.tree.leaves(params))
+        specs = self.specs_of(tree, params, shared=shared)
+        return jax.tree.map_with_path(lambda path, _: NamedSharding(mesh, specs[path]), tree)
+
+
+def _without_sharding(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
