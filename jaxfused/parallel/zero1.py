@@ -60,8 +60,8 @@ def zero1(
       >>> params = {"w": jnp.ones((3, 16 * jax.device_count()))}
       >>> state = opt.init(params)
       >>> params, state = jax.jit(opt.step)(params, state, params)
-      >>> opt.specs(params)
-      {'w': PartitionSpec(None, 'data')}
+      >>> opt.specs(params)["w"] == jax.P(None, "data")
+      True
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
     2020, https://arxiv.org/abs/1910.02054; Xu et al., "Automatic Cross-Replica Sharding of Weight Update

@@ -20,6 +20,7 @@ on_eight_devices = pytest.mark.skipif(
     jax.device_count() < eight_devices.DEVICES, reason="needs eight devices"
 )
 pytestmark = pytest.mark.exhaustive
+WHOLE = P()
 
 
 @pytest.mark.long
@@ -49,7 +50,7 @@ def own(tree):
     return jax.tree.map(lambda a: a[0], tree)
 
 
-def on_devices(f, out_specs=P()):
+def on_devices(f, out_specs=WHOLE):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(
         lambda tree: f(own(tree)), mesh=mesh, in_specs=P("data"), out_specs=out_specs
@@ -173,7 +174,7 @@ def train(optimizer, params, state, x, steps=3):
     return params, state
 
 
-def put(mesh, tree, spec=P()):
+def put(mesh, tree, spec=WHOLE):
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
