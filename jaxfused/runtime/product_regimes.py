@@ -20,7 +20,7 @@ of so many numbers. XLA is faster at a weights' gradient of no more columns, if 
 _LARGE, _SMALLEST = 8_000_000, 500_000
 """Elements of a result with many tiles, and of the smallest one of a single product: few tiles leave SMs
 idle, which XLA's product avoids by splitting sums."""
-_SPLIT_SUM = 1024
+SPLIT_SUM = 1024
 """Sums (K) from which on XLA splits those of few rows or tiles."""
 _LEAST_WEIGHTS, _MOST_WEIGHTS = 2, 64
 """Megabytes of weights between which few rows are a kernel's; fewer are with long sums."""
@@ -64,13 +64,14 @@ def estimate(
     elements = work.products * work.m * work.n
     is_large = elements >= _LARGE
     is_ragged = work.k // work.terms % _LINE != 0 or (work.n % _LINE != 0 and not work.k_last)
-    too_small = elements < _SMALLEST or (work.k > _SPLIT_SUM and not is_large)
-    too_long = work.m <= 2 * MAX_ROWS and work.k > _SPLIT_SUM
+    too_small = elements < _SMALLEST or (work.k > SPLIT_SUM and not is_large)
+    converts = work.b_bytes != work.itemsize
+    too_long = converts and work.m <= 2 * MAX_ROWS and work.k > SPLIT_SUM
     is_fit = not too_long and (several or not too_small)
     spares = is_fit and share >= (_RAGGED_SHARE if is_ragged else _SHARE)
     # cuBLASLt's gelu costs no more than its product, unless it writes the preactivation too.
     gelu_alone = work.activations > 0 and work.written_bytes <= work.itemsize
-    fast_in_cublaslt = not spares or (gelu_alone and work.k >= _SPLIT_SUM)
+    fast_in_cublaslt = not spares or (gelu_alone and work.k >= SPLIT_SUM)
     if in_cublaslt and fast_in_cublaslt and share >= _SHARE:
         return Rule(("cuda", "pallas"), f"{told}, which cuBLASLt spares")
     if spares:
@@ -81,7 +82,7 @@ def estimate(
 
 def _few_rows(work: Work, several: bool) -> Rule:
     megabytes = work.products * work.k * work.n * work.b_bytes / MEGABYTE
-    if megabytes < _LEAST_WEIGHTS and work.k < _SPLIT_SUM and not several:
+    if megabytes < _LEAST_WEIGHTS and work.k < SPLIT_SUM and not several:
         return _xla(f"its product of {megabytes:.1f} MB of weights ends sooner")
     if megabytes > _MOST_WEIGHTS:
         return _xla(f"its product reads {megabytes:.0f} MB of weights as fast")

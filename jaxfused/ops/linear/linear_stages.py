@@ -163,10 +163,12 @@ class ActivationGradient:
         del able, dy
         if not is_modelled(device):
             return None
-        if (
-            z.shape[1] * z.dtype.itemsize % cuda_library.VECTOR_BYTES
-            or z.size < cuda_choice.LEAST_VALUES
-        ):
+        if not self.has_bias:
+            return Rule(
+                ("xla",), "XLA evaluates the derivative as fast, and there is nothing to sum"
+            )
+        misaligned = z.shape[1] * z.dtype.itemsize % cuda_library.VECTOR_BYTES
+        if misaligned or z.size < cuda_choice.LEAST_VALUES:
             return Rule(("xla",), "rows are misaligned, or XLA starts sooner")
         return Rule(("cuda",), "CUDA C evaluates and sums faster than XLA")
 

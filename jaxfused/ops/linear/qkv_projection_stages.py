@@ -156,11 +156,12 @@ class Forward:
         moved = 2 * itemsize * (_OF_PAIRS if heads.rotary_dim and heads.interleaved else 1)
         steps = 1 + int(heads.norm and heads.rotary_dim > 0)
         passes = Passes(bytes_of_element=steps * moved, launches=len(heads.widths) * steps)
-        if work.m <= MAX_ROWS and parameters[0].dtype != x.dtype:
-            return Rule(("xla",), "its product converts the weights as it reads them")
-        if work.m <= MAX_ROWS and heads.finishes and heads.unit > _WIDEST_UNIT:
-            return Rule(("xla",), f"a CTA of few rows has a whole head, of {heads.unit} columns")
         few, spared = work.m <= MAX_ROWS, passes.time(work.m * work.n)
+        if few and parameters[0].dtype != x.dtype:
+            return Rule(("xla",), "its product converts the weights as it reads them")
+        is_wide = heads.finishes and heads.unit > _WIDEST_UNIT
+        if is_wide and (few or work.k > product_regimes.SPLIT_SUM):
+            return Rule(("xla",), f"a CTA has a whole head, of {heads.unit} columns")
         return product_regimes.estimate(device, work, spared, several=few)
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:

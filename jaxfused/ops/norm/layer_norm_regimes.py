@@ -22,12 +22,11 @@ and beyond the second; with a residual or saved statistics beyond twice as many.
 _WARP_FEATURES = 1024
 """Features up to which one warp has a row."""
 _RING, _MOST_OF_NARROW = 30.0, 100.0
-"""Megabytes from which CUDA C's ring of rows is faster than Pallas's, and up to which it is, for rows of
-up to half of a warp's features. Wide rows, and those of a norm without a mean that one warp has, need
-twice as many megabytes and have no limit."""
-_MANY_ROWS = 2048
-"""Rows up to which CUDA C's backward can start sooner than Pallas's, and from which XLA sums over them
-in the kernel of dx."""
+"""Megabytes from which CUDA C's ring of rows is faster than Pallas's: for rows that one warp has without
+a mean, and with one for half as many features up to the second limit. Wide rows need twice as many."""
+_FEW_ROWS = 1024
+"""Rows up to which CUDA C's backward can start sooner than Pallas's; from twice as many on XLA sums over
+them in the kernel of dx."""
 _SHORT_BACKWARD, _SHORT_WIDE_BACKWARD = 2.2, 7.0
 """Megabytes up to which CUDA C's backward is faster; the second where warps share a row and its mean."""
 
@@ -99,7 +98,7 @@ def forward(norm: Norm, able: Collection[str], *, saves_statistics: bool) -> Rul
         if not least < norm.features <= most:
             return _xla(f"XLA is faster at misaligned rows not of {least + 1} to {most} features")
     by_warp = norm.features <= _WARP_FEATURES and not norm.subtract_mean
-    is_long = megabytes > 2 * _RING and (norm.is_wide or by_warp)
+    is_long = (norm.is_wide and megabytes > 2 * _RING) or (by_warp and megabytes > _RING)
     is_narrow = 2 * norm.features <= _WARP_FEATURES and _RING < megabytes <= _MOST_OF_NARROW
     if norm.is_plain and (is_long or is_narrow):
         return Rule(("cuda",), f"CUDA C's ring of rows is faster at {megabytes:.0f} MB")
@@ -115,7 +114,7 @@ def backward(norm: Norm, able: Collection[str]) -> Rule:
         return _xla(f"XLA's backward of rows of more than {2 * _WIDE} values is faster")
     is_shared = norm.subtract_mean and norm.features >= _WARP_FEATURES
     most = _SHORT_WIDE_BACKWARD if is_shared else _SHORT_BACKWARD
-    few = 1 < norm.rows <= _MANY_ROWS and norm.features <= 2 * _WIDE
+    few = 1 < norm.rows <= _FEW_ROWS and norm.features <= 2 * _WIDE
     if few and megabytes <= most:
         return Rule(("cuda",), f"CUDA C starts sooner, and {megabytes:.2f} MB are at most {most}")
     return _kernels(megabytes)
@@ -140,7 +139,8 @@ def backward_shares(norm: Norm, *, has_pallas: bool) -> bool:
 
 
 def _backward_is_xla(norm: Norm, *, has_pallas: bool) -> bool:
-    is_cheap = norm.aligned and norm.rows >= _MANY_ROWS and not norm.subtract_mean
+    is_rms_of_16_bits = norm.itemsize == 2 and norm.aligned and not norm.subtract_mean
+    is_cheap = is_rms_of_16_bits and norm.rows >= 2 * _FEW_ROWS
     few_bytes = norm.megabytes <= _LITTLE_WITHOUT_PALLAS
     return norm.is_small or (is_cheap and few_bytes and not has_pallas)
 

@@ -106,7 +106,7 @@ WHOLE = "dkgh"
 """Letters of the summed axis D and its groups of scales, which devices may not split."""
 _PADDED_WEIGHTS = 1_000_000
 """Fewest weights for a kernel where columns are padded, for which XLA copies operands and result."""
-_SMALLEST_RESULT = 2**17
+_SMALLEST_RESULT = 2**18
 """Fewest elements of the result of two quantised matrices for a kernel."""
 
 
