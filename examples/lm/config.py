@@ -34,6 +34,13 @@ class Mixture(NamedTuple):
     """Largest value of the gate, and largest magnitude of what it multiplies."""
 
 
+class Routed(NamedTuple):
+    """Gated MLPs in place of one, of which a router gives each token a few: `jaxfused.nnx.MoE`."""
+
+    experts: int
+    experts_of_token: int
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes and options of a decoder of any family."""
@@ -72,6 +79,7 @@ class Config:
     has_sinks: bool = False
     """True if each query head has a learned logit that takes probability and gives nothing."""
     mixture: Mixture | None = None
+    routed: Routed | None = None
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class LanguageModel(nnx.Module):
         counts: jax.Array | None = None,
         sequences: jax.Array | None = None,
         rows: Rows | None = None,
+        balances: list[jax.Array] | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Returns the features [B, T, width] of tokens [B, T], and the cache that holds them too.
 
@@ -102,6 +103,7 @@ class LanguageModel(nnx.Module):
           counts: [B], with a `KVCache`: how many of the T tokens are real; padding is behind them.
           sequences: [B], with a `KVCache`: which of its sequences these are, by default all in order.
           rows: with pages: which texts the T tokens are of; B is 1.
+          balances: a list that gets the loss of each layer's experts, which balances their load.
         """
         if rows is not None:
             positions = rows.positions[None]
@@ -130,9 +132,11 @@ class LanguageModel(nnx.Module):
         for i, block in enumerate(self.blocks):
             table = tables.get(self.config.ropes[i])
             layer = None if cache is None else cache[i]
-            stream, branch, layer = run(
+            stream, branch, layer, balance = run(
                 *nnx.split(block), stream, branch, table, segments, layer, counts, sequences, rows
             )
+            if balances is not None and balance is not None:
+                balances.append(balance)
             layers.append(layer)
         features, _ = self.norm(branch, residual=stream)
         return features, None if cache is None else tuple(layers)
@@ -232,6 +236,17 @@ class Block(nnx.Module):
         self.norm2 = norm(config.width)
         if config.mixture is not None:
             self.mlp = Experts(config.width, config.hidden, config.mixture, **options)
+        elif config.routed is not None:
+            self.mlp = jaxfused.nnx.MoE(
+                config.width,
+                config.hidden,
+                config.routed.experts,
+                router=functools.partial(
+                    jaxfused.router, k=config.routed.experts_of_token, normalise="sum"
+                ),
+                kernel_init=nnx.initializers.normal(0.02),
+                **options,
+            )
         else:
             self.mlp = jaxfused.nnx.GatedMLP(
                 config.width,
@@ -256,8 +271,11 @@ class Block(nnx.Module):
         counts: jax.Array | None,
         sequences: jax.Array | None,
         rows: Rows | None,
-    ) -> tuple[jax.Array, jax.Array, jaxfused.KVCache | Pages | None]:
-        """Returns the next (stream, branch), both [B, T, width], and the cache with these tokens."""
+    ) -> tuple[jax.Array, jax.Array, jaxfused.KVCache | Pages | None, jax.Array | None]:
+        """Returns the next (stream, branch), both [B, T, width], and the cache with these tokens.
+
+        The last result is the loss that balances the experts of a `jaxfused.nnx.MoE`.
+        """
         y, stream = self.norm1(branch, residual=stream)
         query, key, value = self._qkv(y, tables)
         sinks = None if self.sinks is None else self.sinks[...]
@@ -293,10 +311,15 @@ class Block(nnx.Module):
         if self.norm_of_attention is not None:
             branch = self.norm_of_attention(branch)
         y, stream = self.norm2(branch, residual=stream)
-        branch = self.mlp(y)
+        balance = None
+        if isinstance(self.mlp, jaxfused.nnx.MoE):
+            branch, routing = self.mlp(y, return_routing=True)
+            balance = jaxfused.load_balancing_loss(routing.logits, routing.indices)
+        else:
+            branch = self.mlp(y)
         if self.norm_of_mlp is not None:
             branch = self.norm_of_mlp(branch)
-        return stream, branch, cache
+        return stream, branch, cache, balance
 
     def _qkv(self, y: jax.Array, tables: Tables | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         cos, sin = (None, None) if tables is None else tables

@@ -8,12 +8,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from examples.lm.config import Config, Rope
+from examples.lm.config import Config, Rope, Routed
 from examples.lm.data import START, TOKENS
 from examples.lm.model import LanguageModel
 
 
-def _size(*, width: int, depth: int, heads: int, key_heads: int, hidden: int) -> Config:
+def _size(
+    *,
+    width: int,
+    depth: int,
+    heads: int,
+    key_heads: int,
+    hidden: int,
+    routed: Routed | None = None,
+) -> Config:
     """Returns a model for bytes, built like Qwen3."""
     head_size = width // heads
     return Config(
@@ -29,13 +37,18 @@ def _size(*, width: int, depth: int, heads: int, key_heads: int, hidden: int) ->
         windows=(None,) * depth,
         scale=head_size**-0.5,
         head_norms=True,
+        routed=routed,
     )
 
 
-# The size "byte" learns in five minutes on two CPU cores. Others are named by the parameters of their
-# blocks; the largest has the shape of many models of one billion.
+# The size "byte" learns in five minutes on two CPU cores, and "moe" has as many features in the two of
+# its eight experts that a token takes. Others are named by the parameters of their blocks; the largest
+# has the shape of many models of one billion.
 MODELS = {
     "lm-byte": _size(width=128, depth=4, heads=4, key_heads=2, hidden=384),
+    "lm-moe": _size(
+        width=128, depth=4, heads=4, key_heads=2, hidden=192, routed=Routed(8, experts_of_token=2)
+    ),
     "lm-12m": _size(width=384, depth=6, heads=6, key_heads=2, hidden=1152),
     "lm-85m": _size(width=768, depth=12, heads=12, key_heads=4, hidden=2048),
     "lm-300m": _size(width=1024, depth=24, heads=16, key_heads=8, hidden=2816),
@@ -66,6 +79,10 @@ def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     )
 
 
+_BALANCE = 0.01
+"""Factor of the loss that balances experts, beside the cross-entropy."""
+
+
 def make_loss(graphdef: nnx.GraphDef) -> Callable[[Any, Any, jax.Array], jax.Array]:
     """Returns a function (params, batch, key) -> the mean cross-entropy of a token, in nats."""
 
@@ -73,8 +90,10 @@ def make_loss(graphdef: nnx.GraphDef) -> Callable[[Any, Any, jax.Array], jax.Arr
         del key
         model = nnx.merge(graphdef, params)
         tokens, labels, segments, positions = split(batch["text"])
-        features, _ = model(tokens, positions=positions, segments=segments)
-        return model.loss(features, labels)
+        balances: list[jax.Array] = []
+        features, _ = model(tokens, positions=positions, segments=segments, balances=balances)
+        loss = model.loss(features, labels)
+        return loss + _BALANCE * jnp.mean(jnp.stack(balances)) if balances else loss
 
     return loss_of
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from examples.errors import ExampleError
 from examples.lm import chat, sizes, train
+from examples.lm.config import Routed
 from examples.lm.data import START, Rows, packed, read_texts
 from examples.lm.model import LanguageModel
 
@@ -89,6 +90,29 @@ def test_the_loss_of_a_packed_row_is_that_of_its_documents(model):
     )
     np.testing.assert_allclose(together[0], apart, rtol=1e-5)
     assert together[0, 1] == sum(map(len, DOCUMENTS))
+
+
+def test_a_mixture_learns_packed_documents_and_balances_its_experts():
+    routed = Routed(4, experts_of_token=2)
+    config = sizes._size(width=32, depth=2, heads=2, key_heads=1, hidden=24, routed=routed)
+    graphdef, params = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)))
+    row = packed(DOCUMENTS)
+    batch = {"text": np.pad(row, (0, 33 - len(row)), constant_values=START)[None].repeat(2, 0)}
+    loss_of = sizes.make_loss(graphdef)
+
+    @jax.jit
+    def step(params):
+        loss, gradients = jax.value_and_grad(loss_of)(params, batch, jax.random.key(0))
+        return loss, gradients, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    first, gradients, params = step(params)
+    entropy = jax.jit(sizes.make_sums(graphdef))(params, batch["text"]).sum(axis=0)
+    assert first > entropy[0] / entropy[1]
+    for name in ("router_kernel", "w_gate", "w_up", "w_down"):
+        assert jnp.any(gradients["blocks"][1]["mlp"][name].get_value()), name
+    for _ in range(5):
+        loss, _, params = step(params)
+    assert loss < first
 
 
 # --- texts ----------------------------------------------------------------------------------------
