@@ -2,23 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-import jaxfused
-from benchmarks.run.case import (
-    BEST_PEER,
-    TERAFLOPS,
-    Arrays,
-    Bar,
-    Case,
-    Function,
-    functions,
-    gradient_in_jax,
-)
-from benchmarks.sweep.attention import in_pieces
+from benchmarks.cases import of_config
+from benchmarks.run.case import BEST_PEER, TERAFLOPS, Bar, Case, Function
+from benchmarks.sweep.attention import stock_fits
 from benchmarks.sweep.configs import Attention
 
 Shape = tuple[int, ...]
@@ -35,10 +25,6 @@ CAUSAL: tuple[Shape, ...] = (
 )
 QUICK_PLAIN = (PLAIN[0], _VIT[0])
 QUICK_CAUSAL = CAUSAL[:2]
-
-_MOST_LOGITS_BYTES = 8 * 2**30
-"""Bytes of the logits [B, N, T, S] in float32, of which XLA holds up to four at a time for a
-gradient."""
 
 # If a query gives nearly all of its weight to one key, its gradient is the difference of two nearly
 # equal numbers, one of which comes from an output rounded to bfloat16.
@@ -99,65 +85,51 @@ def in_torch(q, k, v, *, backend, is_causal):
     return output.transpose(1, 2)
 
 
-def _truth(q, k, v, *, is_causal):
-    batch, queries, heads, head_size = q.shape
-    keys, key_heads = k.shape[1:3]
-    group = heads // key_heads
-    config = Attention(batch, queries, keys, key_heads, group, head_size, str(q.dtype), is_causal)
-    return in_pieces(config, q, k, v)
-
-
 # --- the cases ------------------------------------------------------------------------------------
 
 
 def _case(shape: Shape, *, is_causal: bool, with_gradient: bool) -> Case:
-    batch, length, heads, key_heads, head_size = sizes = _sizes(shape)
-    attend = partial(jaxfused.dot_product_attention, is_causal=is_causal)
-    stock = partial(jax.nn.dot_product_attention, is_causal=is_causal)
+    batch, length, heads, *shared, head_size = shape
+    key_heads = shared[0] if shared else heads
+    config = Attention(
+        batch=batch,
+        queries=length,
+        keys=length,
+        key_heads=key_heads,
+        group=heads // key_heads,
+        head_size=head_size,
+        dtype="bfloat16",
+        causal=is_causal,
+    )
     peers: dict[str, Function] = {
-        "xla": partial(stock, implementation="xla"),
-        "cudnn": partial(stock, implementation="cudnn"),
+        "cudnn": partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"),
         "tokamax": partial(_tokamax, is_causal=is_causal, implementation="mosaic"),
     }
     if length % 64:
         peers["cudnn_padded"] = padded_cudnn_attention
         peers["tokamax_triton"] = partial(_tokamax, is_causal=is_causal, implementation="triton")
     of_torch = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
-
-    logits_bytes = batch * heads * length * length * 4
-    skipped: dict[str, str] = {}
-    if logits_bytes > _MOST_LOGITS_BYTES:
-        reason = f"its logits alone take {logits_bytes / 2**30:.0f} GiB"
-        skipped = dict.fromkeys(("reference", "xla"), reason)
-
-    queries, keys = batch * length * heads * head_size, batch * length * key_heads * head_size
-    forward_flops = 4 * queries * length // (2 if is_causal else 1)
-    forward_bytes = 2 * (2 * queries + 2 * keys)
-    written = functions(
-        attend,
-        peers,
-        {
+    logits = f"its logits alone take {4 * config.logits() / 2**30:.0f} GiB"
+    direction = of_config.WITH_GRADIENTS if with_gradient else of_config.FORWARD
+    return of_config.case(
+        f"{'causal ' if is_causal else ''}attention {direction}",
+        shape,
+        config,
+        stock="jax.nn",
+        with_gradient=with_gradient,
+        # The backward reads q, k, v and the output.
+        read_again=4 * batch * length * (heads + key_heads) * head_size if with_gradient else 0,
+        flops=4 * config.logits() * head_size // (2 if is_causal else 1),
+        # Two products forward, and five backward, which computes the logits again.
+        backward=5 / 2,
+        bars=_bars(shape, is_causal=is_causal, with_gradient=with_gradient),
+        peers=peers,
+        torch_peers={
             name: partial(partial, in_torch, backend=backend, is_causal=is_causal)
             for name, backend in of_torch.items()
         },
-        differentiable=3,
-        cotangents=int(with_gradient),
-    )
-    truth: Function = partial(_truth, is_causal=is_causal)
-    written["truth"] = gradient_in_jax(truth, 3, 1) if with_gradient else truth
-    direction = "forward+backward" if with_gradient else "forward"
-    return Case(
-        name=f"{'causal ' if is_causal else ''}attention {direction}",
-        shape=shape,
-        make_inputs=partial(_make_inputs, sizes, with_gradient),
-        # The backward reads q, k, v, the output and its cotangent, and writes dq, dk, dv.
-        bytes=forward_bytes + (2 * (4 * queries + 4 * keys) if with_gradient else 0),
-        # Two products forward, and five backward, which computes the logits again.
-        flops=forward_flops * 7 // 2 if with_gradient else forward_flops,
-        bars=_bars(shape, is_causal=is_causal, with_gradient=with_gradient),
-        skipped=skipped,
+        skipped={} if stock_fits(config) else dict.fromkeys(("reference", "xla"), logits),
         error_limit=_GRADIENT_ERROR_LIMIT if with_gradient else 1e-2,
-        **written,
     )
 
 
@@ -171,18 +143,3 @@ def _bars(shape: Shape, *, is_causal: bool, with_gradient: bool) -> tuple[Bar, .
     if shape == PLAIN[0] and not is_causal:
         bars.append(Bar(TERAFLOPS, must=220.0 if with_gradient else 250.0, ours="cuda"))
     return tuple(bars)
-
-
-def _sizes(shape: Shape) -> tuple[int, int, int, int, int]:
-    """Returns (B, T, N, K, H)."""
-    batch, length, heads, *key_heads, head_size = shape
-    return batch, length, heads, *(key_heads or (heads,)), head_size  # type: ignore[return-value]
-
-
-def _make_inputs(sizes: tuple[int, ...], with_gradient: bool, key: jax.Array) -> Arrays:
-    batch, length, heads, key_heads, head_size = sizes
-    counts: Any = (heads, key_heads, key_heads, *([heads] if with_gradient else []))
-    return tuple(
-        jax.random.normal(k, (batch, length, count, head_size), jnp.bfloat16)
-        for k, count in zip(jax.random.split(key, len(counts)), counts, strict=True)
-    )

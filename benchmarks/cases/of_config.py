@@ -22,15 +22,17 @@ def case(
     config: Config,
     *,
     stock: str,
-    torch: Function,
+    torch: Function | None = None,
     with_gradient: bool = False,
     read_again: int = 0,
     flops: int = 0,
+    backward: float = 2.0,
     bars: tuple[Bar, ...] = (),
     peers: Mapping[str, Function] | None = None,
     torch_peers: Mapping[str, Callable[[], Function]] | None = None,
     far_bias: int | None = None,
     differentiable: int | None = None,
+    skipped: Mapping[str, str] | None = None,
     error_limit: float = 1e-2,
 ) -> Case:
     """Returns a case of a config.
@@ -39,18 +41,21 @@ def case(
       name: of the case, with its direction.
       shape: the sizes that the case is listed by.
       config: of the sweep.
-      stock: the form of stock JAX that is the peer "xla".
+      stock: the form of stock JAX that is the peer "xla"; if XLA has no room for it, the case says so
+        by `skipped`.
       torch: the same function of torch's tensors.
       with_gradient: whether the backward is measured too.
       read_again: bytes of what the forward saved that the backward reads, and of saved values that are
         neither an operand nor a result, when they are written and when they are read.
-      flops: of the forward's products; the backward has twice as many.
+      flops: of the forward's products.
+      backward: operations of the backward's products for each of the forward's.
       bars: what ours must reach.
       peers: further functions in JAX.
       torch_peers: further functions that import what a torch peer needs and return it.
       far_bias: the index of a bias before a relu, of which each value is far from 0: no rounding of a
         sum then turns a gradient on or off.
       differentiable: how many operands get a gradient, if not all that the sweep differentiates by.
+      skipped: reasons for not running an implementation, by name.
       error_limit: largest error of a row that counts as right.
     """
     written = programs.of(config)
@@ -64,10 +69,11 @@ def case(
 
     found: dict[str, Any] = functions(
         written.ours,
-        {"xla": written.stock[stock], **(peers or {})},
-        {"torch_compile": partial(torch_compiled, torch), **(torch_peers or {})},
+        {"xla": written.stock.get(stock, written.plain()), **(peers or {})},
+        ({"torch_compile": partial(torch_compiled, torch)} if torch else {}) | (torch_peers or {}),
         differentiable=differentiable or written.differentiable,
         cotangents=cotangents,
+        truth=written.reference,
     )
     inputs = jax.eval_shape(make_inputs, jax.random.key(0))
     results = jax.eval_shape(found["jax"]["xla"], *inputs)
@@ -77,8 +83,9 @@ def case(
         make_inputs=make_inputs,
         bytes=read_again
         + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, results))),
-        flops=flops * (3 if with_gradient else 1),
+        flops=int(flops * (1 + backward * with_gradient)),
         bars=bars,
+        skipped=skipped or {},
         error_limit=error_limit,
         **found,
     )

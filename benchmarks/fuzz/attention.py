@@ -70,6 +70,27 @@ def draw_attention(draw: Draw) -> Options:
     return options
 
 
+_PLAIN: Options = dict(
+    bias=None,
+    mask=None,
+    scale=None,
+    is_causal=False,
+    window=None,
+    soft_cap=None,
+    segments=0,
+    same_segments=False,
+    query_lengths=False,
+    key_lengths=False,
+    fewest_keys=0,
+    sinks=False,
+    dropout=0.0,
+    residual=False,
+    offset=None,
+    mask_object=None,
+)
+"""Options of attention that need not be stated: queries and keys have segments of their own, and a
+sequence may have no keys."""
+
 _MASK_OBJECTS: dict[str, Callable[[tuple[int, int]], masks.AttentionMask]] = {
     "local and global": lambda shape: masks.LocalMask(shape, (90, 20)) | masks.GlobalMask(shape, 3),
     "random": lambda shape: masks.RandomBlocksMask(shape, 2, 48) & ~masks.DilatedMask(shape, 9, 3),
@@ -87,7 +108,7 @@ def _mask_object(o: Options) -> masks.AttentionMask:
 
 
 def attention(options: Options) -> Problem:
-    o = options
+    o = _PLAIN | options
     batch, heads = o["batch"], o["key_heads"] * o["group"]
     lead = () if batch is None else (batch,)
     sizes = dict(b=batch or 0 if batch is not None else 1, n=heads, t=o["queries"], s=o["keys"])
@@ -115,47 +136,45 @@ def _shape(axes: str, sizes: dict[str, int]) -> tuple[int, ...]:
 def _constants(o: Options, sizes: dict[str, int]) -> dict[str, Any]:
     rng, constants = rng_of(o), {}
     has_batch, batch = o["batch"] is not None, sizes["b"]
-    if o["mask"] and not o.get("mask_object"):
+    if o["mask"] and not o["mask_object"]:
         constants["mask"] = rng.random(_shape(o["mask"], sizes)) < 0.7
     if o["query_lengths"]:
-        constants["query_seq_lengths"] = _lengths(rng, batch, o["queries"])
+        constants["query_seq_lengths"] = _lengths(rng, batch, 0, o["queries"])
     if o["key_lengths"]:
-        constants["key_value_seq_lengths"] = _lengths(rng, batch, o["keys"])
+        constants["key_value_seq_lengths"] = _lengths(rng, batch, o["fewest_keys"], o["keys"])
     if o["segments"]:
         for name, size in (("query_segment_ids", "t"), ("key_value_segment_ids", "s")):
             ids = np.sort(rng.integers(0, o["segments"], (batch, sizes[size])), axis=1)
             constants[name] = (ids if has_batch else ids[0]).astype(np.int32)
+        if o["same_segments"]:
+            constants["key_value_segment_ids"] = constants["query_segment_ids"]
     if o["dropout"]:
         constants["dropout_key"] = np.asarray([7, o["data"] % 2**31], np.uint32)
-    if o.get("offset") == "of each":
+    if o["offset"] == "of each":
         offsets = rng.integers(-o["queries"], o["keys"] + 1, (batch,))
         constants["query_offset"] = offsets.astype(np.int32)
     return constants
 
 
-def _lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
-    return rng.integers(0, most + 1, (batch,)).astype(np.int32)
+def _lengths(rng: np.random.Generator, batch: int, fewest: int, most: int) -> np.ndarray:
+    return rng.integers(fewest, most + 1, (batch,)).astype(np.int32)
 
 
 def _attend(o: Options) -> Any:
     def attend(operands: Any, constants: Any, how: How) -> Any:
         given = dict(constants)
-        mask = given.pop("mask", None)
+        mask = _mask_object(o) if o["mask_object"] else given.pop("mask", None)
         if o["dropout"]:
             given["dropout_key"] = jax.random.wrap_key_data(given["dropout_key"])
             given["dropout_rate"] = o["dropout"]
-        if o.get("offset") == "bottom_right":
+        if o["offset"] == "bottom_right":
             given["query_offset"] = o["offset"]
         return jaxfused.dot_product_attention(
             operands["q"],
             operands["k"],
             operands["v"],
             operands.get("bias"),
-            _mask_object(o)
-            if o.get("mask_object")
-            else None
-            if mask is None
-            else jnp.asarray(mask),
+            mask,
             scale=o["scale"],
             is_causal=o["is_causal"],
             local_window_size=None if o["window"] is None else tuple(o["window"]),

@@ -108,13 +108,15 @@ def functions(
     *,
     differentiable: int,
     cotangents: int,
+    truth: Function | None = None,
 ) -> dict[str, Any]:
     """Returns `truth`, `jax`, `torch` and `differentiable` of a Case, from functions of a forward.
 
     Args:
-      ours: takes implementation= as well; "xla" is the truth.
+      ours: takes implementation= as well.
       differentiable: how many leading operands have a gradient.
       cotangents: how many of the last inputs are dys; 0 measures the forward alone.
+      truth: by default our implementation "xla".
     """
 
     def whole(forward: Function) -> Function:
@@ -126,7 +128,7 @@ def functions(
     named = {MIXED: None} | _IMPLEMENTATIONS
     in_jax = {n: partial(ours, implementation=i) for n, i in named.items()} | peers
     return {
-        "truth": whole(in_jax["reference"]),
+        "truth": whole(truth or in_jax["reference"]),
         "jax": {name: whole(forward) for name, forward in in_jax.items()},
         "torch": {name: partial(whole_in_torch, build) for name, build in torch.items()},
         "differentiable": differentiable if cotangents else 0,

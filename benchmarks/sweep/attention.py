@@ -1,16 +1,20 @@
 """Attention for the sweep: jaxfused, jax.nn, Flax, cuDNN, and the truth a few heads at a time.
 
-Operands are q, k, v, then the bias, lengths and segment ids that the case has.
+Operands are q, k, v, then the bias, the keys' lengths and the segment ids that the case has, which are
+those of queries and, once more, of keys.
 """
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-import jaxfused
+from benchmarks.fuzz.attention import attention
+from benchmarks.run.case import Function
 from benchmarks.sweep.configs import Attention
+from benchmarks.sweep.program_parts import Programs, of_problem
 
 STOCK_LOGITS_BYTES = 5 * 2**30
 """Bytes of the logits [B, N, T, S] in float32, of which XLA holds up to four at a time for a
@@ -20,23 +24,52 @@ _TRUTH_LOGITS = 2**27
 """Logits that the truth holds at a time in each of its arrays."""
 
 
+def programs(config: Attention) -> Programs:
+    problem = attention(
+        dict(
+            batch=config.batch,
+            queries=config.queries,
+            keys=config.keys,
+            key_heads=config.key_heads,
+            group=config.group,
+            head_size=config.head_size,
+            value_head_size=config.head_size,
+            dtype=config.dtype,
+            is_causal=config.causal,
+            window=_window(config),
+            segments=config.segments,
+            same_segments=True,
+            key_lengths=config.lengths,
+            fewest_keys=1 + config.keys // 4,
+            bias="bnts" if config.bias_batch > 1 else "1nts" if config.bias_batch else None,
+            bias_dtype=config.dtype,
+        )
+    )
+    stock: dict[str, Function] = {}
+    if stock_fits(config):
+        stock["jax.nn"] = partial(of_jax, config, implementation="xla")
+        if config.group == 1:
+            stock["flax"] = partial(of_flax, config)
+    return of_problem(
+        problem,
+        stock,
+        peers={"cudnn": partial(of_jax, config, implementation="cudnn")},
+        reference=partial(in_pieces, config),
+        # If one key has all the weight, the gradients of q and k are differences of equal numbers, one
+        # of which comes from a 16-bit output.
+        terms=(
+            0.0,
+            config.keys**-0.5,
+            (config.queries * config.group) ** 0.5 / config.keys,
+            0.0,
+            *[1.0] * (config.bias_batch > 0),
+        ),
+    )
+
+
 def stock_fits(config: Attention) -> bool:
     """Returns whether stock XLA, which holds all logits, stays within 24 GiB."""
     return 4 * config.logits() <= STOCK_LOGITS_BYTES
-
-
-def masks(config: Attention, key: jax.Array) -> list[jax.Array]:
-    """Draws lengths [B] and segment ids [B, S], if the case has them."""
-    operands = []
-    if config.lengths:
-        fewest = 1 + config.keys // 4
-        shape = (config.batch,)
-        operands.append(jax.random.randint(key, shape, fewest, config.keys + 1, jnp.int32))
-    if config.segments:
-        shape = (config.batch, config.keys)
-        starts = jax.random.bernoulli(key, min(0.5, config.segments / config.keys), shape)
-        operands.append(jnp.cumsum(starts, axis=1, dtype=jnp.int32))
-    return operands
 
 
 def _split(config: Attention, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -48,21 +81,6 @@ def _split(config: Attention, operands: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _window(config: Attention) -> tuple[int, int] | None:
     return (config.window, 0) if config.window else None
-
-
-def ours(config: Attention, *operands: Any) -> jax.Array:
-    q, k, v, bias, lengths, segments = _split(config, operands)
-    return jaxfused.dot_product_attention(
-        q,
-        k,
-        v,
-        bias,
-        is_causal=config.causal,
-        local_window_size=_window(config),
-        key_value_seq_lengths=lengths,
-        query_segment_ids=segments,
-        key_value_segment_ids=segments,
-    )
 
 
 def of_jax(config: Attention, *operands: Any, implementation: Any) -> jax.Array:

@@ -14,7 +14,7 @@ import optax
 
 from benchmarks.fuzz import losses, norms, others, products
 from benchmarks.fuzz.problem import Problem
-from benchmarks.run.case import Arrays, Function
+from benchmarks.run.case import Function
 from benchmarks.sweep import attention, fp8_programs, image_programs, quantized_programs
 from benchmarks.sweep.configs import (
     MLP,
@@ -38,7 +38,6 @@ from benchmarks.sweep.program_parts import (
     ACTIVATIONS,
     VARIANCES,
     Programs,
-    RandomArrays,
     dense,
     flax_norm,
     mean_square,
@@ -59,7 +58,7 @@ from benchmarks.sweep.quantized_configs import (
 def of(config: Config) -> Programs:
     build: dict[type, Callable[[Any], Programs]] = {
         Norm: _norm,
-        Attention: attention_programs,
+        Attention: attention.programs,
         Linear: _linear,
         MLP: _mlp if config.operator == "mlp" else _gated_mlp,
         Rope: _rope,
@@ -114,47 +113,6 @@ def _norm(config: Norm) -> Programs:
 
     forms = {name: partial(stock, form) for name, form in VARIANCES[config.operator].items()}
     return of_problem(problem, forms, results=1 + config.residual)
-
-
-# --- attention ------------------------------------------------------------------------------------
-
-
-def attention_programs(config: Attention) -> Programs:
-    dtype = jnp.dtype(config.dtype)
-    query = (config.batch, config.queries, config.heads, config.head_size)
-    key_shape = (config.batch, config.keys, config.key_heads, config.head_size)
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [random.normal(shape, dtype) for shape in (query, key_shape, key_shape)]
-        if config.bias_batch:
-            shape = (config.bias_batch, config.heads, config.queries, config.keys)
-            operands.append(random.normal(shape, dtype))
-        operands += attention.masks(config, jax.random.fold_in(key, 1))
-        return (*operands, random.normal(query, dtype))
-
-    stock: dict[str, Function] = {}
-    if attention.stock_fits(config):
-        stock["jax.nn"] = partial(attention.of_jax, config, implementation="xla")
-        if config.group == 1:
-            stock["flax"] = partial(attention.of_flax, config)
-    return Programs(
-        make_inputs,
-        partial(attention.ours, config),
-        stock,
-        differentiable=3 + (config.bias_batch > 0),
-        peers={"cudnn": partial(attention.of_jax, config, implementation="cudnn")},
-        reference=partial(attention.in_pieces, config),
-        # If one key has all the weight, the gradients of q and k are differences of equal numbers, one
-        # of which comes from a 16-bit output.
-        terms=(
-            0.0,
-            config.keys**-0.5,
-            (config.queries * config.group) ** 0.5 / config.keys,
-            0.0,
-            *[1.0] * (config.bias_batch > 0),
-        ),
-    )
 
 
 # --- products -------------------------------------------------------------------------------------
