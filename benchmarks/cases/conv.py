@@ -71,9 +71,11 @@ def _bars(operation: _Operation, shape: Shape) -> tuple[Bar, ...]:
     return (Bar("xla", must=1.3 if shape in (_FEW, _FEW_LARGE, _VOLUMES) else 1.2),)
 
 
-def _case(operation: _Operation, shape: Shape) -> Case:
+def config_of(
+    shape: Shape, *, bias: bool = False, activation: str | None = None, residual: bool = False
+) -> Conv:
     batch, *sides, channels, features = shape
-    config = Conv(
+    return Conv(
         batch=batch,
         axes=len(sides),
         side=sides[0],
@@ -85,6 +87,16 @@ def _case(operation: _Operation, shape: Shape) -> Case:
         dilation=1,
         dtype="bfloat16",
         param_dtype="same",
+        bias=bias,
+        activation=activation,
+        residual=residual,
+    )
+
+
+def _case(operation: _Operation, shape: Shape) -> Case:
+    batch, *sides, channels, features = shape
+    config = config_of(
+        shape,
         bias=operation.bias,
         activation=operation.activation,
         residual=operation.residual,

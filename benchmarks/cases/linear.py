@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-
 from benchmarks.cases import of_config
 from benchmarks.run.case import BARE, Bar, Case, Function
 from benchmarks.sweep.configs import Linear
@@ -23,19 +20,6 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
     """Returns every operation at every shape, in the order in which they are measured."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
-
-
-def random_operands(
-    key: jax.Array, rows: Sequence[tuple[int, ...]], weights: Sequence[tuple[int, ...]]
-) -> list[jax.Array]:
-    """Draws `rows` of unit variance, and `weights` [D, F] that keep it; biases [F] are small."""
-    keys = iter(jax.random.split(key, len(rows) + len(weights)))
-    operands = [jax.random.normal(next(keys), shape, jnp.bfloat16) for shape in rows]
-    for shape in weights:
-        deviation = 0.1 if len(shape) == 1 else shape[0] ** -0.5
-        values = deviation * jax.random.normal(next(keys), shape, jnp.float32)
-        operands.append(values.astype(jnp.bfloat16))
-    return operands
 
 
 # --- the peers, as functions of (x, w, ...) -------------------------------------------------------

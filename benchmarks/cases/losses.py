@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-import jaxfused
-from benchmarks.cases.linear import random_operands
-from benchmarks.run.case import BULK_COPY, Arrays, Bar, Case, Function, functions, torch_compiled
+from benchmarks.cases import of_config
+from benchmarks.fuzz import losses
+from benchmarks.fuzz.problem import Problem
+from benchmarks.run.case import BULK_COPY, Bar, Case, Function
+from benchmarks.sweep.program_parts import of_problem
 
 LOGITS: tuple[tuple[int, int], ...] = ((8192, 128256), (16384, 32000))
 """Sizes (tokens, classes)."""
@@ -50,12 +53,12 @@ _OVER_XLA = Bar("xla", must=1.5)
 
 _OF_LOGITS = (
     _Operation(
-        "softmax_cross_entropy forward+backward",
+        "softmax_cross_entropy",
         2,
         (Bar(BULK_COPY, must=0.75), _OVER_XLA),
     ),
     _Operation(
-        "softmax_cross_entropy of any cotangent forward+backward",
+        "softmax_cross_entropy of any cotangent",
         3,
         (Bar(BULK_COPY, must=0.85), _OVER_XLA),
         cotangent="any",
@@ -64,28 +67,39 @@ _OF_LOGITS = (
 
 
 def _logits_case(operation: _Operation, shape: tuple[int, int]) -> Case:
-    def ours(logits, labels, *, implementation):
-        return jaxfused.softmax_cross_entropy(
-            logits, labels, cotangent=operation.cotangent, implementation=implementation
-        )
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        of_logits, of_labels = jax.random.split(key)
-        logits = 3.0 * jax.random.normal(of_logits, shape, jnp.bfloat16)
-        return logits, _labels(of_labels, shape[:1], shape[1]), jnp.ones(())
-
-    return Case(
-        name=operation.name,
-        shape=shape,
-        make_inputs=make_inputs,
+    options = dict(
+        rows=shape[:1], classes=shape[1], dtype="bfloat16", cotangent=operation.cotangent
+    )
+    return _case(
+        operation.name,
+        shape,
+        losses.softmax_cross_entropy(options),
+        _optax_mean,
+        _torch_mean,
         bytes=operation.passes * shape[0] * shape[1] * 2,
         bars=operation.bars,
-        **_functions(ours, _optax_mean, _torch_mean, differentiable=1),
     )
 
 
-def _labels(key: jax.Array, shape: tuple[int, ...], classes: int) -> jax.Array:
-    return jax.random.randint(key, shape, 0, classes)
+def _case(
+    name: str,
+    shape: tuple[int, ...],
+    problem: Problem,
+    stock: Function,
+    torch: Function,
+    **more: Any,
+) -> Case:
+    """Returns the case of a loss with its gradient; `more` are arguments of `of_config.case`."""
+    programs = of_problem(problem, {"optax": stock})
+    return of_config.case(
+        f"{name} forward+backward",
+        shape,
+        programs,
+        stock="optax",
+        torch=torch,
+        with_gradient=True,
+        **more,
+    )
 
 
 def _optax_mean(logits, labels):
@@ -99,43 +113,26 @@ def _torch_mean(logits, labels):
     return torch.nn.functional.cross_entropy(logits.float(), labels.long())
 
 
-def _functions(ours: Function, in_jax: Function, in_torch: Function, *, differentiable: int):
-    return functions(
-        ours,
-        {"xla": in_jax},
-        {"torch_compile": partial(torch_compiled, in_torch)},
-        differentiable=differentiable,
-        cotangents=1,
-    )
-
-
 # --- the logits of a linear layer -----------------------------------------------------------------
 
 
 def _layer_case(shape: tuple[int, int, int]) -> Case:
     tokens, features, classes = shape
 
-    def make_inputs(key: jax.Array) -> Arrays:
-        of_layer, of_labels = jax.random.split(key)
-        x, w = random_operands(of_layer, [(tokens, features)], [(features, classes)])
-        return x, w, _labels(of_labels, (tokens,), classes), jnp.ones(())
-
-    def ours(x, w, labels, *, implementation):
-        return jaxfused.linear_softmax_cross_entropy(x, w, labels, implementation=implementation)
-
-    def stock(mean: Function, x, w, labels):
+    def of_layer(mean: Function, x, w, labels):
         return mean(x @ w, labels)
 
-    return Case(
-        name="linear_softmax_cross_entropy forward+backward",
-        shape=shape,
-        make_inputs=make_inputs,
-        bytes=2 * 2 * (tokens * features + features * classes),
-        flops=3 * 2 * tokens * features * classes,
-        bars=(Bar("xla", must=40.7 / 36.0),),
-        **_functions(
-            ours, partial(stock, _optax_mean), partial(stock, _torch_mean), differentiable=2
+    return _case(
+        "linear_softmax_cross_entropy",
+        shape,
+        losses.linear_softmax_cross_entropy(
+            dict(rows=(tokens,), width=features, classes=classes, dtype="bfloat16")
         ),
+        partial(of_layer, _optax_mean),
+        partial(of_layer, _torch_mean),
+        bytes=2 * 2 * (tokens * features + features * classes),
+        flops=2 * tokens * features * classes,
+        bars=(Bar("xla", must=40.7 / 36.0),),
     )
 
 
@@ -143,23 +140,15 @@ def _layer_case(shape: tuple[int, int, int]) -> Case:
 
 
 def _image_case(shape: tuple[int, int, int]) -> Case:
-    def make_inputs(key: jax.Array) -> Arrays:
-        of_logits, of_labels = jax.random.split(key)
-        logits = 3.0 * jax.random.normal(of_logits, shape, jnp.bfloat16)
-        return logits, _labels(of_labels, shape, 2), jnp.ones(())
-
-    def ours(logits, labels, *, implementation):
-        return jaxfused.segmentation_loss(logits, labels, implementation=implementation)
-
-    pixels = shape[0] * shape[1] * shape[2]
-    return Case(
-        name="segmentation_loss forward+backward",
-        shape=shape,
-        make_inputs=make_inputs,
+    return _case(
+        "segmentation_loss",
+        shape,
+        losses.segmentation_loss(dict(shape=shape, classes=None, dtype="bfloat16")),
+        _stock_segmentation,
+        _torch_segmentation,
         # Logits and labels are read for the sums and for the gradient.
-        bytes=pixels * (2 * (2 + 4) + 2),
+        bytes=shape[0] * shape[1] * shape[2] * (2 * (2 + 4) + 2),
         bars=(Bar("xla", must=2.0),),
-        **_functions(ours, _stock_segmentation, _torch_segmentation, differentiable=1),
     )
 
 

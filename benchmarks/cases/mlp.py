@@ -7,9 +7,9 @@ from functools import partial
 import jax
 
 from benchmarks.cases import of_config
-from benchmarks.cases.linear import random_operands
-from benchmarks.run.case import TERAFLOPS, Bar, Case, Function, torch_compiled
+from benchmarks.run.case import TERAFLOPS, Arrays, Bar, Case, Function, torch_compiled
 from benchmarks.sweep.configs import MLP
+from benchmarks.sweep.program_parts import RandomArrays
 from jaxfused import dispatch
 from pallas_kernels.gemm import mlp as pallas_mlp
 
@@ -152,11 +152,16 @@ def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
 
 def _unit_case(shape: Shape) -> Case:
     rows, features, hidden = shape
-    weights = [(features, hidden)] * 2
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = RandomArrays(key)
+        weights = (random.weight((features, hidden), "bfloat16") for _ in range(2))
+        return (random.normal((rows, features), "bfloat16"), *weights)
+
     return Case(
         name="gated unit, silu, forward",
         shape=shape,
-        make_inputs=lambda key: tuple(random_operands(key, [shape[:2]], weights)),
+        make_inputs=make_inputs,
         truth=_flax_gated_unit,
         jax={
             "pallas": _pallas_gated_unit,

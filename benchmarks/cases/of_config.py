@@ -1,4 +1,4 @@
-"""Cases of listed shapes from configs of the sweep: its operands, its programs of ours and of stock."""
+"""Cases of listed shapes from configs of the sweep, or from problems of the fuzz with stock's forms."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from benchmarks.run.case import Arrays, Bar, Case, Function, functions, torch_compiled
 from benchmarks.sweep import programs
 from benchmarks.sweep.configs import Config
+from benchmarks.sweep.program_parts import Programs
 
 FORWARD, WITH_GRADIENTS = "forward", "forward+backward"
 _FAR = 8.0
@@ -19,12 +20,13 @@ _FAR = 8.0
 def case(
     name: str,
     shape: tuple[int, ...],
-    config: Config,
+    config: Config | Programs,
     *,
-    stock: str,
+    stock: str | None = None,
     torch: Function | None = None,
     with_gradient: bool = False,
     read_again: int = 0,
+    bytes: int | None = None,
     flops: int = 0,
     backward: float = 2.0,
     bars: tuple[Bar, ...] = (),
@@ -40,13 +42,14 @@ def case(
     Args:
       name: of the case, with its direction.
       shape: the sizes that the case is listed by.
-      config: of the sweep.
-      stock: the form of stock JAX that is the peer "xla"; if XLA has no room for it, the case says so
-        by `skipped`.
+      config: of the sweep, or the programs of a problem.
+      stock: the form of stock JAX that is the peer "xla", if there is one. Where XLA has no room for it,
+        `skipped` says so.
       torch: the same function of torch's tensors.
       with_gradient: whether the backward is measured too.
       read_again: bytes of what the forward saved that the backward reads, and of saved values that are
         neither an operand nor a result, when they are written and when they are read.
+      bytes: in all, if not every operand and result counts once.
       flops: of the forward's products.
       backward: operations of the backward's products for each of the forward's.
       bars: what ours must reach.
@@ -58,37 +61,43 @@ def case(
       skipped: reasons for not running an implementation, by name.
       error_limit: largest error of a row that counts as right.
     """
-    written = programs.of(config)
+    written = config if isinstance(config, Programs) else programs.of(config)
     cotangents = written.cotangents if with_gradient else 0
 
     def make_inputs(key: jax.Array) -> Arrays:
         inputs = list(written.make_inputs(key))
         if far_bias is not None:
             inputs[far_bias] = _FAR * jnp.sign(inputs[far_bias])
-        return tuple(inputs if with_gradient else inputs[: -written.cotangents])
+        operands = (
+            inputs if with_gradient or not written.differentiable else inputs[: -written.cotangents]
+        )
+        return (*operands, *(written.floats(*operands) if written.floats else ()))
 
     found: dict[str, Any] = functions(
         written.ours,
-        {"xla": written.stock.get(stock, written.plain()), **(peers or {})},
+        ({"xla": written.stock.get(stock, written.plain())} if stock else {}) | dict(peers or {}),
         ({"torch_compile": partial(torch_compiled, torch)} if torch else {}) | (torch_peers or {}),
         differentiable=differentiable or written.differentiable,
         cotangents=cotangents,
-        truth=written.reference,
+        truth=written.truth or written.reference,
     )
-    inputs = jax.eval_shape(make_inputs, jax.random.key(0))
-    results = jax.eval_shape(found["jax"]["xla"], *inputs)
     return Case(
         name=name,
         shape=shape,
         make_inputs=make_inputs,
-        bytes=read_again
-        + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, results))),
+        bytes=read_again + _bytes(make_inputs, found["truth"]) if bytes is None else bytes,
         flops=int(flops * (1 + backward * with_gradient)),
         bars=bars,
         skipped=skipped or {},
         error_limit=error_limit,
         **found,
     )
+
+
+def _bytes(make_inputs: Function, forward: Function) -> int:
+    inputs = jax.eval_shape(make_inputs, jax.random.key(0))
+    arrays = jax.tree.leaves((inputs, jax.eval_shape(forward, *inputs)))
+    return sum(a.size * a.dtype.itemsize for a in arrays)
 
 
 def of_images(

@@ -53,7 +53,7 @@ def softmax_cross_entropy(options: Options) -> Problem:
 
 
 def linear_softmax_cross_entropy(options: Options) -> Problem:
-    o = options
+    o = _PLAIN | options
     operands = present(
         x=Operand((*o["rows"], o["width"]), o["dtype"]),
         w=weight((o["width"], o["classes"]), o["dtype"]),
@@ -72,8 +72,16 @@ _PLAIN: Options = dict(
     reduction="mean",
     soft_cap=None,
     cotangent=None,
+    chunk_size=None,
+    bias=False,
+    cross_entropy_weight=1.0,
+    dice_weight=1.0,
+    smooth=1.0,
+    tversky_alpha=0.5,
+    tversky_beta=0.5,
+    focal_gamma=0.0,
 )
-"""Options of a cross-entropy that need not be stated."""
+"""Options of a loss that need not be stated."""
 
 
 def _loss(
@@ -201,7 +209,7 @@ def draw_segmentation(draw: Draw) -> Options:
 
 
 def segmentation_loss(options: Options) -> Problem:
-    o, classes = options, options["classes"]
+    o, classes = _PLAIN | options, options["classes"]
     shape = (*o["shape"], *(() if classes is None else (classes,)))
     names = ("cross_entropy_weight", "dice_weight", "smooth", "tversky_alpha", "tversky_beta")
     given = {name: o[name] for name in (*names, "focal_gamma", "reduction")}

@@ -48,6 +48,9 @@ class Programs:
     units: tuple[Any, ...] = ()
     """Dtypes in which compared values may be off by one unit in the last place; by default our
     results'."""
+    floats: Function | None = None
+    """Function of the operands that returns the float operands that they were quantised from, for a peer
+    of listed cases."""
     weight_bytes: int = 0
     """Bytes of weights that a call reads, which in a network are never cached; 0 adds no input sets for
     them."""

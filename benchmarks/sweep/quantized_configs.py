@@ -108,6 +108,8 @@ class QuantizedProduct:
     activation: str | None
     residual: bool
     layout: str = "columns"
+    columns: int = 1
+    """Columns of the weights that share a scale; more than 1 in listed cases only."""
     operator: ClassVar[str] = "quantized_product"
 
     def fits(self) -> bool:

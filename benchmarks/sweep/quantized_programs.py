@@ -51,6 +51,7 @@ class _Weights:
     layout: Layout
     group: int = 0
     symmetric: bool = True
+    columns: int = 1
 
     @property
     def count(self) -> int:
@@ -59,10 +60,11 @@ class _Weights:
 
     def make(self, w: jax.Array) -> list[jax.Array]:
         """Quantises float weights into the arrays."""
+        group = self.group or None
         q = jaxfused.quantize(
             w,
             self.format,
-            group_size=self.group or None,
+            group_size=group if self.columns == 1 else (group, self.columns),
             symmetric=self.symmetric,
             layout=self.layout,
         )
@@ -81,7 +83,7 @@ class _Weights:
         """Returns numbers minus zero points, [G, D / G, F], in a dtype that holds them; and scales."""
         numbers = arrays[-1] if self.format == "int4" else arrays[0]
         numbers = numbers.mT if self.layout == "columns" else numbers
-        scale = arrays[1]
+        scale = jnp.repeat(arrays[1], self.columns, axis=1)
         numbers = numbers.reshape(scale.shape[0], -1, numbers.shape[-1]).astype(dtype)
         if not self.symmetric:
             numbers = numbers - arrays[2][:, None].astype(dtype)
@@ -125,15 +127,19 @@ def quantized_matmul(config: QuantizedMatmul) -> Programs:
         starts = range(0, len(arrays), weights.count)
         return x, of_products, residual, [arrays[i : i + weights.count] for i in starts]
 
-    def ours(*args: jax.Array) -> Any:
+    def ours(*args: jax.Array, implementation: str | None = None) -> Any:
         x, of_products, residual, arrays = split(args)
         ws = [weights.array(a) for a in arrays]
         if config.gated:
-            unit: Any = dict(activation=config.activation, implementation=None)
+            unit: Any = dict(activation=config.activation, implementation=implementation)
             return gated_unit(x, *ws, *of_products, **unit)
         (w,), (bias,) = ws, of_products
         options: Any = dict(activation=config.activation, residual=residual)
-        return jaxfused.quantized_matmul(x, w, bias, **options)
+        return jaxfused.quantized_matmul(x, w, bias, implementation=implementation, **options)
+
+    def floats(*args: jax.Array) -> Arrays:
+        x, _, _, arrays = split(args)
+        return x, *(weights.dequantised(of_one, dtype) for of_one in arrays)
 
     def stock(product: Function, *args: jax.Array) -> Any:
         x, of_products, residual, arrays = split(args)
@@ -149,6 +155,7 @@ def quantized_matmul(config: QuantizedMatmul) -> Programs:
         ours,
         {name: partial(stock, form) for name, form in _forms_of_float_x(config).items()},
         differentiable=1 + biases + config.residual,
+        floats=floats,
         weight_bytes=products * _bytes(config.width * config.out, config.weights),
     )
 
@@ -201,7 +208,7 @@ def _by_groups(weights: _Weights, x, arrays):
 def quantized_product(config: QuantizedProduct) -> Programs:
     out_dtype, shape = jnp.dtype(config.out_dtype), (config.rows, config.out)
     layout: Layout = "columns" if config.layout == "columns" else "rows"
-    weights = _Weights(config.format, layout, config.group)
+    weights = _Weights(config.format, layout, config.group, columns=config.columns)
 
     def make_inputs(key: jax.Array) -> Arrays:
         random = RandomArrays(key)
@@ -218,7 +225,7 @@ def quantized_product(config: QuantizedProduct) -> Programs:
         bias = rest.pop(0) if config.bias else None
         return x, w, bias, rest.pop(0) if config.residual else None
 
-    def ours(*args: jax.Array) -> Any:
+    def ours(*args: jax.Array, implementation: str | None = None) -> Any:
         x, w, bias, residual = split(args)
         return jaxfused.quantized_matmul(
             jaxfused.QuantizedArray(*x, None, -1),
@@ -227,7 +234,12 @@ def quantized_product(config: QuantizedProduct) -> Programs:
             activation=config.activation,
             residual=residual,
             out_dtype=out_dtype,
+            implementation=implementation,
         )
+
+    def floats(*args: jax.Array) -> Arrays:
+        x, w, _, _ = split(args)
+        return _dequantised(x, out_dtype), weights.dequantised(w, out_dtype)
 
     def written(dtype: Any, product: Function, *args: jax.Array) -> Any:
         x, w, bias, residual = split(args)
@@ -245,6 +257,7 @@ def quantized_product(config: QuantizedProduct) -> Programs:
         differentiable=0,
         reference=partial(written, out_dtype, _of_what_both_are),
         truth=partial(written, jnp.float32, _of_what_both_are),
+        floats=floats,
         weight_bytes=_bytes(config.width * config.out, config.format),
     )
 
@@ -274,11 +287,14 @@ def _scaled_sums(weights: _Weights, x, w, *, multiplied: Any, sums: Any):
 
 
 def _dequantised_both(weights: _Weights, x, w, dtype: Any, precision: Any = None):
+    of_x, of_w = _dequantised(x, dtype), weights.dequantised(w, dtype)
+    return jnp.matmul(of_x, of_w, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _dequantised(x: Arrays, dtype: Any) -> jax.Array:
     values, scale = x
     in_groups = values.reshape(values.shape[0], scale.shape[1], -1).astype(jnp.float32)
-    of_x = (in_groups * scale[..., None]).reshape(values.shape).astype(dtype)
-    of_w = weights.dequantised(w, dtype)
-    return jnp.matmul(of_x, of_w, precision=precision, preferred_element_type=jnp.float32)
+    return (in_groups * scale[..., None]).reshape(values.shape).astype(dtype)
 
 
 _of_what_both_are = partial(_dequantised_both, dtype=jnp.float32, precision="highest")
@@ -424,7 +440,7 @@ def quantized_conv(config: QuantizedConv) -> Programs:
         bias = rest.pop(0) if config.bias else None
         return x, w, bias, rest.pop(0) if config.residual else None, floats
 
-    def ours(*args: jax.Array) -> Any:
+    def ours(*args: jax.Array, implementation: str | None = None) -> Any:
         x, w, bias, residual, _ = split(args)
         return jaxfused.quantized_conv(
             jaxfused.QuantizedArray(*x, None, -1),
@@ -436,6 +452,7 @@ def quantized_conv(config: QuantizedConv) -> Programs:
             activation=config.activation,
             residual=residual,
             out_dtype=dtype,
+            implementation=implementation,
         )
 
     def written(dtype: Any, convolved: Callable[..., jax.Array], *args: jax.Array) -> Any:
