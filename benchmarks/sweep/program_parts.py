@@ -49,8 +49,8 @@ class Programs:
     """Dtypes in which compared values may be off by one unit in the last place; by default our
     results'."""
     floats: Function | None = None
-    """Function of the operands that returns the float operands that they were quantised from, for a peer
-    of listed cases."""
+    """Function of the operands that returns the floats that they stand for, which a listed case's bare
+    product multiplies: they are further operands there, which the other functions ignore."""
     weight_bytes: int = 0
     """Bytes of weights that a call reads, which in a network are never cached; 0 adds no input sets for
     them."""

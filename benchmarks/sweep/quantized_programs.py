@@ -124,7 +124,7 @@ def quantized_matmul(config: QuantizedMatmul) -> Programs:
         of_products = rest[:biases] or [None] * products
         residual = rest[biases] if config.residual else None
         arrays = rest[biases + config.residual :]
-        starts = range(0, len(arrays), weights.count)
+        starts = range(0, products * weights.count, weights.count)
         return x, of_products, residual, [arrays[i : i + weights.count] for i in starts]
 
     def ours(*args: jax.Array, implementation: str | None = None) -> Any:
