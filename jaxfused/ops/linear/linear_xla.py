@@ -38,12 +38,12 @@ def linear(
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
 
-    def activated(x, w, bias, residual):
+    def with_activation(x, w, bias, residual):
         z = preactivation(x, w, bias, precision=precision)
         y = activate(activation, z.astype(accumulator_dtype(x.dtype)))
         return add_residual(y, residual, out_dtype)
 
-    return jax.checkpoint(activated, policy=save_preactivation)(x, w, bias, residual)
+    return jax.checkpoint(with_activation, policy=save_preactivation)(x, w, bias, residual)
 
 
 def affine(
@@ -104,20 +104,23 @@ def layer(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns `linear`'s y and, with `save_preactivation`, the preactivation in x's dtype."""
     if activation is None and not save_preactivation:
-        if sums_in_product(x, bias, residual, out_dtype):
-            # XLA's product adds bias and residual before its one rounding, but float32 sums would take
-            # a pass over the result. JAX's gradients would sum in 16 bits, so `linear` keeps float32.
-            y = _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
-            y = y if bias is None else y + along_last_axis(bias, y)
-            return y if residual is None else y + residual, None
-        y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
-        return add_residual(y, residual, out_dtype), None
-    z = narrow_preactivation(x, w, bias, precision=precision)
-    # relu and one sum after it are exact enough in x's dtype, and XLA's product then evaluates them.
-    keeps_dtype = activation == "relu" and sums_in_product(x, None, residual, out_dtype)
-    y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(x.dtype)))
-    y = written_first(activation, add_residual(y, residual, out_dtype))
-    return y, z if save_preactivation else None
+        z = product_and_bias(x, w, bias, rounded_to=out_dtype, precision=precision)
+    else:
+        z = narrow_preactivation(x, w, bias, precision=precision)
+    return activated(activation, z, residual, out_dtype), z if save_preactivation else None
+
+
+def activated(
+    activation: str | None, z: jax.Array, residual: jax.Array | None, out_dtype: Any
+) -> jax.Array:
+    """Returns activation(z) + residual in `out_dtype`.
+
+    relu is exact in any dtype, and one sum after it adds only its own rounding: XLA's product evaluates
+    both in z's dtype.
+    """
+    keeps_dtype = activation in (None, "relu") and sums_in_product(z, None, residual, out_dtype)
+    y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(z.dtype)))
+    return written_first(activation, add_residual(y, residual, out_dtype))
 
 
 def written_first(activation: str | None, arrays: Any) -> Any:
@@ -151,22 +154,31 @@ def finish(
         wide = wide + along_last_axis(bias, wide)
     # As in `preactivation`, the activation reads the rounded value that a backward may keep.
     kept = wide.astype(z.dtype)
-    y = wide if activation is None else activate(activation, kept.astype(wide.dtype))
-    return add_residual(y, residual, out_dtype), kept if save_preactivation else None
+    y = activated(activation, wide if activation is None else kept, residual, out_dtype)
+    return y, kept if save_preactivation else None
+
+
+def product_and_bias(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, *, rounded_to: Any, precision: Any
+) -> jax.Array:
+    """Returns the same as `affine`, for a caller that defines the gradient.
+
+    A bias of x's dtype is added in that dtype if the sum is rounded to it. XLA's product then adds it
+    before its one rounding; a separate sum would round twice, and change the sign of some sums near 0.
+    JAX's gradient to such a bias would sum in 16 bits, so `linear` calls `affine`.
+    """
+    if bias is None or not rounded_to == x.dtype == bias.dtype:
+        return affine(x, w, bias, precision=precision, rounded_to=rounded_to)
+    y = _product_of_rows(x, w, out_dtype=x.dtype, precision=precision)
+    return y + along_last_axis(bias, y)
 
 
 def narrow_preactivation(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any
 ) -> jax.Array:
-    """Returns the same as `preactivation`, for a caller that defines the gradient.
-
-    A bias of x's dtype is added in that dtype, and XLA's product adds it before its one rounding. A
-    separate sum would round twice, and change the sign of some preactivations near 0.
-    """
-    if bias is None or bias.dtype != x.dtype:
-        return preactivation(x, w, bias, precision=precision)
-    y = _product_of_rows(x, w, out_dtype=x.dtype, precision=precision)
-    return y + along_last_axis(bias, y)
+    """Returns the same as `preactivation`, for a caller that defines the gradient."""
+    z = product_and_bias(x, w, bias, rounded_to=x.dtype, precision=precision)
+    return z.astype(x.dtype)
 
 
 def activation_gradient(

@@ -12,10 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfused.ops.linear import linear_xla
 from jaxfused.ops.linear.linear_xla import (
     PREACTIVATION,
-    add_residual,
+    activated,
     save_preactivation,
-    sums_in_product,
-    written_first,
 )
 from jaxfused.runtime.activation import activate
 from jaxfused.runtime.packing import WORD_BLOCK
@@ -69,16 +67,12 @@ def layer(
         joins = rounds and narrow.itemsize == 2 and bias is not None and bias.dtype == narrow
         added, bias = (bias, None) if joins else (None, bias)
         z = frozen_product(narrow if rounds else None, scale_gradient, x, w, added)
-    wide = accumulator_dtype(narrow)
     if bias is not None:
-        z = z.astype(wide) + along_last_axis(bias, z.astype(wide))
+        z = z.astype(accumulator_dtype(narrow))
+        z = z + along_last_axis(bias, z)
     if activation is not None:
         z = checkpoint_name(z.astype(narrow), PREACTIVATION)
-    # relu is exact in any dtype, and a single sum after relu adds only its own rounding.
-    keeps_dtype = activation in (None, "relu") and sums_in_product(z, None, residual, out_dtype)
-    y = z if keeps_dtype else z.astype(wide)
-    y = y if activation is None else activate(activation, y)
-    y = written_first(activation, add_residual(y, residual, out_dtype))
+    y = activated(activation, z, residual, out_dtype)
     return y, z if save_preactivation else None
 
 
