@@ -27,18 +27,22 @@ class Value:
     __slots__ = (
         "aval",
         "constant",
+        "dtype",
         "facts",
         "index",
         "is_constant",
         "is_output",
         "node",
         "origin",
+        "shape",
         "twin",
         "uses",
     )
 
     def __init__(self, aval: Any, node: "Node | None" = None, index: int = 0):
         self.aval = aval
+        self.shape: tuple[int, ...] = tuple(getattr(aval, "shape", ()))
+        self.dtype: Any = getattr(aval, "dtype", None)
         self.node = node
         """Operation that computes the value; None for inputs and constants."""
         self.index = index
@@ -58,16 +62,8 @@ class Value:
         """An earlier constant made by the same operations, such as the mask of an earlier layer."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self.aval, "shape", ()))
-
-    @property
     def ndim(self) -> int:
         return len(self.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return getattr(self.aval, "dtype", None)
 
     @property
     def is_floating(self) -> bool:

@@ -167,10 +167,10 @@ def product_and_bias(
     before its one rounding; a separate sum would round twice, and change the sign of some sums near 0.
     JAX's gradient to such a bias would sum in 16 bits, so `linear` calls `affine`.
     """
-    if bias is None or not rounded_to == x.dtype == bias.dtype:
+    if rounded_to != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return affine(x, w, bias, precision=precision, rounded_to=rounded_to)
     y = _product_of_rows(x, w, out_dtype=x.dtype, precision=precision)
-    return y + along_last_axis(bias, y)
+    return y if bias is None else y + along_last_axis(bias, y)
 
 
 def narrow_preactivation(

@@ -211,40 +211,11 @@ def gradient(
     h: jax.Array,
     mean: jax.Array | None,
     rstd: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    pre_bias: jax.Array | None,
-    *,
-    segments: int,
-    subtract_mean: bool,
-    epsilon: float,
-    scale_offset: float,
-    pre_activation: str | None,
-    activation: str | None,
-    round_before_scale: bool = False,
-    names: Sequence[str] = (),
+    *vectors: jax.Array | None,
+    **keywords: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Returns (dx, dscale, dbias, dpre_bias) of `gradients` for a norm without a gate."""
-    found = gradients(
-        dy,
-        dnext_residual,
-        h,
-        mean,
-        rstd,
-        None,
-        scale,
-        bias,
-        pre_bias,
-        None,
-        segments=segments,
-        subtract_mean=subtract_mean,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        pre_activation=pre_activation,
-        activation=activation,
-        round_before_scale=round_before_scale,
-        names=names,
-    )
+    found = gradients(dy, dnext_residual, h, mean, rstd, None, *vectors, None, **keywords)
     return found.x, found.scale, found.bias, found.pre_bias
 
 

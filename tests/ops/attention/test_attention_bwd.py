@@ -361,6 +361,31 @@ def block_mask(mask, queries, keys):
     )
 
 
+def backward_problem(shape, names, dtype=jnp.float16):
+    """Returns (the arguments of a backward, its logits, the expected gradients)."""
+    counts = (shape.query_count, shape.key_count)
+    sizes = (shape.heads, shape.key_heads, shape.head_size, shape.value_size)
+    query, key, value, dout = problem(shape.batch, *counts, *sizes, dtype)
+    mask, operands, words = every_option(names, (shape.batch, *counts, shape.heads))
+    logits = logits_of(
+        block_mask(mask, *counts),
+        operands,
+        soft_cap=2.0 if "cap" in names else None,
+        dropout_rate=0.3 if words is not None else 0.0,
+    )
+    out, lse, expected = truth(
+        query, key, value, dout, operands.bias, operands.sinks, mask, words, logits
+    )
+    if mask.query_lengths is not None:
+        # The forward writes EMPTY_LSE there, with or without sinks.
+        within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
+        lse = np.where(within, lse, np.float32(EMPTY_LSE))
+    missing = saved_length(counts[0]) - counts[0]
+    lse = np.pad(lse, ((0, 0), (0, 0), (0, missing)))
+    args = (query, key, value, operands, np.asarray(out, dtype), lse, dout, None)
+    return args, logits, expected
+
+
 # Both ways to split the work, both kernels with padding, and options that affect every tile.
 @parametrize(
     ("counts", "sizes", "names", "config"),
@@ -418,29 +443,12 @@ def test_accurate_without_races_in_the_interpreter(
 ):
     """One CTA has several tiles, some of them without visits, so that its barriers are reused."""
     mosaic_interpreter.complete(monkeypatch)
-    names = names.split()
-    batch, heads, key_heads = 2 if "key_lengths" in names else 1, 2, 1
-    query, key, value, dout = problem(batch, *counts, heads, key_heads, *sizes, jnp.float16)
-    mask, operands, words = every_option(names, (batch, *counts, heads))
-    logits = logits_of(
-        block_mask(mask, *counts),
-        operands,
-        soft_cap=2.0 if "cap" in names else None,
-        dropout_rate=0.3 if words is not None else 0.0,
-    )
-    out, lse, expected = truth(
-        query, key, value, dout, operands.bias, operands.sinks, mask, words, logits
-    )
-    if mask.query_lengths is not None:
-        # The forward writes EMPTY_LSE there, with or without sinks.
-        within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
-        lse = np.where(within, lse, np.float32(EMPTY_LSE))
+    shape = Shape(2 if "key_lengths" in names else 1, *counts, 2, 1, *sizes)
+    args, logits, expected = backward_problem(shape, names.split())
     backward = functools.partial(
         attention_bwd.backward, logits=logits, multiprocessors=1, config=config
     )
-    actual = jax.jit(backward)(
-        query, key, value, operands, np.asarray(out, query.dtype), lse, dout, None
-    )
+    actual = jax.jit(backward)(*args)
     for name, a, e in zip(("query", "key", "value"), actual, expected, strict=False):
         # Probabilities and their gradients are rounded to float16, by 2^-12 at most.
         assert_close(a, e, 2.0**-9, name)

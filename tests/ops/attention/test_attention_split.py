@@ -5,11 +5,10 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels.attention import split_keys, split_keys_backward
-from pallas_kernels.attention.logits import EMPTY_LSE, Operands, saved_length
+from pallas_kernels.attention.logits import Operands, saved_length
 from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.split_keys import SplitForwardConfig
@@ -17,11 +16,8 @@ from pallas_kernels.attention.split_keys_backward import SplitBackwardConfig
 from tests.cases.attention import Case
 from tests.ops.attention.test_attention_bwd import (
     assert_close,
-    block_mask,
-    every_option,
+    backward_problem,
     logits_of,
-    problem,
-    truth,
 )
 from tests.ops.attention.test_attention_kernels import DROPOUT_RATE, assert_as_accurate, kernel
 from tests.support import mosaic_interpreter
@@ -202,31 +198,6 @@ SHAPES = (
     Shape(1, 33, 999, 6, 2, 128, 128),
     Shape(1, 200, 999, 2, 2, 64, 72),
 )
-
-
-def backward_problem(shape, names, dtype=jnp.float16):
-    """Returns (the arguments of a backward, its logits, the expected gradients)."""
-    counts = (shape.query_count, shape.key_count)
-    sizes = (shape.heads, shape.key_heads, shape.head_size, shape.value_size)
-    query, key, value, dout = problem(shape.batch, *counts, *sizes, dtype)
-    mask, operands, words = every_option(names, (shape.batch, *counts, shape.heads))
-    logits = logits_of(
-        block_mask(mask, *counts),
-        operands,
-        soft_cap=2.0 if "cap" in names else None,
-        dropout_rate=0.3 if words is not None else 0.0,
-    )
-    out, lse, expected = truth(
-        query, key, value, dout, operands.bias, operands.sinks, mask, words, logits
-    )
-    if mask.query_lengths is not None:
-        # The forward writes EMPTY_LSE there, with or without sinks.
-        within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
-        lse = np.where(within, lse, np.float32(EMPTY_LSE))
-    missing = saved_length(counts[0]) - counts[0]
-    lse = np.pad(lse, ((0, 0), (0, 0), (0, missing)))
-    args = (query, key, value, operands, np.asarray(out, dtype), lse, dout, None)
-    return args, logits, expected
 
 
 def assert_backward(shape, names, config=None, dtype=jnp.float16, tolerance=2.0**-9):

@@ -8,15 +8,11 @@ import pytest
 import jaxfused
 from jaxfused import masks
 from jaxfused.ops.attention.masks.pattern import Pattern
-from pallas_kernels.attention import attention
-from pallas_kernels.attention.backward import BackwardConfig
-from pallas_kernels.attention.backward_dkv import KeyGradientConfig
-from pallas_kernels.attention.backward_dq import QueryGradientConfig
 from pallas_kernels.attention.block_lists import as_explicit, block_lists
-from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
+from tests.cases import attention_tiles as tiles
 from tests.cases.attention import Case
 from tests.support import mosaic_interpreter
 from tests.support.against_float64 import assert_values_and_gradients
@@ -87,49 +83,25 @@ def test_a_pattern_becomes_an_explicit_mask():
 
 QUERIES = np.sort(np.random.default_rng(0).integers(0, 4, (1, S)), axis=1)
 CASES = {
-    "a pattern": (SPARSE, {}, ForwardConfig(), QueryGradientConfig(), KeyGradientConfig()),
-    "heads": (
-        HEADS,
-        {},
-        ForwardConfig(takes_turns=True),
-        QueryGradientConfig(key_block=64),
-        KeyGradientConfig(keeps_keys=True, multiplies_early=False),
-    ),
+    "a pattern": (SPARSE, {}, *tiles.DEFAULT),
+    "heads": (HEADS, {}, *tiles.TURNS),
     "lengths": (
         SPARSE,
         dict(query_seq_lengths=np.array([100]), key_value_seq_lengths=np.array([77])),
-        ForwardConfig(consumers=1, key_block=64),
-        QueryGradientConfig(),
-        KeyGradientConfig(query_block=96, tile_stages=1),
+        *tiles.ONE_CONSUMER,
     ),
     "segments": (
         SPARSE,
         dict(query_segment_ids=QUERIES[:, :T], key_value_segment_ids=QUERIES),
-        ForwardConfig(),
-        QueryGradientConfig(),
-        KeyGradientConfig(query_block=128),
+        *tiles.WIDE,
     ),
     "an offset and a bias": (
         SPARSE,
         dict(bias=(1, 1, 1, S), query_offset=np.array([30]), is_causal=True),
-        ForwardConfig(),
-        QueryGradientConfig(),
-        KeyGradientConfig(splits_roles=True),
+        *tiles.SPLIT_ROLES,
     ),
-    "a bias of every element": (
-        SPARSE,
-        dict(bias=(1, 1, T, S)),
-        ForwardConfig(),
-        QueryGradientConfig(),
-        KeyGradientConfig(),
-    ),
-    "no keys": (
-        masks.LocalMask(SHAPE, (20, 0), 300),
-        {},
-        ForwardConfig(),
-        QueryGradientConfig(),
-        KeyGradientConfig(),
-    ),
+    "a bias of every element": (SPARSE, dict(bias=(1, 1, T, S)), *tiles.DEFAULT),
+    "no keys": (masks.LocalMask(SHAPE, (20, 0), 300), {}, *tiles.DEFAULT),
 }
 
 
@@ -137,13 +109,9 @@ CASES = {
 def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, name):
     """One CTA has several tiles, so that memory and barriers are reused."""
     mosaic_interpreter.complete(monkeypatch)
-    mask, options, for_out, for_queries, for_keys = CASES[name]
-    heads = len(mask.of_heads)
+    mask, options, *configs = CASES[name]
     random = np.random.default_rng(1)
-    query, key, value, dout = (
-        random.normal(size=(1, n, h, 32)).astype(np.float16)
-        for n, h in ((T, heads), (S, 1), (S, 1), (T, heads))
-    )
+    query, key, value, dout = tiles.draws(random, T, S, len(mask.of_heads), 32)
     options = dict(options)
     bias = options.pop("bias", None)
     bias = None if bias is None else random.normal(size=bias).astype(np.float32)
@@ -184,14 +152,9 @@ def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, n
         ),
         has_bias=bias is not None,
     )
-    how = dict(logits=logits, multiprocessors=1)
-    out, lse = attention.forward(query, key, value, operands, **how, config=for_out)
-    config = BackwardConfig(for_queries, for_keys)
-    actual = attention.backward(
-        query, key, value, operands, out, lse, dout, None, **how, config=config
-    )
+    actual = tiles.in_kernels(configs, query, key, value, dout, operands, logits)
     for what, a, b, t in zip(
-        ("output", "dquery", "dkey", "dvalue", "dbias"), (out, *actual), low, truth, strict=False
+        ("output", "dquery", "dkey", "dvalue", "dbias"), actual, low, truth, strict=False
     ):
         if t is not None:
             assert_accurate(what, a.astype(b.dtype), b, t)

@@ -16,13 +16,9 @@ from jaxfused.ops.attention.index_function import IndexFunction
 from jaxfused.ops.attention.kernel_function import kernel_function, over_arrays
 from jaxfused.ops.attention.mask_conditions import conditions
 from jaxfused.ops.attention.masks.pattern import Pattern
-from pallas_kernels.attention import attention
-from pallas_kernels.attention.backward import BackwardConfig
-from pallas_kernels.attention.backward_dkv import KeyGradientConfig
-from pallas_kernels.attention.backward_dq import QueryGradientConfig
-from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
+from tests.cases import attention_tiles as tiles
 from tests.support import mosaic_interpreter
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -30,7 +26,7 @@ from tests.support.lowering import kernels
 from tests.support.tolerances import assert_accurate
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
-T, S, N, K, H = 150, 200, 2, 1, 32
+T, S, N, H = 150, 200, 2, 32
 RANDOM = np.random.default_rng(0)
 ARRAYS = dict(
     slopes=RANDOM.random(N),
@@ -61,55 +57,23 @@ MASKS = {
     "documents or near": lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) | (q - k < 4 - h),
 }
 CASES = {
-    "alibi": ("alibi", None, {}, ForwardConfig(), QueryGradientConfig(), KeyGradientConfig()),
-    "alibi, causal": (
-        "alibi",
-        None,
-        dict(is_causal=True),
-        ForwardConfig(takes_turns=True),
-        QueryGradientConfig(key_block=64),
-        KeyGradientConfig(keeps_keys=True, multiplies_early=False),
-    ),
-    "cap, strides": (
-        "cap",
-        "strides",
-        {},
-        ForwardConfig(),
-        QueryGradientConfig(),
-        KeyGradientConfig(splits_roles=True),
-    ),
+    "alibi": ("alibi", None, {}, *tiles.DEFAULT),
+    "alibi, causal": ("alibi", None, dict(is_causal=True), *tiles.TURNS),
+    "cap, strides": ("cap", "strides", {}, *tiles.SPLIT_ROLES),
     "root, lengths": (
         "root",
         None,
         dict(query_lengths=np.array([70]), key_lengths=np.array([101])),
-        ForwardConfig(consumers=1, key_block=64),
-        QueryGradientConfig(),
-        KeyGradientConfig(query_block=96, tile_stages=1),
+        *tiles.ONE_CONSUMER,
     ),
-    "times rows": (
-        "times rows",
-        None,
-        {},
-        ForwardConfig(),
-        QueryGradientConfig(),
-        KeyGradientConfig(),
-    ),
-    "times keys": (
-        "times keys",
-        "documents or near",
-        {},
-        ForwardConfig(),
-        QueryGradientConfig(),
-        KeyGradientConfig(query_block=128),
-    ),
-    "table": ("table", None, {}, ForwardConfig(), QueryGradientConfig(), KeyGradientConfig()),
+    "times rows": ("times rows", None, {}, *tiles.DEFAULT),
+    "times keys": ("times keys", "documents or near", {}, *tiles.WIDE),
+    "table": ("table", None, {}, *tiles.DEFAULT),
     "log, block lists": (
         "log of the rest",
         masks.LocalMask((T, S), (30, 40)) | masks.GlobalMask((T, S), 3),
         {},
-        ForwardConfig(),
-        QueryGradientConfig(),
-        KeyGradientConfig(),
+        *tiles.DEFAULT,
     ),
 }
 
@@ -118,12 +82,8 @@ CASES = {
 def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, name):
     """One CTA has several tiles, so that memory and barriers are reused."""
     mosaic_interpreter.complete(monkeypatch)
-    score, mask, options, for_out, for_queries, for_keys = CASES[name]
-    random = np.random.default_rng(1)
-    query, key, value, dout = (
-        random.normal(size=(1, n, h, H)).astype(np.float16)
-        for n, h in ((T, N), (S, K), (S, K), (T, N))
-    )
+    score, mask, options, *configs = CASES[name]
+    query, key, value, dout = tiles.draws(np.random.default_rng(1), T, S, N, H)
     is_pattern = isinstance(mask, masks.AttentionMask)
     xla = dict(is_causal=options.get("is_causal", False), implementation="xla")
     xla |= dict(mask=mask) if is_pattern else dict(mask_mod=MASKS.get(mask))
@@ -173,11 +133,8 @@ def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, n
         allows=allows,
     )
     operands = Operands(reads=(*reads, *others), **lengths)
-    how = dict(logits=logits, multiprocessors=1)
-    out, lse = attention.forward(query, key, value, operands, **how, config=for_out)
-    config = BackwardConfig(for_queries, for_keys)
-    dquery, dkey, dvalue, _, _, *dreads = attention.backward(
-        query, key, value, operands, out, lse, dout, None, **how, config=config
+    out, dquery, dkey, dvalue, _, _, *dreads = tiles.in_kernels(
+        configs, query, key, value, dout, operands, logits
     )
     cotangents = [
         np.zeros(read.shape, jax.dtypes.float0)
