@@ -1,10 +1,10 @@
-// What a block of a pass knows of its image, and the statistics of a tile.
+// Shared memory of a block, which describes its image, and the statistics of a tile.
 #pragma once
 
 #include "augment/staged.cuh"
 #include "augment/writing.cuh"
 
-// Shared memory of a block: map, steps and blur weights of its image, and its sums.
+// Map, steps and blur weights of a block's image, and the block's sums, in shared memory.
 template <int kChannels>
 struct alignas(16) Shared {
   float map[kMapSize];
@@ -14,16 +14,16 @@ struct alignas(16) Shared {
   float blur[2][kBlurWeights];  // weights along columns, weights along rows
   float sums[kWarps][kSums];
   Box box;
-  // Of a pass that counts levels, or that writes pixels.
+  // Memory of a pass that counts levels, or of one that writes pixels.
   union {
     int counts[3 * 256];
-    uint4 stages[kWarps][32 * kChannels];  // a warp's pixels, 4 bytes a value
+    uint4 stages[kWarps][32 * kChannels];  // pixels of a warp, with 4 bytes for each value
   };
 };
 
 template <bool kBlur, int kChannels>
 __device__ __forceinline__ void load(const Args& args, int image, Shared<kChannels>* shared) {
-  // All loads are under way before the first value is stored.
+  // All loads are issued before the first store, so that their latencies overlap.
   const int i = threadIdx.x, step_values = args.steps * kStepSize;
   const float* rows = args.rows + int64_t{image} * step_values;
   const float place = i < kMapSize ? args.maps[int64_t{image} * kMapSize + i] : 0.0f;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load(const Args& args, int image, Shared<kChanne
   store_step(i + kThreads, second);
   if constexpr (kBlur) {
     if (args.sharpens) {
-      // Sharpening sums 3 x 3 pixels. The factor stands after the three weights.
+      // Sharpening sums 3 x 3 pixels with weights of 1. Its factor follows the three weights.
       if (threadIdx.x < 6) shared->blur[threadIdx.x / 3][threadIdx.x % 3] = 1.0f;
       if (threadIdx.x == 0) shared->blur[0][3] = args.blurs[image];
       return;

@@ -3,7 +3,7 @@
 
 #include "augment/staged.cuh"
 
-// Blurs a region along rows, to lines of kTile pixels.
+// Blurs a region along rows; the results are lines of kTile pixels.
 template <int kReach, int kChannels>
 __device__ __forceinline__ void blur_rows(const float* levels, const Region& region,
                                           const float* weights, int reach, float* blurred) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void blur_rows(const float* levels, const Region& reg
 #pragma unroll
       for (int k = 0; k < kPixels + 2 * kReach; ++k) add(line[k], k);
     } else {
-      // The last pixels of a line may lack those behind them, and then do not matter.
+      // Near the end of a line some pixels are missing; the results there do not matter.
       const int count = min(kPixels + 2 * reach, region.width() - column);
       for (int k = 0; k < count; ++k) {
         float pixel[kChannels];
@@ -42,10 +42,9 @@ __device__ __forceinline__ void blur_rows(const float* levels, const Region& reg
   }
 }
 
-constexpr int kRows = kHeld / kPixels;  // that a thread blurs at a time
+constexpr int kRows = kHeld / kPixels;  // rows that a thread blurs at a time
 
-// Blurs along columns the pixels of kRows lines from `line` on; those beyond the region do not
-// matter.
+// Blurs kRows lines from `line` on along columns. Lines beyond the region do not matter.
 template <int kReach, int kChannels>
 __device__ __forceinline__ void blur_columns(const float* blurred, int lines, const float* weights,
                                              int reach, int line, int column,

@@ -5,7 +5,8 @@
 #include "augment/block.cuh"
 #include "augment/blur.cuh"
 
-// Reads pixels of a thread from global memory, which is rare and so must not take registers.
+// Reads pixels of a thread from global memory. That is rare; inlined, it would raise the registers
+// of every pass.
 template <int kChannels>
 __device__ __noinline__ void read_directly(const Args& args, const float* map_values, int image,
                                            int row, int4 columns, float* values) {
@@ -21,7 +22,8 @@ __device__ __noinline__ void read_directly(const Args& args, const float* map_va
   }
 }
 
-// Weights of an upright reading, in shared memory. All threads must synchronise after `set`.
+// Weights of an upright reading (without rotation or shear), in shared memory. All threads must
+// synchronise after `set`.
 struct Tables {
   Table across, down;
 
@@ -71,7 +73,7 @@ __device__ __forceinline__ void places(const Map& map, const Within<kBlur>& spot
   }
 }
 
-// Reads adjacent pixels, as 0 to 1.
+// Reads the values of adjacent pixels, from 0 to 1.
 template <Reading kOnly, bool kBlur, int kChannels>
 __device__ __forceinline__ void read_values(const Args& args, const Map& map, const Box& box,
                                             int image, const Tables& tables, uint32_t* words,
@@ -104,7 +106,7 @@ __device__ __forceinline__ void read_values(const Args& args, const Map& map, co
       values_of(words[(spot.row() - box.top) * box.pitch + spot.column(i) - box.left], values[i]);
     }
   } else if (!kBlur && reads_by(Reading::kInPlace, kOnly) && box.reading == Reading::kInPlace) {
-    // Those beyond the result do not matter.
+    // Pixels beyond the result do not matter, so their positions are clipped.
     const int row = min(spot.row(), args.height - 1);
     const int column = min(spot.column(0), args.has_words ? args.width - kPixels : args.width - 1);
     const int64_t pixel = (int64_t{image} * args.height + row) * args.width + column;
@@ -121,7 +123,7 @@ __device__ __forceinline__ void read_values(const Args& args, const Map& map, co
     values_of(pixels.z, values[2]);
     values_of(pixels.w, values[3]);
   } else {
-    // The box has room for this, and has nothing else in it.
+    // The box's memory is free if no pixels are staged, and set_room made it large enough.
     float* read = reinterpret_cast<float*>(words) + threadIdx.x * (kPixels * kChannels);
     read_directly<kChannels>(
         args, map.values, image, spot.row(),
@@ -135,7 +137,7 @@ __device__ __forceinline__ void read_values(const Args& args, const Map& map, co
   }
 }
 
-// Blurs a region of levels, or sharpens it, and writes the tile after the steps that are left.
+// Blurs or sharpens a region of levels, applies the remaining steps, and writes the tile.
 template <int kChannels>
 __device__ __forceinline__ void blur(const Args& args, const Tile& tile, const Region& region,
                                      const Statistics& statistics, const float* levels,
@@ -177,7 +179,7 @@ __device__ __forceinline__ void blur(const Args& args, const Tile& tile, const R
   }
 }
 
-// Where two quads of a region are in the result.
+// Positions in the result of two quads of a region.
 struct WithinTwo {
   Within<true> quads[kHeld / kPixels];
 
@@ -187,7 +189,7 @@ struct WithinTwo {
   }
 };
 
-// Returns four of a thread's pixels.
+// Returns a quad of a thread's pixels.
 template <int kChannels>
 __device__ __forceinline__ float (&quad_of(float (&values)[kHeld][kChannels], int quad))
     [kPixels][kChannels] {
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, kBlur ? kBlurBlocks : kBlocks)
   load<kBlur>(args, tile.image, &shared);
   const Map map = {shared.map};
   if (warp == 0) {
-    __syncwarp();  // The map is this warp's.
+    __syncwarp();  // The same warp has stored the map.
     Box box = box_of<kBlur, kChannels>(args, map, region);
     set_seen<kChannels>(args, map, tile.image, &box);
     if (threadIdx.x == 0) shared.box = box;

@@ -10,7 +10,7 @@ __device__ __forceinline__ void fill_with(const Args& args, float share,
   for (int c = 0; c < kChannels; ++c) values[c] += share * args.fill[c];
 }
 
-// Interpolates at a position of the image by a kernel of any width.
+// Interpolates at a position of the image, by an interpolation kernel of any width.
 template <typename T, int kChannels>
 __device__ __forceinline__ void read_around(const Args& args, const Map& map,
                                             const Image<T, kChannels>& image, float x, float y,

@@ -117,7 +117,7 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
     table = (2 + taps) * (columns + lines);
     args->taps = static_cast<int>(taps);
   } else if (args->reads) {
-    // At angles and scales as they are usual.
+    // Twice a tile's side each way, which covers usual angles and scales.
     box = 4 * round_up(columns + 3, int64_t{4}) * lines;
   } else if (blurs) {
     box = (columns + 3 + 15) * lines;
@@ -125,7 +125,7 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
   const int64_t most = (device.shared_bytes - fixed) / 4;
   if (box + std::max(middle, blurred) + region + table > most) box = middle = table = 0;
   if (table == 0) args->taps = 0;
-  // What is read directly is there too.
+  // Values that are read directly from global memory pass through the box's memory too.
   if (args->reads || blurs) box = std::max<int64_t>(box, kThreads * kPixels * channels);
   middle = std::max(middle, blurred);
   box = round_up(box, int64_t{4});

@@ -10,13 +10,13 @@
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 32;   // rows and columns of a block's tile of the result
-constexpr int kPixels = 4;  // of a quad: adjacent ones in a row
+constexpr int kPixels = 4;  // pixels of a quad, adjacent in a row
 constexpr int kQuads = kTile / kPixels;
 constexpr int kHeld = 2 * kPixels;           // pixels of a thread, of two rows
-constexpr int kBlocks = 8, kBlurBlocks = 5;  // of byte passes that an SM has registers for
+constexpr int kBlocks = 8, kBlurBlocks = 5;  // blocks of a byte pass for which an SM has registers
 constexpr int kMapSize =
     19;  // matrix 9, window 4, radius 2, size of the image 2 and of the result 2
-constexpr int kStepSize = 9;  // an operation and 8 values
+constexpr int kStepSize = 9;  // numbers of a step: an operation and 8 values
 constexpr int kMaxSteps = 16;
 constexpr int kSums = 7;
 constexpr int kMaxBlur = 16;  // largest number of pixels on each side that a blur reaches
@@ -26,7 +26,7 @@ enum Interpolation { kNearest = 0, kBilinear = 1, kBicubic = 2 };
 
 enum class Type { kUint8, kFloat32, kBfloat16, kFloat16 };
 
-// 4-byte words of a block's shared memory for each part of an image.
+// Sizes of the parts of a block's shared memory, in words of 4 bytes.
 struct Room {
   int box;     // pixels of the image
   int middle;  // values filtered along rows only
@@ -60,20 +60,20 @@ struct Args {
   int steps_before;  // steps before the blur; all steps if there is none
   int interpolation;
   bool reads;  // whether images are resampled; if not, each pixel stays in its place
-  // True if pixels outside the window have no weight, false if they are `fill`. If true, x depends
-  // on the result's column alone, and y on its row.
+  // Whether pixels outside the window have no weight; otherwise they have the colour `fill`. If
+  // true, x depends on the result's column alone, and y on its row.
   bool drops;
   Type out_type;
-  bool is_precise;     // whether interpolation has float32's precision, or shares of 15 bits
-  int pixel_bytes;     // bytes of a result's pixel
-  int unit;            // bytes that are written at a time, of which rows of a result are multiples
-  float widest;        // largest radius of the kernel
-  float fill[4];       // fill colour, in the values of the images
-  bool fill_is_bytes;  // whether the fill is a pixel of uint8 images
-  uint32_t fill_word;  // the fill as a pixel of bytes
-  int taps;            // largest number of pixels along an axis that a value depends on
+  bool is_precise;       // whether weights are float32, not 15 bits
+  int pixel_bytes;       // bytes of a result's pixel
+  int unit;              // bytes of a store, which divide a row of the result
+  float widest;          // largest radius of the kernel
+  float fill[4];         // fill colour, in the values of the images
+  bool fill_is_bytes;    // whether the fill is a pixel of uint8 images
+  uint32_t fill_word;    // `fill` as a pixel of bytes
+  int taps;              // largest number of pixels along an axis that a value depends on
   int reach_x, reach_y;  // pixels that the blur reaches on each side
-  Divider region_quads;  // quads in a line of a tile with what the blur reaches
+  Divider region_quads;  // quads in a line of a tile with the blur's margin
   bool sharpens;         // whether the image is blended with its blur, which sharpens edges
   Room room;
   int64_t bytes;   // bytes of all images
@@ -104,7 +104,7 @@ struct Map {
   __device__ float source(int axis) const { return values[16 - axis]; }
   __device__ float result(int axis) const { return values[18 - axis]; }
 
-  // Whether parallel lines stay so.
+  // Whether the map keeps parallel lines parallel.
   __device__ __forceinline__ bool is_affine() const {
     return values[6] == 0.0f && values[7] == 0.0f && values[8] == 1.0f;
   }
@@ -127,7 +127,7 @@ struct Map {
     *y = matrix[3] * u + (matrix[4] * v + matrix[5]);
   }
 
-  // It is rare, and so its registers must not be those of all passes.
+  // Perspective is rare. Inlined, it would raise the registers of every pass.
   static __device__ __noinline__ float2 move_in_perspective(const float* matrix, int row,
                                                             int column) {
     float x, y;
@@ -168,7 +168,7 @@ struct Image {
   static __device__ __forceinline__ float as_float(__half value) { return __half2float(value); }
 };
 
-// Returns the interpolation kernel's value at a distance from its middle.
+// Returns the interpolation kernel's value at a distance from its centre, in units of its radius.
 __device__ __forceinline__ float kernel_at(float distance, int interpolation) {
   const float d = fabsf(distance);
   if (interpolation == kBilinear) return fmaxf(1.0f - d, 0.0f);

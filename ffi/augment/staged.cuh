@@ -1,7 +1,7 @@
 // Reads values of a result from a box of a uint8 image in shared memory, with one word per pixel.
 //
-// In global memory a warp's pixels lie in as many cache lines as rows of the image, each of which
-// takes a cycle for every byte that a lane loads; in shared memory they lie in banks.
+// In global memory a warp's pixels lie in one cache line for each row of the image, and each line
+// takes a cycle for every byte that a lane loads. In shared memory they lie in different banks.
 #pragma once
 
 #include "augment/direct.cuh"
@@ -15,19 +15,18 @@ __device__ __forceinline__ int mirrored(int place, int count) {
   return min(within, period - within);
 }
 
-// A tile of a result, with the pixels around it that a blur needs.
-// Without a blur it is a whole tile, of which some may be beyond the result.
+// A tile of a result, with the pixels around it that a blur needs. Without a blur it is a whole
+// tile, even if a part of it lies beyond the result.
 struct Region {
   int first_row, first_column;
   int rows, columns;
   int end_row, end_column;  // size of the result
 
-  // Columns of whole quads.
+  // Returns the number of columns, rounded up to whole quads.
   __device__ __forceinline__ int width() const { return round_up(columns, kPixels); }
 
-  // Returns the row of the image for row `i` of the region; rows beyond an edge are mirrored.
-  // fewer rows than its array, it is mirrored there if there is a blur, and beyond it values do not
-  // matter.
+  // Returns the row of the result for row `i` of the region. With a blur, rows beyond an edge of
+  // the image's result are mirrored; values further out do not matter.
   template <bool kBlur>
   __device__ __forceinline__ int row(int i, const Map& map) const {
     if constexpr (!kBlur) return first_row + i;
@@ -55,7 +54,7 @@ struct Region {
   }
 };
 
-// Where adjacent pixels of a region are in the result.
+// Positions in the result of adjacent pixels of a region.
 template <bool kBlur>
 struct Within {
   const Region& region;
@@ -76,10 +75,10 @@ struct Box {
   int left, top, width, height;
   int pitch;           // words between the starts of rows
   int taps_x, taps_y;  // kUpright only: pixels along x and y that a value depends on
-  // Those that are to be seen, from the box's corner; the others are the fill's.
+  // Lines and columns of the visible pixels, from the box's corner; the other pixels are fill.
   int first_line, last_line, first_column, last_column;
-  bool is_whole;   // whether all are to be seen
-  int64_t corner;  // bytes of the images before its first pixel, if that is in the image
+  bool is_whole;   // whether all pixels are visible
+  int64_t corner;  // offset in bytes of the box's first pixel, which may lie outside the image
 };
 
 // Sets the box to the pixels from (left, top) to (right, bottom), and returns whether they fit.
@@ -91,13 +90,13 @@ __device__ inline bool fits(const Args& args, float left, float top, float right
   box->top = static_cast<int>(top);
   box->width = static_cast<int>(right) - box->left + 1;
   box->height = static_cast<int>(bottom) - box->top + 1;
-  // With an odd multiple of 8, few lanes of four rows meet in a bank.
+  // A pitch of an odd multiple of 8 words keeps bank conflicts between four rows few.
   box->pitch = ((box->width + 7) & ~15) + 8;
   if (int64_t{box->pitch} * box->height > args.room.box) box->pitch = (box->width + 3) & ~3;
   return int64_t{box->pitch} * box->height <= args.room.box;
 }
 
-// Sets which pixels of a box are to be seen, and where they are.
+// Sets which pixels of a box are visible, and the offset of its first pixel.
 template <int kChannels>
 __device__ inline void set_seen(const Args& args, const Map& map, int image, Box* box) {
   int first_column = 0, last_column = args.width - 1, first_row = 0, last_row = args.height - 1;
@@ -129,7 +128,7 @@ __device__ inline Box box_of(const Args& args, const Map& map, const Region& reg
   const int first_row = max(region.first_row, 0), first_column = max(region.first_column, 0);
   const int last_row = region.last_row<kBlur>(), last_column = region.last_column<kBlur>();
   if (!args.reads) {
-    // Without a blur the pixels are read where they are.
+    // Without a blur the pixels are read from global memory.
     if (!kBlur || fits(args, first_column, first_row, last_column, last_row, &box)) {
       box.reading = Reading::kInPlace;
     }
@@ -173,16 +172,16 @@ __device__ inline Box box_of(const Args& args, const Map& map, const Region& reg
   return box;
 }
 
-constexpr uint32_t kBiasBits = 0x4b000000u;  // of kBias
+constexpr uint32_t kBiasBits = 0x4b000000u;  // bits of kBias
 
-// Returns a pixel as shared memory has it: of 1 or 3 channels the last byte is that of kBias.
+// Returns a pixel as a word of shared memory. With 1 or 3 channels its last byte is kBias's last.
 template <int kChannels>
 __device__ __forceinline__ uint32_t as_word(uint32_t bytes) {
   if constexpr (kChannels == 4) return bytes;
   return __byte_perm(bytes, kBiasBits, kChannels == 1 ? 0x7440 : 0x7210);
 }
 
-// Returns four bytes of the images; those outside are 0.
+// Returns four bytes of the images; bytes outside of them are 0.
 static __device__ __noinline__ uint32_t bytes_near(const uint8_t* from, const uint8_t* first,
                                                    const uint8_t* end) {
   uint32_t word = 0;
@@ -198,7 +197,7 @@ struct Quad {
   uint32_t words[kChannels + 1];
   int before;  // bytes in `words` before the first pixel
 
-  // With kWords, the pixels are whole words of the images; else those beyond the images are 0.
+  // With kWords, the pixels are whole words of the images. Otherwise bytes beyond the images are 0.
   template <bool kWords>
   __device__ __forceinline__ void load(const Args& args, const uint8_t* from) {
     if constexpr (kWords) {
@@ -249,8 +248,8 @@ struct Quad {
 
 constexpr int kBatch = 6;  // quads that a thread loads before it stores them
 
-// Copies a box into shared memory: with kWords whole words of the images, with kWhole none of the
-// fill.
+// Copies a box into shared memory. With kWords it loads whole words of the images; with kWhole no
+// pixel is fill.
 template <bool kWords, bool kWhole, int kChannels>
 __device__ __forceinline__ void stage(const Args& args, const Box& box, uint32_t* words) {
   const int quads = (box.width + 3) / 4;
@@ -265,7 +264,7 @@ __device__ __forceinline__ void stage(const Args& args, const Box& box, uint32_t
     const uint8_t* from = static_cast<const uint8_t*>(args.x) + box.corner +
                           (first_line * args.width + 4 * quad) * kChannels;
     uint32_t* to = words + first_line * box.pitch + 4 * quad;
-    uint32_t seen[kPixels];  // all bits of a pixel that is to be seen, else none
+    uint32_t seen[kPixels];  // all bits for a visible pixel, else none
 #pragma unroll
     for (int k = 0; k < kPixels; ++k) seen[k] = kWhole || (first <= k && k <= last) ? ~0u : 0u;
     const auto shown = [&](uint32_t pixel, int k) { return (pixel & seen[k]) | (fill & ~seen[k]); };
@@ -293,7 +292,7 @@ __device__ __forceinline__ void stage(const Args& args, const Box& box, uint32_t
   }
 }
 
-// Returns a channel of a pixel in the last bits of a float32.
+// Returns a channel of a pixel plus kBias, in which the channel is the last bits of the mantissa.
 template <int kChannels>
 __device__ __forceinline__ float biased(uint32_t word, int channel) {
   if constexpr (kChannels == 1) return __uint_as_float(word);
@@ -303,12 +302,12 @@ __device__ __forceinline__ float biased(uint32_t word, int channel) {
 
 constexpr float kScale = 1.0f / 255.0f;
 
-// Returns `scale` times what a float32 has in its last bits, rounded once.
+// Returns scale * (biased - kBias), rounded once.
 __device__ __forceinline__ float unbiased(float biased, float scale) {
   return fmaf(biased, scale, -kBias * scale);
 }
 
-// Sets values to 0 to 1.
+// Sets the values of a pixel, from 0 to 1.
 template <int kChannels>
 __device__ __forceinline__ void values_of(uint32_t word, float (&values)[kChannels]) {
 #pragma unroll
@@ -351,10 +350,10 @@ __device__ __forceinline__ void add_levels(uint32_t word, float weight, float (&
 // Four pixels around a position.
 struct Between {
   uint32_t upper_left, upper_right, lower_left, lower_right;
-  float share_x, share_y;  // of the right and of the lower ones
+  float share_x, share_y;  // weights of the right and of the lower pixels
 
   __device__ __forceinline__ Between(const Box& box, const uint32_t* words, float x, float y) {
-    // The sums are rounded down to whole numbers, which are in their last bits.
+    // The sums are rounded down to whole numbers, which are the last bits of their mantissas.
     constexpr float kFloor = 1.5f * kBias;
     constexpr int kBits = 0x4b400000;
     const float left = __fmaf_rd(x, 1.0f, kFloor), top = __fmaf_rd(y, 1.0f, kFloor);
@@ -369,7 +368,7 @@ struct Between {
     lower_right = lower[1];
   }
 
-  // Interpolates with float32's precision, to 0 to 1.
+  // Interpolates with weights in float32; the values are from 0 to 1.
   template <int kChannels>
   __device__ __forceinline__ void precisely(float (&values)[kChannels]) const {
     const auto along_row = [&](uint32_t left, uint32_t right, int c) {
@@ -386,14 +385,14 @@ struct Between {
     }
   }
 
-  // Interpolates with shares of 15 bits along rows, to 0 to 1.
+  // Interpolates with weights of 15 bits along rows; the values are from 0 to 1.
   static constexpr float kShares = 32768.0f;
   template <int kChannels>
   __device__ __forceinline__ void quickly(float (&values)[kChannels]) const {
-    // The share of the right pixels in the upper half, and that of the left ones.
+    // Weight of the right pixels in the upper half of the word, of the left ones in the lower half.
     const uint32_t share = __float_as_uint(share_x * kShares + kBias) - kBiasBits;
     const uint32_t shares = share * 65535u + 32768u;
-    // Sums are below 2^23, and so they are in the last bits of a float32 too.
+    // Sums are below 2^23, so they fit the last bits of a float32's mantissa too.
     const auto along_row = [&](uint32_t left, uint32_t right, float (&sums)[4]) {
       const uint32_t low = __byte_perm(left, right, 0x5140);
       sums[0] = __uint_as_float(__dp2a_lo(shares, low, kBiasBits));
@@ -487,7 +486,7 @@ __device__ __forceinline__ void filter_rows(const Box& box, const uint32_t* word
   }
 }
 
-// Filters along columns what `filter_rows` left, for the pixels of a thread.
+// Filters the results of `filter_rows` along columns, for the pixels of a thread.
 template <int kTaps, int kChannels>
 __device__ __forceinline__ void filter_columns(const Box& box, const Table& across,
                                                const Table& down, const float* middle, int line,

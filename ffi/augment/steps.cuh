@@ -24,8 +24,8 @@ enum Operation {
 // Statistics of a whole image, computed by image_pass_cuda.py: the mean of gray, the smallest and
 // the largest values of three channels, and a table of new levels for each channel.
 struct Statistics {
-  const float* values;  // in shared memory, kSums
-  const float* table;   // or nullptr where no step equalizes
+  const float* values;  // kSums values in shared memory
+  const float* table;   // new levels [3, 256], or nullptr if no step equalizes
 
   __device__ __forceinline__ float pivot() const { return values[0]; }
   __device__ __forceinline__ float low(int channel) const { return values[1 + channel]; }
@@ -76,7 +76,7 @@ __device__ __forceinline__ void turn_hue(float turns, float (&v)[kChannels]) {
     const bool is_red = largest == v[0], is_green = largest == v[1];
     const float from = is_red ? v[1] : is_green ? v[2] : v[0];
     const float to = is_red ? v[2] : is_green ? v[0] : v[1];
-    // In sixths of a turn, from red over green and blue.
+    // Hue in sixths of a turn, from red (0) over green (2) to blue (4).
     float hue = (from - to) * inverse + (6.0f * turns + (is_red ? 0.0f : is_green ? 2.0f : 4.0f));
     hue -= 6.0f * floorf(hue * (1.0f / 6.0f));
     v[0] = smallest + chroma * clipped<kFinite>(fabsf(hue - 3.0f) - 1.0f);
@@ -85,7 +85,7 @@ __device__ __forceinline__ void turn_hue(float turns, float (&v)[kChannels]) {
   }
 }
 
-// Where the pixels of a thread are in the result.
+// Positions in the result of a thread's pixels.
 struct Spots {
   int first_row, rows_apart, first_column;
 

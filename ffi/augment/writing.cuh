@@ -4,15 +4,15 @@
 #include "augment/steps.cuh"
 #include "common/vector.cuh"
 
-// A float32 with the bits of 2^23 in which a byte is the last of its mantissa.
+// 2^23, with which an added byte becomes the last bits of a float32's mantissa.
 constexpr float kBias = 8388608.0f;
 
-// Returns the nearest level, of two as near the even one, in the last bits of a biased float32.
+// Returns the level nearest to a value, ties to even, plus kBias.
 __device__ __forceinline__ float biased_level(float value) {
   return __fmul_rn(__saturatef(value), 255.0f) + kBias;
 }
 
-// The values of a thread, as they are in a result.
+// Values of a thread in the result's dtype, as words.
 template <typename Out, int kSize>
 struct Words {
   static constexpr int kBytes = kSize * static_cast<int>(sizeof(Out));
@@ -47,8 +47,8 @@ struct Words {
 // A tile of a result.
 struct Tile {
   int image, row, column;
-  int rows, columns;  // inside of the result
-  char* first;        // its first pixel
+  int rows, columns;  // size of the part inside the result
+  char* first;        // first pixel of the tile
 
   __device__ explicit Tile(const Args& args) {
     image = args.tiles.quotient(blockIdx.x);
@@ -90,7 +90,8 @@ __device__ __forceinline__ void copy(char* line, const char* staged, int bytes) 
 template <int kChannels>
 __device__ __forceinline__ void write(const Args& args, const Tile& tile, int line, int lines_apart,
                                       const float (&values)[kHeld][kChannels], uint4* stage) {
-  const int first = threadIdx.x % 32 / kQuads * kTile;  // pixel of the line
+  const int first =
+      threadIdx.x % 32 / kQuads * kTile;  // first pixel of the thread's line in `stage`
   const char* staged = reinterpret_cast<const char*>(stage) + first * args.pixel_bytes;
   const int pitch = args.out_width * args.pixel_bytes;
 #pragma unroll
