@@ -12,7 +12,8 @@ constexpr int kFlatThreads = 256;
 constexpr int kFlatVectors = 4;            // vectors of a tile that a thread copies
 constexpr int kFlatRingBytes = 16 * 1024;  // bytes of a tile in a ring
 constexpr int kFlatBarrierBytes = 128;     // bytes for an mbarrier of each stage
-// Limit on the features if a kernel also sums columns over rows, which halves a lane's columns.
+// Largest number of features for kernels that also sum columns over rows: a lane then has half as
+// many columns.
 constexpr int kMostFlatSums = 512;
 
 // Number of rows whose bytes together are a multiple of 16, for rows of any width.

@@ -196,7 +196,7 @@ class RowsInShared {
   static constexpr int kCopies = (kPixels + kPixelsAtOnce - 1) / kPixelsAtOnce;
 
  public:
-  // 16-bit and 32-bit values take equal bytes.
+  // Steps copied ahead. Their number makes the bytes of 16-bit and of 32-bit values equal.
   static constexpr int kAhead = sizeof(T) == 2 ? 3 : 1;
   static constexpr int kBytes = (kAhead + 1) * kStepBytes;
 

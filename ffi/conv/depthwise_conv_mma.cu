@@ -63,7 +63,7 @@ struct Size {
   // Bytes of a channel's plane, which holds the input of a tile and then its results.
   static constexpr int kPlane = kBlocks * kSumsPitch + (kAhead ? 0 : 256);
   static constexpr int kPlanesBytes = kChannels * kPlane + kOctets * kSkew;
-  // Quads of a tile's output.
+  // Quads (four columns) of a tile's output, for each channel.
   static constexpr int kQuadsOut = kBlocks * kPhases * 2;
 };
 

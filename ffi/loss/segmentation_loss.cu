@@ -129,7 +129,7 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
   return result;
 }
 
-// Probabilities and shares of a pixel's classes, and its loss.
+// Probabilities of a pixel's classes, their shares of the label (targets), and the pixel's loss.
 template <int kOwn>
 struct Terms {
   float probabilities[kOwn];

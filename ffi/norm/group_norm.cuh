@@ -64,14 +64,14 @@ struct Plan {
   int columns;        // vectors of a pixel
   int rows;           // pixels that a block reads at a time
   int full;           // steps that every thread takes: pixels / rows
-  int extra;          // rows of threads that take one more step, one fewer than in a longer slice
+  int extra;          // rows of threads with one more step; a longer slice has one more such row
   int64_t stride;     // values between a thread's successive pixels
   int item_parts;     // parts of a sum that a block's threads leave in shared memory
   int item_pitch;     // distance between sums there; odd, to avoid bank conflicts
   int item_lanes;     // adjacent threads that merge the parts of one sum
   int channel_lanes;  // adjacent threads that merge the channels of a group
   int slice_lanes;    // adjacent threads that merge a group's slices in the second pass
-  int parts;          // sums of an image that the second pass merges: one per slice, or one
+  int parts;          // partial sums of an image for the second pass: one per slice, or one in all
   int second_image;   // first image of the blocks that do the second pass
   int second_blocks;
   int first_image;  // first image of the blocks that do the first pass
@@ -92,7 +92,7 @@ struct Place {
   int index;  // index of the slice in its image
   int start;  // first pixel of the slice
   int count;  // pixels of the slice
-  int extra;  // rows of threads that take one more step
+  int extra;  // rows of threads with one more step than `full`
   int row;
   int channel;  // first channel of the thread
   int steps;    // steps of the thread; 0 if it has no column or no pixel

@@ -38,7 +38,7 @@ class Layout:
     """Size of each atom."""
     batch: tuple[str, ...]
     heads: tuple[str, ...]
-    """Heads of the keys and, last, the query heads of a group that shares keys."""
+    """Atoms of the heads: key heads and, last, the query heads that share a key head."""
     query: str
     key: str
 

@@ -39,12 +39,12 @@ def why_intercepted() -> str | None:
 
 
 def why_given(**given: bool) -> str | None:
-    """Names the first given one of these arguments, as the reason for Flax's code, or None."""
+    """Returns the name of the first given argument, as the reason for Flax's code, or None."""
     return next((f"{name} is given" for name, is_given in given.items() if is_given), None)
 
 
 def why_complex(*dtypes: Any) -> str | None:
-    """Names the first of these dtypes that is complex, as the reason for Flax's code, or None."""
+    """Returns the first complex one of these dtypes, as the reason for Flax's code, or None."""
     for dtype in dtypes:
         if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
             return f"{jnp.dtype(dtype)} is not real"

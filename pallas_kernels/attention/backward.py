@@ -99,7 +99,8 @@ def backward(
     dkey, dvalue = key_gradients(*arrays, **options, config=config.keys)
     dreads: dict[int, jax.Array] = {}
     if shapes:
-        # By the output, delta errs by its rounding to 16 bits, which derivatives would multiply.
+        # delta comes from the output, which is rounded to 16 bits. The reads' derivatives would multiply
+        # its error, so the kernel's own sums correct it.
         exact = sums[0] if dlse is None else sums[0] - dlse
         error = delta[:, :, : shape.query_count] - exact
         for i, number in enumerate(of_rows):

@@ -205,7 +205,7 @@ class _QueryGradient:
     value: Columns
     writes_dlogits: bool
     reads: tuple[int, ...] | None
-    """Of what `logits.score` reads, that whose gradients are summed over the keys."""
+    """Numbers of the reads of `logits.score` whose gradients are summed over the keys."""
 
     @property
     def sum_count(self) -> int:

@@ -151,7 +151,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
         # Larger tiles of queries visit blocks that most of their rows do not attend to.
         legal.sort(key=lambda config: config.query_block > 128)
     if logits.has_functions and logits.mask.pattern is None and legal[0].consumers > 1:
-        # Functions take instructions that the products of other consumers hide.
+        # The products of other consumers hide the instructions of functions.
         legal.sort(key=lambda config: config.consumers != 3)
     if logits.pads_keys(legal[0].key_block):
         narrow = replace(legal[0], key_block=WGMMA_ROWS, stages=2 * legal[0].stages)

@@ -69,7 +69,7 @@ class Operands(NamedTuple):
     pattern_heads: Any = None
     """Index in the pattern of each head's mask [N], int32; None if all heads share one."""
     reads: tuple[Any, ...] = ()
-    """What the functions of score and place read, each [B or 1, N or 1, T or 1, S or 1]."""
+    """Arrays that the functions of score and place read, each [B or 1, N or 1, T or 1, S or 1]."""
 
     def extent(self, mask: BlockMask, batch_idx: Index) -> Extent:
         """Returns the extent of a batch entry, in a kernel."""
@@ -96,7 +96,7 @@ class Operands(NamedTuple):
             return pad(array, {i: n for i, n in blocks.items() if array.shape[i] != 1})
 
         def pad_read(array):
-            """Repeats the last numbers, as a function of other ones may be NaN."""
+            """Pads by repeating the last numbers; of others, such as 0, a function may be NaN."""
             blocks = ((2, query_block), (3, key_block))
             missing = {axis: -array.shape[axis] % block for axis, block in blocks}
             widths = [(0, 0)] * 2 + [
@@ -229,9 +229,9 @@ class Tile:
         return plgpu.load(ref.at[tuple(index)], layout=layout, optimized=False)
 
     def loaded(self, reads: Sequence[Any]) -> Any:
-        """Returns the tile with what its mask and functions read, but for a number each column.
+        """Returns the tile with the arrays without a column axis that its mask and functions read.
 
-        Loads take longer than the use of what they load, so they start before the tile's products.
+        Loads take longer than their use, so they start before the tile's products.
         """
         few = [ref for ref in reads if 1 not in self.axes(ref)]
         early = tuple((ref, self.read(ref)) for ref in few)
@@ -290,9 +290,9 @@ class Logits:
     has_sinks: bool = False
     dropout_rate: float = 0.0
     score: TileFunction | None = None
-    """What changes each logit after cap and bias, given the first of `Operands.reads`."""
+    """Function that changes each logit after cap and bias; it reads the first of `Operands.reads`."""
     allows: TileFunction | None = None
-    """What else forbids elements, given the other reads."""
+    """Function that forbids further elements; it reads the other `Operands.reads`."""
 
     @property
     def needs_registers(self) -> bool:
@@ -394,7 +394,7 @@ class Logits:
         return operands.reads[: 0 if self.score is None else self.score.reads]
 
     def scores(self, products: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
-        """Returns the logits that the function of the score takes."""
+        """Returns the logits after cap and bias, the argument of the function of the score."""
         x = self.capped(products)
         if self.has_bias:
             x = x + tile.matrix(operands.bias).astype(jnp.float32)
@@ -406,7 +406,7 @@ class Logits:
         reads = self.score_reads(operands)
         separated = self.score.separated(tile, reads, self.limits)
         if separated is None:
-            # Its type may be of 16 bits.
+            # The result of a caller's function may have 16 bits.
             return self.score(tile, reads, self.limits, scores).astype(jnp.float32)
         if not separated.by_key:
             return scores
@@ -415,7 +415,7 @@ class Logits:
         return scores + lax.broadcast_in_dim(by_key, tile.shape, [axis])
 
     def shift(self, tile: Tile, operands: Operands) -> jax.Array | None:
-        """Returns what each query adds to all its logits in base 2 and `logits` leaves out, or None."""
+        """Returns the part of each query's logits, in base 2, that `logits` leaves out, or None."""
         if self.score is None:
             return None
         separated = self.score.separated(tile, self.score_reads(operands), self.limits)

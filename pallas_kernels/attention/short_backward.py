@@ -636,5 +636,5 @@ class _ShortBackward:
             ds = ds * logits.derivative_of_capped(s)
         ds = ds.astype(self.dtype)
         memory.multiply(dk_accs, ds, q)
-        # `ds_free` says that this memory has been read; `accumulate` commits the stores.
+        # The wait for `ds_free` has shown that this memory was read; `accumulate` commits the stores.
         store.store_piece(cta.shared["ds_smem"].at[tile], ds)

@@ -26,18 +26,18 @@ _ELEMENTWISE = frozenset({
 })
 # fmt: on
 _OF_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
-"""Primitives that return a scalar's value where their operand and their result are scalars."""
+"""Primitives that change shapes only: of a scalar they return its value."""
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 )
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_)))
 _HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
 _EXACT = 2**23
-"""Integers below it are exact in float32, and a float32 has them in its low bits."""
+"""Bound below which integers are exact in float32, and fit the last bits of its mantissa."""
 
 
 def why_not_on_tiles(eqn: Any) -> str | None:
-    """Returns what of an equation over scalars kernels do not evaluate, or None."""
+    """Returns the part of an equation over scalars that kernels cannot evaluate, or None."""
     name = eqn.primitive.name
     if name in _CALLS:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -103,7 +103,7 @@ class Part(NamedTuple):
     axes: tuple[int, ...]
 
     def over(self, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-        """Returns it as an array over `axes` of a tile."""
+        """Returns the part as an array over `axes` of a tile."""
         if self.axes == axes:
             return self.array
         dimensions = [axes.index(axis) for axis in self.axes]
@@ -116,12 +116,12 @@ class TileFunction:
     """A function of a score, or of places alone if not `of_score`; equal ones have equal programs."""
 
     program: ClosedJaxpr
-    """From (score, query, key, *reads), or without the score, to one scalar."""
+    """Program from scalars (score, query, key, *reads) to one; without the score if not `of_score`."""
     of_score: bool
     wanted: tuple[bool, ...] = ()
-    """For each read, whether it gets a gradient."""
+    """True for each read that gets a gradient."""
     is_additive: bool = False
-    """Whether the score is added to what does not depend on it."""
+    """True if the result is the score plus a term that does not depend on it."""
 
     @functools.cached_property
     def partials(self) -> ClosedJaxpr:
@@ -162,7 +162,7 @@ class TileFunction:
 
     @property
     def reads(self) -> int:
-        """The number of arrays that it reads."""
+        """Number of arrays that the function reads."""
         return len(self.program.in_avals) - (3 if self.of_score else 2)
 
     @functools.cached_property
@@ -178,7 +178,7 @@ class TileFunction:
         return jaxpr.invars[0] in needed
 
     def why_not(self) -> str | None:
-        """Returns what kernels do not evaluate, or None."""
+        """Returns the operation that kernels cannot evaluate, or None."""
         programs = [("", self.flat)] + (
             [("the derivative of ", self.partials)] if self.of_score else []
         )
@@ -266,9 +266,9 @@ class Separated(NamedTuple):
     by_query: list[Callable[[], Part]]
     by_key: list[Callable[[], Part]]
     origins: int = 0
-    """How often the first query's index is missing, from which places are counted here.
+    """Multiple of the tile's first query index that is to be added: terms count places from that query.
 
-    Places are far from 0, and near to each other where attention is strongest.
+    Places are far from 0, but near to each other where attention is strongest.
     """
 
     def mapped(self, f: Callable[[Part], Part], factor: int = 1) -> "Separated":
@@ -287,7 +287,7 @@ def _called(f: Callable[[Part], Part], term: Callable[[], Part]) -> Part:
 
 
 def total(terms: Sequence[Callable[[], Part]], axis: int, shape: tuple[int, ...]) -> Any:
-    """Returns the sum of terms that vary along one axis of a tile at most, along this axis."""
+    """Returns the sum of terms, over `axis` of a tile; each varies along that axis at most."""
     arrays = [term().over((axis,), shape).astype(jnp.float32) for term in terms]
     return functools.reduce(lambda x, y: x + y, arrays)
 
@@ -531,7 +531,7 @@ class _Values:
 
 
 def _decisive(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the variables on which comparisons or other steps depend, where a rounding may count."""
+    """Returns the variables of which a rounding may change a comparison or another step function."""
     found: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         is_step = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
@@ -575,7 +575,10 @@ _OF_INTEGERS: dict[str, Callable[..., tuple[int, int]]] = {
     "max": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
 }
-"""Bounds of operations that float32 computes exactly where its operands and its result are."""
+"""Bounds of an operation's result from those of its operands.
+
+float32 computes these operations exactly if operands and result are exact.
+"""
 
 
 def _text(jaxpr: Jaxpr) -> str:

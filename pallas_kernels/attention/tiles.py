@@ -74,7 +74,7 @@ class ListedVisits(NamedTuple):
 
     at: Place
     full: Blocks | None
-    """Blocks in which nothing but the pattern masks; None if the mask is the pattern alone."""
+    """Range of blocks that only the pattern masks; None if the mask is the pattern alone."""
 
     @property
     def skipped(self) -> int:
@@ -240,7 +240,7 @@ class QueryVisits(NamedTuple):
     start: jax.Array
     stop: jax.Array
     full: Blocks | None
-    """Blocks in which nothing but the pattern masks; None if the mask is the pattern alone."""
+    """Range of blocks that only the pattern masks; None if the mask is the pattern alone."""
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2]; without it, a visit's number is its block."""
     bits_gmem: Any = None

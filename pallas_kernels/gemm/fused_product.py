@@ -154,7 +154,7 @@ class FusedProduct:
 
     @property
     def work_beside_xla(self) -> Work:
-        """`work` for the choice between kernel and XLA.
+        """Returns `work` as the choice between kernel and XLA counts it.
 
         With few rows it includes the conversion of b.
         """

@@ -66,7 +66,7 @@ def mask_of(
     mask_mod: IndexFunction | None = None,
     divides: bool = False,
 ) -> tuple[Mask, IndexFunction | None]:
-    """Returns who attends to whom, with masks that broadcast to [B, N, T, S].
+    """Returns which queries attend to which keys, with masks that broadcast to [B, N, T, S].
 
     If it `divides` mask_mod, those of its conditions that kernels know are a part of the mask. The
     others, or the whole function, come second, unless they are a part of the mask too.

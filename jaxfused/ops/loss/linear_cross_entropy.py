@@ -327,7 +327,7 @@ def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
     return max(1, math.ceil(rows / chunks))
 
 
-# Under `jax.jit`, the steps compile once, as those of the reference's loops do.
+# `jax.jit` compiles the loop once, even if the caller runs op by op.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights):
     """Returns losses with each class's term times its weight; logits are recomputed by chunks."""

@@ -54,7 +54,7 @@ class Options:
     """Static options of a call."""
 
     dtype: Any
-    """The dtype of what is kept, also where the cache holds the bits of it."""
+    """Dtype of the kept numbers, even if the cache's arrays hold their bits as integers."""
     scale: float
     soft_cap: float | None
     window: int | None
