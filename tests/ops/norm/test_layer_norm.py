@@ -91,6 +91,10 @@ def check(case: Case, dtype: str, implementation: str) -> None:
 def numpy_norm(case: Case, x, scale, bias, residual, pre_bias):
     """Computes the definition in NumPy, in float64."""
     erf = np.vectorize(math.erf, otypes=[np.float64])
+
+    def elu(x, factor=1.0):
+        return np.where(x > 0, x, factor * np.expm1(np.minimum(x, 0)))
+
     activations = {
         None: lambda x: x,
         "relu": lambda x: np.maximum(x, 0),
@@ -106,6 +110,10 @@ def numpy_norm(case: Case, x, scale, bias, residual, pre_bias):
         "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
         "hard_sigmoid": lambda x: np.clip(x + 3, 0, 6) / 6,
         "tanh": np.tanh,
+        "hard_tanh": lambda x: np.clip(x, -1, 1),
+        "softplus": lambda x: np.logaddexp(x, 0),
+        "elu": elu,
+        "selu": lambda x: 1.0507009873554805 * elu(x, 1.6732632423543773),
     }
     h = sum(a for a in (x, residual, pre_bias) if a is not None)
     u = activations[case.pre_activation](h)
