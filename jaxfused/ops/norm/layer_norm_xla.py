@@ -211,11 +211,14 @@ def gradient(
     h: jax.Array,
     mean: jax.Array | None,
     rstd: jax.Array,
-    *vectors: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
     **keywords: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Returns (dx, dscale, dbias, dpre_bias) of `gradients` for a norm without a gate."""
-    found = gradients(dy, dnext_residual, h, mean, rstd, None, *vectors, None, **keywords)
+    vectors = (scale, bias, pre_bias, None)
+    found = gradients(dy, dnext_residual, h, mean, rstd, None, *vectors, **keywords)
     return found.x, found.scale, found.bias, found.pre_bias
 
 
