@@ -133,7 +133,7 @@ class Choice(NamedTuple):
     kernel: Any = None
     """The `jaxfused.runtime.runner.Kernel` of the stage, or None if the call is plain jax.numpy."""
     estimate: Estimate = None
-    """The predicted times of the implementations, or the rule in their place."""
+    """The rule by which the implementations are ordered without measured times."""
     measured: Any = None
     """The `jaxfused.runtime.table.Found` that decided, or None."""
     stages: "Sequence[Choice]" = ()

@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxfused import dispatch
 from jaxfused.fusion import report as fusion
 from jaxfused.runtime import runner
-from jaxfused.runtime.estimate import Rule, Times
 from jaxfused.runtime.table import Table, load
 
 
@@ -84,16 +83,12 @@ def _figures(choice: dispatch.Choice) -> str | None:
         times = {r.implementation: r.microseconds for r in reversed(measured.ranking)}
         at = "" if measured.exact else f" at {_shapes(filter(None, measured.operands))}"
         return f"measured{at}: {_compared(chosen, times)}"
-    if isinstance(estimate, Rule) and chosen in estimate.first:
+    if estimate is not None and chosen in estimate.first:
         return f"{', then '.join(map(repr, estimate.first))} first: {estimate.why}"
-    if isinstance(estimate, Times) and chosen in estimate.microseconds:
-        times = {n: time for n, time in estimate.microseconds.items() if n in able}
-        note = f"; {estimate.note}" if estimate.note else ""
-        return f"expected: {_compared(chosen, times)}{note}"
     if len(able) < 2:
         return None
     first = f"the first that can run: {', '.join(map(repr, able))}"
-    if not isinstance(estimate, Rule):
+    if estimate is None:
         return first
     return (
         f"{first}; {', then '.join(map(repr, estimate.first))} would be before them: {estimate.why}"
@@ -121,7 +116,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
     those that a kernel sees: after `jax.vmap`, on one device's shard. Each stage comes with what
-    decided: measured times (see `jaxfused.tune`) and their config, expected times, or a rule. To see
+    decided: measured times (see `jaxfused.tune`) and their config, or a rule. To see
     the stages of gradients, pass a function that takes them, such as a training step. Calls of modules
     that Flax's own code serves are listed with the argument that no operator can serve. Of functions
     that `jaxfused.fuse` has wrapped it says which operators were found in them, in which line, and what

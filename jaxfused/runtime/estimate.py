@@ -1,25 +1,15 @@
 """The order of a stage's implementations, from what the stage expects of them.
 
-A stage says why an implementation cannot run (`why_not`) and, if it has an expectation, how fast the
-others are (`estimate`). This module alone derives the order from both.
+A stage says why an implementation cannot run (`why_not`) and, if it has an expectation, which of the
+others are faster (`estimate`). This module alone derives the order from both.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Times(NamedTuple):
-    """Predicted times of implementations; the one with the shortest time runs."""
-
-    microseconds: Mapping[str, float]
-    """Time of each implementation; implementations without a time come last."""
-    note: str | None = None
-    """Part of the times that no model predicts, such as "XLA's includes a margin of 6 %"."""
-
-
 class Rule(NamedTuple):
-    """A rule that orders implementations without predicted times."""
+    """A rule that orders implementations."""
 
     first: Sequence[str]
     """Implementations that come before the others, in this order."""
@@ -27,8 +17,8 @@ class Rule(NamedTuple):
     """The reason as part of a sentence, such as "the rows are short"."""
 
 
-Estimate = Times | Rule | None
-"""Times or a rule; None if the order of `why_not` stands."""
+Estimate = Rule | None
+"""A rule; None if the order of `why_not` stands."""
 
 
 KERNELS = ("pallas", "cuda")
@@ -49,9 +39,7 @@ def kernels_first(why: str) -> Callable[..., Rule]:
 def in_order(why_not: Mapping[str, str | None], estimate: Estimate) -> dict[str, str | None]:
     """Returns `why_not` in the order in which implementations should run."""
     names = list(why_not)
-    if isinstance(estimate, Rule):
+    if estimate is not None:
         first = [name for name in estimate.first if name in why_not]
         names = [*first, *(name for name in names if name not in first)]
-    elif estimate is not None:
-        names.sort(key=lambda name: estimate.microseconds.get(name, math.inf))
     return {name: why_not[name] for name in names}

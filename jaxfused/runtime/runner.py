@@ -129,7 +129,7 @@ class HasEstimate(Protocol):
     """A kernel that expects one implementation to be faster than another."""
 
     def estimate(self, device: dispatch.Device, able: Collection[str], *operands: Any) -> Estimate:
-        """Returns the times of the implementations `able` to run, or the rule that decides, or None."""
+        """Returns the rule that orders the implementations `able` to run, or None."""
 
 
 class HasParts(Protocol):
