@@ -12,9 +12,11 @@ from PIL import Image
 from examples import quantization
 from examples.classify import predict, quantize, train
 from examples.classify.convnext import CONVNEXTS, ConvNeXt, space_to_depth
+from examples.classify.neighborhood import NEIGHBORHOODS, attention_of
 from examples.classify.resnet import RESNETS, ResNet
 from examples.errors import ExampleError
 from examples.vit import data as vit_data
+from examples.vit import train as vit_train
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 
@@ -43,6 +45,21 @@ def test_models_have_the_sizes_of_their_papers(name, parameters):
     assert logits.shape == (2, 1000)
 
 
+def test_patches_attend_to_near_ones_alone():
+    size = NEIGHBORHOODS["near-digits"]
+    attention = attention_of(size, image_size=8)
+    heads = jax.random.normal(jax.random.key(0), (3, 1, 16, 4, 8))
+    changed = heads.at[:, :, 0].set(0.0)
+    moved = jnp.any(attention(*heads) != attention(*changed), axis=(0, 2, 3)).reshape(4, 4)
+    # A patch at a border has the three patches nearest to it, as others have.
+    assert moved.astype(int).tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0] * 4, [0] * 4]
+
+    flags = ["--model", "near-digits"]
+    args = vit_train.parse_flags(train.make_parser(), flags, folder_model="convnext-t")
+    graphdef, params = train.create(args, channels=1, classes=10)
+    assert nnx.merge(graphdef, params)(jnp.zeros((2, 8, 8, 1))).shape == (2, 10)
+
+
 def test_squares_become_pixels():
     image = jnp.arange(4 * 6).reshape(1, 4, 6, 1)
     assert space_to_depth(image, 2).shape == (1, 2, 3, 4)
@@ -68,7 +85,7 @@ def metrics(run):
 
 
 @pytest.mark.long
-@parametrize("name", ["resnet-digits", "convnext-digits"], quick=())
+@parametrize("name", ["resnet-digits", "convnext-digits", "near-digits"], quick=())
 def test_a_short_training_learns_and_predicts(name, tmp_path, capsys, monkeypatch):
     # A ConvNeXt learns late, because its branches start near 0.
     epochs = "2" if name in RESNETS else "6"
