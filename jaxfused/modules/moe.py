@@ -1,5 +1,6 @@
 """The mixture of experts of nnx and linen."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import promoted
 from jaxfused.ops.grouped.expert_mlp import WeightOn, expert_mlp
+from jaxfused.ops.grouped.expert_parallel import expert_parallel_mlp
 from jaxfused.ops.grouped.router import Routes
 from jaxfused.runtime.promotion import accumulator_dtype
 
@@ -52,6 +54,7 @@ def mixture(
     activation: str | None,
     weight_on: WeightOn,
     capacity_factor: float | None,
+    expert_axis: str | None,
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, Routing]:
@@ -71,7 +74,14 @@ def mixture(
     bias = experts.correction_bias
     weights, indices = router(logits) if bias is None else router(logits, bias=bias)
     x = promoted(routed, experts.w_gate, experts.w_up, experts.w_down, dtype=dtype)
-    y = expert_mlp(
+    if expert_axis is None:
+        capacity = _capacity(capacity_factor, indices, experts.w_up.shape[0])
+        run = functools.partial(expert_mlp, capacity=capacity)
+    else:
+        run = functools.partial(
+            expert_parallel_mlp, axis_name=expert_axis, capacity_factor=capacity_factor
+        )
+    y = run(
         x,
         weights,
         indices,
@@ -80,7 +90,6 @@ def mixture(
         experts.w_down,
         activation=activation,
         weight_on=weight_on,
-        capacity=_capacity(capacity_factor, indices, experts.w_up.shape[0]),
         precision=precision,
         implementation=implementation,
     )

@@ -53,6 +53,8 @@ class MoE(nnx.Module):
         Qwen2-MoE.
       capacity_factor: an expert takes at most this many times the tokens that it would have where all
         are used alike, as `capacity` of `expert_mlp` says; None drops none.
+      expert_axis: the mesh axis over which experts and tokens are split, as `expert_parallel_mlp` says;
+        `capacity_factor` is then of the rows that two devices exchange. None for one device's experts.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
       precision: of the experts' products, as in Flax.
@@ -90,6 +92,7 @@ class MoE(nnx.Module):
         shared_features: int = 0,
         use_shared_gate: bool = False,
         capacity_factor: float | None = None,
+        expert_axis: str | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
@@ -129,7 +132,7 @@ class MoE(nnx.Module):
         self.shared_gate = param(router_init, in_features, 1) if use_shared_gate else None
         self.router, self.activation, self.weight_on = router, activation, weight_on
         self.capacity_factor, self.dtype, self.precision = capacity_factor, dtype, precision
-        self.implementation = implementation
+        self.expert_axis, self.implementation = expert_axis, implementation
 
     def __call__(
         self, x: jax.Array, *, return_routing: bool = False
@@ -159,6 +162,7 @@ class MoE(nnx.Module):
             activation=self.activation,
             weight_on=self.weight_on,
             capacity_factor=self.capacity_factor,
+            expert_axis=self.expert_axis,
             precision=self.precision,
             implementation=self.implementation,
         )

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
+import jaxfused.linen
 from tests.support import eight_devices
 from tests.support.arrays import put
 
@@ -101,6 +102,22 @@ def test_within_a_shard_map_over_two_axes(method):
     y = jax.jit(run)(x, weights, indices, *w)
     expected = jaxfused.expert_mlp(x, weights, indices, *w)
     chex.assert_trees_all_close(*(np.float32(a) for a in (y, expected)), rtol=2e-2, atol=1e-2)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_module_splits_its_experts(axis_type):
+    x = put(np.random.default_rng(1).normal(size=(8, 3, D)), "float32")
+    options = dict(router=functools.partial(jaxfused.router, k=2, normalise="sum"))
+    alone = jaxfused.linen.MoE(F, EXPERTS, **options)
+    variables = alone.init(jax.random.key(0), x)
+    mesh = jax.make_mesh((8,), ("e",), axis_types=(axis_type,))
+    parallel = jaxfused.linen.MoE(F, EXPERTS, expert_axis="e", **options)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("e")))
+        whole = jax.device_put(variables, NamedSharding(mesh, P()))
+        y = jax.jit(parallel.apply)(whole, placed)
+    chex.assert_trees_all_close(jax.device_get(y), alone.apply(variables, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
