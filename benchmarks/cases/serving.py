@@ -1,6 +1,6 @@
-"""One decode step's attention to a cache in one piece, and to pages of a pool in any order.
+"""One decode step's attention to a contiguous cache, and to pages of a pool in any order.
 
-All peers but JAX's own kernel for pages read the cache in one piece.
+All peers but JAX's own kernel for pages read the contiguous cache.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     key_heads: int
     head_size: int
     page_size: int
-    """Tokens of a page; 0 for a cache in one piece."""
+    """Tokens of a page; 0 for a contiguous cache."""
 
 
 _LLAMA = (32, 8, 128)

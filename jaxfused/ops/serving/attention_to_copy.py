@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.ops.serving import new_tokens
 
 
 def attend(
@@ -20,19 +21,28 @@ def attend(
       implementation: of `dot_product_attention`.
     """
     batch, tokens, key_heads, group, size = arrays.query.shape
+    mask: dict[str, Any] = dict(
+        is_causal=tokens > 1,
+        local_window_size=None if options.window is None else (options.window - 1, 0),
+    )
+    tree, slopes = getattr(arrays, "tree", None), getattr(arrays, "slopes", None)
+    if tree is not None:
+        left = None if options.window is None else options.window - 1
+        mask = new_tokens.tree_options(tree, arrays.offset, key.shape[1], left)
+    if slopes is not None:
+        mask |= new_tokens.alibi_options(slopes.reshape(-1), tree, arrays.offset)
     output = dot_product_attention(
         arrays.query.reshape(batch, tokens, key_heads * group, size),
         key,
         value,
         scale=options.scale,
-        is_causal=tokens > 1,
-        local_window_size=None if options.window is None else (options.window - 1, 0),
         logits_soft_cap=options.soft_cap,
         query_offset=arrays.offset,
         query_seq_lengths=arrays.counts,
         key_value_seq_lengths=arrays.lengths,
         sinks=None if arrays.sinks is None else arrays.sinks.reshape(-1),
         implementation=implementation,
+        **mask,
     )
     assert isinstance(output, jax.Array)
     return output.reshape(batch, tokens, key_heads, group, value.shape[-1])

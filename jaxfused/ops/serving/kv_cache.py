@@ -11,7 +11,7 @@ from jax import lax
 from jaxfused import dispatch
 from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
 from jaxfused.ops.rope.rope import check_tables
-from jaxfused.ops.serving import append_stages, cache_stages
+from jaxfused.ops.serving import append_stages, cache_stages, new_tokens
 from jaxfused.runtime.checks import (
     as_arrays,
     as_int32,
@@ -286,6 +286,8 @@ class KVCache:
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
         sinks: jax.Array | None = None,
+        tree_mask: jax.Array | None = None,
+        alibi_slopes: jax.Array | None = None,
         batch_invariant: bool = False,
         implementation: AttentionImplementation | None = None,
     ) -> jax.Array:
@@ -303,6 +305,11 @@ class KVCache:
           local_window_size: not with the cache's own `window`.
           logits_soft_cap: as there.
           sinks: as there.
+          tree_mask: [B, T, T] bool, which of the T new tokens each of them sees, as where several
+            continuations are tried at once; itself and its ancestors then. All see the tokens before
+            them. A token's position, for windows and ALiBi, counts the new ones that it sees. None for
+            the new tokens up to itself.
+          alibi_slopes: [N]: a key's logit is less by its head's slope times its distance.
           batch_invariant: whether a sequence's output has the same bits whatever the lengths and tokens
             of the other sequences. The kernel that reads the cache in place does not have that.
           implementation: as there. None and "cuda" read a cache of 8 bits, or a layer of a stack, where
@@ -318,22 +325,33 @@ class KVCache:
         self._check_layer(layer)
         lengths, given = self._lengths(query, counts, batch_index)
         tokens = query.shape[1]
+        tree_mask, alibi_slopes = new_tokens.check("KVCache.attend", query, tree_mask, alibi_slopes)
         options: dict[str, Any] = dict(scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks)
         if counts is not None:
             options["query_seq_lengths"] = given
         if self.window is None:
             options |= self._mask(lengths, given, tokens, batch_index)
             options["local_window_size"] = local_window_size
+            if tree_mask is not None:
+                options |= self._tree_mask(tree_mask, lengths, local_window_size)
+            if alibi_slopes is not None:
+                options |= new_tokens.alibi_options(alibi_slopes, tree_mask, lengths)
         else:
             self._check_ring(tokens, local_window_size)
+            if tree_mask is not None or alibi_slopes is not None:
+                raise ValueError(
+                    "KVCache.attend: tree_mask or alibi_slopes was passed, but a ring's places are in no"
+                    " order; make the cache without window, and pass local_window_size."
+                )
             options |= self._ring_mask(lengths, given, tokens, batch_index)
-        if "mask" not in options and self.starts is None and not batch_invariant:
+        is_plain = "mask" not in options and "score_mod" not in options and self.starts is None
+        if is_plain and not batch_invariant:
             in_place = self._in_place(query, options, layer, batch_index, implementation)
             if in_place is not None:
                 return in_place
         kept = (self.key, self.key_scale), (self.value, self.value_scale)
         key, value = (self._read(*x, layer, batch_index, query.dtype) for x in kept)
-        if "mask" in options:
+        if self.window is not None and "mask" in options:
             # Places that no query sees may hold NaN, which a weight of 0 would not remove.
             is_seen = jnp.any(options["mask"], axis=(1, 2))[:, :, None, None]
             key, value = (jnp.where(is_seen, x, 0) for x in (key, value))
@@ -467,6 +485,13 @@ class KVCache:
             mask["key_value_segment_ids"] = is_token.astype(jnp.int32)
             mask["query_segment_ids"] = jnp.ones((lengths.shape[0], tokens), jnp.int32)
         return mask
+
+    def _tree_mask(
+        self, tree: jax.Array, lengths: jax.Array, window: int | tuple[int, int] | None
+    ) -> dict[str, Any]:
+        left = window[0] if isinstance(window, tuple | list) else window
+        mask = new_tokens.tree_options(tree, lengths, self.capacity, left)
+        return dict(is_causal=False, local_window_size=None, **mask)
 
     def _ring_mask(
         self, lengths: jax.Array, counts: jax.Array, tokens: int, batch_index: Any

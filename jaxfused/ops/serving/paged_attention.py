@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.serving.paged_stages import Options, attend, reads_in_place
+from jaxfused.ops.serving import new_tokens
+from jaxfused.ops.serving.paged_stages import More, Options, attend, reads_in_place
 from jaxfused.ops.serving.pages import (
     Layout,
     Pages,
@@ -47,6 +48,8 @@ def paged_attention(
     scale: float = 1.0,
     sliding_window: int | None = None,
     sinks: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     layout: Layout = "KPSH",
     batch_invariant: bool = False,
     implementation: dispatch.Implementation | None = None,
@@ -69,6 +72,10 @@ def paged_attention(
       scale: of the logits, 1 / sqrt(H) where queries do not come scaled.
       sliding_window: how many tokens each token sees, with itself; None for all.
       sinks: [N], one learned logit a head that takes probability and gives nothing.
+      tree_mask: [B, T, T] bool, which of the last T tokens each of them sees, itself and its ancestors
+        where several continuations are tried at once; all see the tokens before them. Positions, for
+        `sliding_window` and ALiBi, count the new tokens that a token sees.
+      alibi_slopes: [N]: a key's logit is less by its head's slope times its distance.
       layout: the axes of the pages.
       batch_invariant: whether a sequence's output has the same bits whatever the lengths and tokens of
         the other sequences. "pallas" then leaves a head's keys to one CTA, which is slower where
@@ -111,8 +118,9 @@ def paged_attention(
         queries,
         implementation,
     )
-    in_place = reads_in_place(queries, pools, page_indices, options, implementation)
-    call = (options, sinks, implementation, in_place)
+    more = More(sinks, *new_tokens.check(op, queries, tree_mask, alibi_slopes))
+    in_place = reads_in_place(queries, pools, page_indices, options, implementation, more)
+    call = (options, more, implementation, in_place)
     output = attend(queries, None, pools, lengths, page_indices, *call)
     return output if has_tokens else output[:, 0]
 
@@ -207,7 +215,7 @@ def ragged_paged_attention(
     queries = jnp.take(q, row, axis=0, mode="clip")
 
     def of(queries: jax.Array, owner: jax.Array, count: jax.Array, length: jax.Array) -> Any:
-        call = (options, sinks, implementation, in_place)
+        call = (options, More(sinks), implementation, in_place)
         return attend(queries, count, pools, length, page_indices[owner], *call)
 
     # The tiles are processed in groups, because a copy of the pages of all tiles takes too much memory.

@@ -25,6 +25,19 @@ _PAGE_OF_A_COPY = 64
 """Places of a page, from which on its copies cost the Pallas kernel no time."""
 
 
+class More(NamedTuple):
+    """Operands that a call may have; see `Arrays`."""
+
+    sinks: Any = None
+    """[N]"""
+    tree: Any = None
+    slopes: Any = None
+    """[N]"""
+
+
+NO_MORE = More()
+
+
 class Arrays(NamedTuple):
     """Operands, with query heads [N] as [K, G] so that they are sharded like their key heads."""
 
@@ -46,6 +59,10 @@ class Arrays(NamedTuple):
     key_scale: Any = None
     """Scales of 8-bit keys, float32 [K, P, S], or None; `value_scale` has those of the values."""
     value_scale: Any = None
+    tree: Any = None
+    """Which new tokens each of them sees, bool [B, T, T]; None for those up to itself."""
+    slopes: Any = None
+    """Slopes of ALiBi, float32 [K, G], or None."""
 
     def pages(self) -> paged.Pages:
         """Returns the pages in the form that the kernel takes."""
@@ -102,7 +119,8 @@ class InPages:
         if Arrays(*operands).value is None:
             # Heads of keys and values alternate on one axis, which therefore is not split.
             pools, whole = ("psch", "pskv"), whole + "ck"
-        return Axes(("btkgh", *pools, "bn", "b", "b", "b", "kg", "kps", "kps"), ("btkgv",), whole)
+        operands = ("btkgh", *pools, "bn", "b", "b", "b", "kg", "kps", "kps", "btt", "kg")
+        return Axes(operands, ("btkgv",), whole)
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
         arrays = Arrays(*operands)
@@ -125,7 +143,9 @@ class InPages:
             most_pages=sizes.most_pages,
             is_combined=sizes.is_combined,
         )
-        if self.options.batch_invariant:
+        if arrays.tree is not None or arrays.slopes is not None:
+            of_pallas = of_cuda = "no kernel over pages has a tree_mask or alibi_slopes"
+        elif self.options.batch_invariant:
             of_cuda = "it divides the keys of all sequences together, and batch_invariant=True"
         return {"pallas": of_pallas, "cuda": of_cuda, "xla": None}
 
@@ -240,6 +260,7 @@ def reads_in_place(
     page_indices: jax.Array,
     options: Options,
     implementation: str | None,
+    more: More = NO_MORE,
 ) -> bool:
     """Whether a kernel attends to pages in place, from queries [B, T, N, H].
 
@@ -250,7 +271,7 @@ def reads_in_place(
     kinds = {_has_token_scales(pool) for pool in (pools.key, pools.value) if pool is not None}
     if len(kinds) > 1 or None in kinds:
         return False
-    arrays = _arrays(queries, pools, page_indices, page_indices[:, 0], None, None)
+    arrays = _arrays(queries, pools, page_indices, page_indices[:, 0], None, more)
     device = dispatch.current_device(queries, arrays.key)
     choice = Runner(None, device).choice(InPages(options), *arrays)
     if implementation is None:
@@ -265,7 +286,7 @@ def attend(
     lengths: jax.Array,
     page_indices: jax.Array,
     options: Options,
-    sinks: jax.Array | None,
+    more: More,
     implementation: Any,
     in_place: bool,
 ) -> jax.Array:
@@ -274,7 +295,7 @@ def attend(
     number = jnp.arange(page_indices.shape[1], dtype=jnp.int32)
     is_there = is_in_pool(page_indices, pools.pages)
     pages = jnp.min(jnp.where(is_there, number.size, number[None]), axis=1, initial=number.size)
-    arrays = _arrays(queries, pools, page_indices, lengths, counts, sinks)
+    arrays = _arrays(queries, pools, page_indices, lengths, counts, more)
     arrays = arrays._replace(lengths=jnp.clip(lengths, 0, pages * pools.page_size))
     stage = InPages(options)
     spelt = stage.axes(*arrays)
@@ -316,12 +337,14 @@ def _arrays(
     page_indices: jax.Array,
     lengths: jax.Array,
     counts: jax.Array | None,
-    sinks: jax.Array | None,
+    more: More,
 ) -> Arrays:
     batch, tokens, heads, size = queries.shape
     grouped = (pools.heads, heads // pools.heads)
-    if sinks is not None:
-        sinks = jnp.asarray(sinks).astype(jnp.float32).reshape(grouped)
+
+    def of_heads(array: jax.Array | None) -> jax.Array | None:
+        return None if array is None else jnp.asarray(array).astype(jnp.float32).reshape(grouped)
+
     (key, key_scale), (value, value_scale) = (
         _values_and_scale(pool, pools.layout) for pool in (pools.key, pools.value)
     )
@@ -333,9 +356,11 @@ def _arrays(
         lengths,
         lengths - (tokens if counts is None else counts),
         counts,
-        sinks,
+        of_heads(more.sinks),
         key_scale,
         value_scale,
+        more.tree,
+        of_heads(more.slopes),
     )
 
 

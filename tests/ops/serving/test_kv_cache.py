@@ -315,6 +315,40 @@ def test_what_lies_beyond_a_length_does_not_count(window):
     jax.tree.map(np.testing.assert_array_equal, actual, wanted)
 
 
+TREE = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+"""Of four new tokens, two continue the first, and the last continues the third."""
+PATHS = {1: [0, 1], 3: [0, 2, 3]}
+"""New tokens up to two of them."""
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+
+
+@parametrize("options", [{}, dict(local_window_size=(3, 0)), dict(alibi_slopes=SLOPES)], quick=(2,))
+def test_new_tokens_may_be_a_tree(options):
+    """Each path through the tree gives what its tokens give in a row."""
+    arrays = tokens(9)
+    cache, _ = steps(zeros(12), [a[:, :5] for a in arrays], (5,))
+
+    @jax.jit
+    def attended(cache, query, key, value, tree_mask=None):
+        return cache.append(key, value).attend(query, tree_mask=tree_mask, **options)
+
+    new = [a[:, 5:] for a in arrays]
+    tree = attended(cache, *new, tree_mask=np.stack([TREE, TREE]))
+    for last, path in PATHS.items():
+        alone = attended(cache, *(a[:, np.array(path)] for a in new))
+        np.testing.assert_allclose(tree[:, last], alone[:, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_alibi_is_a_bias_by_distance():
+    query, key, value = tokens(7)
+    place = np.arange(7)
+    bias = SLOPES[:, None, None] * (place[None] - place[:, None])
+    expected = jaxfused.dot_product_attention(query, key, value, bias[None], is_causal=True)
+    attend = jax.jit(lambda cache, q, k, v: cache.append(k, v).attend(q, alibi_slopes=SLOPES))
+    found = attend(zeros(9), query, key, value)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -343,6 +377,14 @@ def test_what_lies_beyond_a_length_does_not_count(window):
         (lambda: zeros(4, layers=2).attend(tokens(1)[0], layer=2), "layer is 2.*from 0 to 1"),
         (lambda: zeros(4, layers=2).append(*tokens(1)[1:], layer=True), "layer is True"),
         (lambda: zeros(4).advance(1, batch_index=[1.0]), "batch_index has dtype float32"),
+        (
+            lambda: zeros(8, window=3).attend(tokens(2)[0], alibi_slopes=SLOPES),
+            "a ring's places are in no order; make the cache without window",
+        ),
+        (
+            lambda: zeros(8).attend(tokens(2)[0], tree_mask=TREE),
+            r"tree_mask has shape \(4, 4\), but query has 2 new tokens of 2 sequences",
+        ),
     ],
 )
 def test_refuses(call, message):

@@ -89,6 +89,38 @@ def test_of_a_batch(layout, options, new):
     np.testing.assert_allclose(output, wanted if new else wanted[:, 0], rtol=1e-5, atol=1e-6)
 
 
+@parametrize("options", [{}, dict(window=3), dict(alibi=True)], quick=(2,))
+def test_new_tokens_may_be_a_tree(options):
+    """Beside NumPy, where a token of the tree stands behind those that it sees."""
+    given = pools()
+    slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32) if "alibi" in options else None
+    tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    query = random(4, 3, N, H, seed=9)
+    output = jax.jit(
+        lambda *args: jaxfused.paged_attention(
+            *args,
+            layout="PSKH",
+            tree_mask=np.stack([tree] * 4),
+            alibi_slopes=slopes,
+            sliding_window=options.get("window"),
+        )
+    )(query, *given, LENGTHS, TABLE)
+    for b in (0, 1, 3):
+        before = LENGTHS[b] - 3
+        for t in range(3):
+            seen = [*range(before), *(before + np.flatnonzero(tree[t]))]
+            key, value = (of_sequence(pool, b, LENGTHS[b])[np.array(seen)] for pool in given)
+            one = query[b, t]
+            if slopes is not None:
+                # A further feature of queries and keys is the position.
+                place = np.broadcast_to(np.arange(len(seen))[:, None, None], (len(seen), K, 1))
+                key = np.concatenate([key, place], axis=-1)
+                one = np.concatenate([one, slopes[:, None]], axis=-1)
+            wanted = truth(one, len(seen) - 1, key, value, window=options.get("window"))
+            np.testing.assert_allclose(output[b, t], wanted, rtol=1e-5, atol=1e-6)
+    assert not output[2].any()
+
+
 COUNTS = np.array([5, 1, 0, 3])
 
 
