@@ -159,9 +159,11 @@ class Forward:
         few, spared = work.m <= MAX_ROWS, passes.time(work.m * work.n)
         if few and parameters[0].dtype != x.dtype:
             return Rule(("xla",), "its product converts the weights as it reads them")
-        is_wide = heads.finishes and heads.unit > _WIDEST_UNIT
-        if is_wide and (few or work.k > product_regimes.SPLIT_SUM):
-            return Rule(("xla",), f"a CTA has a whole head, of {heads.unit} columns")
+        if few and heads.finishes and heads.unit > _WIDE_HEAD:
+            return Rule(("xla",), f"a CTA of few rows has a whole head, of {heads.unit} columns")
+        is_long = work.k > product_regimes.SPLIT_SUM and heads.size >= _WIDE_HEAD
+        if not few and heads.finishes and is_long:
+            return Rule(("xla",), f"its long sums are faster beside heads of {heads.size} columns")
         return product_regimes.estimate(device, work, spared, several=few)
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:
@@ -330,8 +332,9 @@ def _why_not(device: dispatch.Device, x: Any, heads: Heads) -> dict[str, str | N
     }
 
 
-_WIDEST_UNIT = 128
-"""Largest head that a CTA of few rows normalises or rotates as fast as XLA does."""
+_WIDE_HEAD = 128
+"""Columns of the largest head that a CTA of few rows normalises or rotates as fast as XLA does, and of
+the smallest beside which XLA's product of long sums is faster, with its passes."""
 _OF_PAIRS = 2
 """Ratio of XLA's times to rotate interleaved pairs, read one by one, and halves."""
 
