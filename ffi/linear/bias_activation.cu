@@ -106,8 +106,8 @@ __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
 // A thread's column of vectors, and the rows that it walks over.
 struct Walk {
   int column;
-  int line;   // index of the thread's line: `lanes` adjacent threads, which share a row
-  int lines;  // lines of a block
+  int line;   // index in the block of the thread's line: `lanes` adjacent threads that share a row
+  int lines;  // number of lines of a block
   int first;
   int step;
 

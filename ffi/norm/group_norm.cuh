@@ -329,6 +329,38 @@ inline ffi::Error check_like_images(std::string_view name, const ffi::AnyBuffer&
   return check_dtype(name, buffer, x.element_type());
 }
 
+// Checks the operands and statistics of a forward, and sets the members of `args` that they and the
+// options determine.
+template <typename Args>
+ffi::Error parse_forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& residual,
+                         const ffi::AnyBuffer& scale, const ffi::AnyBuffer& bias, ffi::AnyBuffer& y,
+                         ffi::AnyBuffer& mean, ffi::AnyBuffer& rstd, ffi::AnyBuffer& variance,
+                         int64_t groups, float epsilon, std::string_view activation, Args* args) {
+  RETURN_IF_ERROR(parse_images(x, groups, &args->images));
+  RETURN_IF_ERROR(check_like_images("y", y, x));
+  if (!is_absent(residual)) RETURN_IF_ERROR(check_like_images("residual", residual, x));
+  RETURN_IF_ERROR(parse_channels("scale", scale, args->images, &args->scale, &args->scale_rows));
+  RETURN_IF_ERROR(parse_channels("bias", bias, args->images, &args->bias, &args->bias_rows));
+  for (const auto& [name, buffer] : {std::pair<std::string_view, ffi::AnyBuffer>{"mean", mean},
+                                     {"rstd", rstd},
+                                     {"variance", variance}}) {
+    if (is_absent(buffer)) continue;
+    RETURN_IF_ERROR(check_float32(name, buffer, {args->images.count, groups}));
+  }
+  if (!parse_activation(activation, &args->activation)) {
+    return ffi::Error::InvalidArgument("group_norm: an activation is not known: " +
+                                       std::string(activation));
+  }
+  args->x = x.untyped_data();
+  args->residual = data_or_null(residual);
+  args->y = y.untyped_data();
+  args->mean = data_or_null<float>(mean);
+  args->rstd = data_or_null<float>(rstd);
+  args->variance = data_or_null<float>(variance);
+  args->epsilon = epsilon;
+  return ffi::Error::Success();
+}
+
 // Whether a launch of its own merges the sums of an image's slices.
 inline bool merges_apart(const Plan& plan, int sums) {
   return plan.slices > 1 && static_cast<int64_t>(plan.slices) * sums > kMostSums;

@@ -486,17 +486,9 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
   ForwardArgs args = {};
   const Config config = {slices, chunk, once};
   RETURN_IF_ERROR(check_config(config));
-  RETURN_IF_ERROR(parse_images(x, groups, &args.images));
-  RETURN_IF_ERROR(check_like_images("y", *y, x));
-  if (!is_absent(residual)) RETURN_IF_ERROR(check_like_images("residual", residual, x));
-  RETURN_IF_ERROR(parse_channels("scale", scale, args.images, &args.scale, &args.scale_rows));
-  RETURN_IF_ERROR(parse_channels("bias", bias, args.images, &args.bias, &args.bias_rows));
+  RETURN_IF_ERROR(parse_forward(x, residual, scale, bias, *y, *mean, *rstd, *variance, groups,
+                                epsilon, activation, &args));
   const Images& images = args.images;
-  for (const auto& [name, buffer] : {std::pair<std::string_view, ffi::AnyBuffer>{"mean", *mean},
-                                     {"rstd", *rstd},
-                                     {"variance", *variance}}) {
-    if (!is_absent(buffer)) RETURN_IF_ERROR(check_float32(name, buffer, {images.count, groups}));
-  }
   if (once) {
     RETURN_IF_ERROR(check_float32("partials", *partials, {images.count, groups, slices, 2}));
     RETURN_IF_ERROR(check_counters(*counters, images));
@@ -504,21 +496,10 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
     RETURN_IF_ERROR(check_float32("partials", *partials, {images.count, slices, groups, 2}));
     RETURN_IF_ERROR(check_float32("merged", *merged, {images.count, groups, 2}));
   }
-  if (!parse_activation(activation, &args.activation)) {
-    return ffi::Error::InvalidArgument("group_norm: an activation is not known: " +
-                                       std::string(activation));
-  }
   if (is_absent(x)) return ffi::Error::Success();
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  args.x = x.untyped_data();
-  args.residual = data_or_null(residual);
-  args.y = y->untyped_data();
-  args.mean = data_or_null<float>(*mean);
-  args.rstd = data_or_null<float>(*rstd);
-  args.variance = data_or_null<float>(*variance);
   args.partials = data_or_null<float2>(*partials);
-  args.epsilon = epsilon;
   args.plan.slices = static_cast<int>(slices);
   args.plan.streams = 2 * x.size_bytes() > static_cast<size_t>(device.l2_bytes);
   const bool apart = merges_apart(args.plan, images.groups);

@@ -293,7 +293,8 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
                    ffi::Result<ffi::AnyBuffer> counters, int64_t groups, float epsilon,
                    std::string_view activation, int64_t vectors, int64_t parts) {
   SlabArgs args = {};
-  RETURN_IF_ERROR(group_norm::parse_images(x, groups, &args.images));
+  RETURN_IF_ERROR(group_norm::parse_forward(x, residual, scale, bias, *y, *mean, *rstd, *variance,
+                                            groups, epsilon, activation, &args));
   const Images& images = args.images;
   const int64_t columns = vectors * (*dtype_of(x) == Dtype::kFloat32 ? 4 : 8);
   if (vectors < 1 || vectors > kMostVectors || parts < 1 || parts > std::max(images.pixels, 1) ||
@@ -302,16 +303,6 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
         "group_norm: a slab has up to 64 vectors of 16 bytes and whole groups, slabs divide the "
         "channels, and an image has no more parts than pixels");
   }
-  RETURN_IF_ERROR(group_norm::check_like_images("y", *y, x));
-  if (!is_absent(residual)) RETURN_IF_ERROR(group_norm::check_like_images("residual", residual, x));
-  RETURN_IF_ERROR(
-      group_norm::parse_channels("scale", scale, images, &args.scale, &args.scale_rows));
-  RETURN_IF_ERROR(group_norm::parse_channels("bias", bias, images, &args.bias, &args.bias_rows));
-  for (const auto& [name, buffer] : {std::pair<std::string_view, ffi::AnyBuffer>{"mean", *mean},
-                                     {"rstd", *rstd},
-                                     {"variance", *variance}}) {
-    if (!is_absent(buffer)) RETURN_IF_ERROR(check_float32(name, buffer, {images.count, groups}));
-  }
   const int64_t slabs = images.channels / columns, slab_groups = columns / images.group_size;
   if (parts > 1) {
     RETURN_IF_ERROR(
@@ -319,19 +310,9 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
     RETURN_IF_ERROR(check_shape("counters", *counters, {images.count, slabs}));
     RETURN_IF_ERROR(check_dtype("counters", *counters, ffi::DataType::S32));
   }
-  if (!parse_activation(activation, &args.activation)) {
-    return ffi::Error::InvalidArgument("group_norm: an activation is not known: " +
-                                       std::string(activation));
-  }
   if (is_absent(x)) return ffi::Error::Success();
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  args.x = x.untyped_data();
-  args.residual = data_or_null(residual);
-  args.y = y->untyped_data();
-  args.mean = data_or_null<float>(*mean);
-  args.rstd = data_or_null<float>(*rstd);
-  args.variance = data_or_null<float>(*variance);
   args.partials = data_or_null<float2>(*partials);
   args.counters = data_or_null<unsigned>(*counters);
   args.vectors = static_cast<int>(vectors);
@@ -354,7 +335,6 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
   args.by_lines.set(static_cast<int>(kThreads / vectors));
   args.by_parts.set(args.parts);
   args.by_group.set(images.group_size);
-  args.epsilon = epsilon;
 
   const int64_t longest = args.part_pixels + (args.longer > 0 ? 1 : 0);
   const int64_t lines = kThreads / vectors;

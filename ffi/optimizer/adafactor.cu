@@ -128,25 +128,6 @@ __device__ __forceinline__ void for_rows(const FactoredLeaf& leaf, const Factore
   }
 }
 
-// Returns the sums over the block's threads.
-template <int kThreads = kLeafThreads>
-__device__ float2 block_total(float first, float second) {
-  __shared__ float2 of_warps[kThreads / kWarpSize];
-  float values[] = {first, second};
-  add_over_lanes(kWarpSize, values);
-  __syncthreads();  // all threads have read the previous totals
-  if (threadIdx.x % kWarpSize == 0) {
-    of_warps[threadIdx.x / kWarpSize] = make_float2(values[0], values[1]);
-  }
-  __syncthreads();
-  float2 total = {0.0f, 0.0f};
-  for (const float2& of_warp : of_warps) {
-    total.x += of_warp.x;
-    total.y += of_warp.y;
-  }
-  return total;
-}
-
 // Sums the squares of each row and each column of a tile.
 __global__ void __launch_bounds__(kLeafThreads, 3)
     sum_tiles(const __grid_constant__ FactoredArgs args) {

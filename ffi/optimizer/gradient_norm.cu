@@ -23,23 +23,6 @@ __device__ __forceinline__ void add(float value, float& sum, bool& finite) {
   finite = finite && isfinite(value);
 }
 
-// Returns the sums over the block's threads.
-__device__ float2 combine(float sum, float nonfinite) {
-  __shared__ float2 of_warps[kLeafWarps];
-  float values[] = {sum, nonfinite};
-  add_over_lanes(kWarpSize, values);
-  if (threadIdx.x % kWarpSize == 0) {
-    of_warps[threadIdx.x / kWarpSize] = make_float2(values[0], values[1]);
-  }
-  __syncthreads();
-  float2 total = {0.0f, 0.0f};
-  for (const float2& of_warp : of_warps) {
-    total.x += of_warp.x;
-    total.y += of_warp.y;
-  }
-  return total;
-}
-
 __global__ void __launch_bounds__(kLeafThreads) sum_squares(const __grid_constant__ NormArgs args) {
   const Leaves& leaves = args.leaves;
   const Dtype dtype = leaves.dtypes[0];
@@ -72,7 +55,7 @@ __global__ void __launch_bounds__(kLeafThreads) sum_squares(const __grid_constan
     }
     sum += of_tile;
   }
-  const float2 total = combine(sum, finite ? 0.0f : 1.0f);
+  const float2 total = block_total(sum, finite ? 0.0f : 1.0f);
   if (threadIdx.x == 0) args.partial[blockIdx.x] = total;
 }
 
@@ -84,7 +67,7 @@ __global__ void __launch_bounds__(kLeafThreads)
     sum += partial[i].x;
     nonfinite += partial[i].y;
   }
-  const float2 total = combine(sum, nonfinite);
+  const float2 total = block_total(sum, nonfinite);
   if (threadIdx.x == 0) *stats = make_float2(total.x, total.y > 0.0f ? 1.0f : 0.0f);
 }
 

@@ -98,8 +98,9 @@ struct Converter<__half, Weights::kInt8> {
   }
 };
 
-// A bfloat16's mantissa is too short for a byte below an exponent. But subnormal numbers and the
-// first normal ones are equally spaced, so a byte as it is makes a bfloat16: the byte times 2^-133.
+// A bfloat16's mantissa of 7 bits cannot hold a byte. But as the bits of a bfloat16, a byte is a
+// subnormal number or one of the first normal ones, which are equally spaced: the byte times
+// 2^-133.
 template <>
 struct Converter<__nv_bfloat16, Weights::kInt8> {
   static constexpr int kWords = 2;

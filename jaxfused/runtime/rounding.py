@@ -106,7 +106,7 @@ def encode(
     layout: Layout = "rows",
     group_size: int | tuple[int, int] | None = None,
 ) -> QuantizedArray:
-    """Rounds x to the nearest value of each scale; values outside the range are clipped to it."""
+    """Quantises x by given scales and zero points; values outside the range of `dtype` are clipped."""
     units = in_units(x, scale, zero_point, axis, group_size)
     values = codes(units, dtype, symmetric=zero_point is None)
     values = values.mT if layout == "columns" else values

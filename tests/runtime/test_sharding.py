@@ -198,6 +198,17 @@ def count(collective: str, text: str) -> int:
     return len(re.findall(rf"= \S+.* {collective}(-start)?\(", text))
 
 
+def check_alike(
+    results, axis_type, specs, arrays, *, chosen="pallas", gathers=False, tolerance=2e-4
+):
+    """Asserts that `results(implementation, *arrays)` of split arrays are XLA's of whole ones."""
+    placed = place(make_mesh(axis_type, axis_type), specs, arrays)
+    actual, text = results_and_text(functools.partial(results, chosen), *placed)
+    assert (count("all-gather", text) > 0) == gathers
+    expected = jax.jit(functools.partial(results, "xla"))(*arrays)
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
 def check(f, arguments, *, gathers: bool = False, shape=(4, 8, 64)):
     """Asserts one device's numbers, one sum for all parameters, and gathers only if allowed."""
     results, text = results_and_text(f, arguments)
@@ -1389,15 +1400,17 @@ def test_group_norm(group_norm_stand_ins, axis_type, images, parameters, gathers
         y, vjp = jax.vjp(f, x, scale, bias)
         return y, vjp(dy)
 
-    mesh = make_mesh(axis_type, axis_type)
     # With Explicit axes, y has the kernel's sharding: its pixels are not split.
     cotangent = P("data") if gathers else images
-    placed = place(mesh, (images, cotangent, parameters, parameters), (x, dy, scale, bias))
-    actual, text = results_and_text(functools.partial(results, "cuda"), *placed)
-    assert (count("all-gather", text) > 0) == gathers
-    expected = jax.jit(functools.partial(results, "xla"))(x, dy, scale, bias)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    check_alike(
+        results,
+        axis_type,
+        (images, cotangent, parameters, parameters),
+        (x, dy, scale, bias),
+        chosen="cuda",
+        gathers=gathers,
+        tolerance=2e-5,
+    )
 
 
 # --- depthwise convolution and pooling --------------------------------------------------------------
@@ -1495,14 +1508,9 @@ def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, 
         y, vjp = jax.vjp(f, x, w)
         return y, vjp((dy, jnp.cos(x)))
 
-    mesh = make_mesh(axis_type, axis_type)
-    placed = place(mesh, (images, weights, images), (x, w, dy))
     chosen = "cuda" if kernels else None
-    actual, text = results_and_text(functools.partial(results, chosen), *placed)
-    assert count("all-gather", text) == 0
-    expected = jax.jit(functools.partial(results, "xla"))(x, w, dy)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    specs = (images, weights, images)
+    check_alike(results, axis_type, specs, (x, w, dy), chosen=chosen, tolerance=2e-5)
 
 
 @pytest.mark.exhaustive
@@ -1608,16 +1616,9 @@ def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
         y, vjp = jax.vjp(f, x, w, bias)
         return y, vjp((dy, jnp.cos(x)))
 
-    mesh = make_mesh(axis_type, axis_type)
     specs = (images, weights, P(*weights[-1:]), result)
-    placed = place(mesh, specs, (x, w, bias, dy))
-    actual, text = results_and_text(functools.partial(results, "pallas"), *placed)
-    split = weights != P()
     # The gradient to x sums over all features.
-    assert (count("all-gather", text) > 0) == split
-    expected = jax.jit(functools.partial(results, "xla"))(x, w, bias, dy)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+    check_alike(results, axis_type, specs, (x, w, bias, dy), gathers=weights != P())
 
 
 @pytest.mark.exhaustive
@@ -1636,13 +1637,7 @@ def test_dense_convolution_of_two_arrays(dense_stand_ins, axis_type):
         y, vjp = jax.vjp(f, first, second, w, bias)
         return y, vjp(dy)
 
-    mesh = make_mesh(axis_type, axis_type)
-    placed = place(mesh, (P(AXES), P(AXES), P(), P(), P(AXES)), arrays)
-    actual, text = results_and_text(functools.partial(results, "pallas"), *placed)
-    assert count("all-gather", text) == 0
-    expected = jax.jit(functools.partial(results, "xla"))(*arrays)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+    check_alike(results, axis_type, (P(AXES), P(AXES), P(), P(), P(AXES)), arrays)
 
 
 @pytest.mark.exhaustive
@@ -1662,13 +1657,7 @@ def test_transposed_convolution(dense_stand_ins, axis_type):
         y, vjp = jax.vjp(f, x, w, bias)
         return y, vjp(dy)
 
-    mesh = make_mesh(axis_type, axis_type)
-    placed = place(mesh, (P(AXES), P(), P(), P(AXES)), arrays)
-    actual, text = results_and_text(functools.partial(results, "pallas"), *placed)
-    assert count("all-gather", text) == 0
-    expected = jax.jit(functools.partial(results, "xla"))(*arrays)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+    check_alike(results, axis_type, (P(AXES), P(), P(), P(AXES)), arrays)
 
 
 @pytest.mark.exhaustive

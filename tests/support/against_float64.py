@@ -1,6 +1,7 @@
 """Compares an operator and its gradients with a plain jax.numpy statement in float64."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tests.support.arrays import put
@@ -41,3 +42,18 @@ def assert_values_and_gradients(ours, plain, *args, cotangents=COTANGENTS, seed=
         jax.tree.leaves_with_path(actual), jax.tree.leaves(low), jax.tree.leaves(truth), strict=True
     ):
         assert_accurate(jax.tree_util.keystr(path), a, b, t)
+
+
+def assert_outputs(actual, expected, operands, narrow):
+    """Asserts that a kernel's named outputs are as accurate as plain jax.numpy with float32 sums.
+
+    `expected` takes the operands, the dtype of arithmetic, and that of the outputs that are rounded.
+    """
+    compiled = jax.jit(expected, static_argnames=("dtype", "narrow"))
+    plain = compiled(*operands, dtype=jnp.float32, narrow=narrow)
+    with jax.enable_x64(True):
+        truth = compiled(*operands, dtype=jnp.float64, narrow=jnp.float64)
+        truth = jax.tree.map(np.asarray, truth)
+    assert actual.keys() == truth.keys()
+    for name, result in actual.items():
+        assert_accurate(name, result, plain[name].astype(result.dtype), truth[name])

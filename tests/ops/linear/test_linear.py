@@ -154,8 +154,11 @@ def test_errors(change, message):
 def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
     cpu = dispatch.Device("cpu", "cpu", None, 0)
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: cpu)
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 5))
     with pytest.raises(ValueError, match=f"linear: .* it needs {reason}"):
-        jaxfused.linear(jnp.ones((2, 3)), jnp.ones((3, 5)), implementation=implementation)
+        jaxfused.linear(x, w, implementation=implementation)
+    with pytest.raises(ValueError, match=f"mlp: .* it needs {reason}"):
+        jaxfused.mlp(x, w, None, w.T, implementation=implementation)
 
 
 @pytest.mark.parametrize(

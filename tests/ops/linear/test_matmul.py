@@ -14,10 +14,10 @@ from pallas_kernels.gemm import linear, mlp, tiled_product
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.matmul import MatmulConfig, candidates, why_unsupported
+from tests.support.against_float64 import assert_outputs
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels
-from tests.support.tolerances import assert_accurate
 
 SMALL = MatmulConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
 """A config with little shared memory, so that small products have several tiles."""
@@ -120,14 +120,7 @@ class Case:
     def check(self, multiprocessors=2):
         operands = self.operands()
         actual = jax.jit(functools.partial(self.run, multiprocessors=multiprocessors))(*operands)
-        expected = jax.jit(self.expected, static_argnames=("dtype", "narrow"))
-        plain = expected(*operands, dtype=jnp.float32, narrow=self.dtype)
-        with jax.enable_x64(True):
-            truth = expected(*operands, dtype=jnp.float64, narrow=jnp.float64)
-            truth = jax.tree.map(np.asarray, truth)
-        assert actual.keys() == truth.keys()
-        for name, result in actual.items():
-            assert_accurate(name, result, plain[name].astype(result.dtype), truth[name])
+        assert_outputs(actual, self.expected, operands, self.dtype)
 
 
 INTERPRETED = (

@@ -9,7 +9,6 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import dispatch
 from jaxfused.runtime import dropout
 from jaxfused.runtime.activation import activate
 from tests.cases.mlp import CASES, KERNEL_CASES
@@ -263,22 +262,6 @@ def test_errors_of_gated_mlp(change, message):
     args |= {"w_down": jnp.ones((5, 3))}
     with pytest.raises(ValueError, match=f"^gated_mlp: .*{message}"):
         jaxfused.gated_mlp(**(args | change))
-
-
-@pytest.mark.parametrize(
-    ("implementation", "reason"), [("pallas", "a Hopper GPU"), ("cuda", "an NVIDIA GPU")]
-)
-def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
-    cpu = dispatch.Device("cpu", "cpu", None, 0)
-    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: cpu)
-    with pytest.raises(ValueError, match=f"mlp: .* it needs {reason}"):
-        jaxfused.mlp(
-            jnp.ones((2, 3)),
-            jnp.ones((3, 5)),
-            None,
-            jnp.ones((5, 2)),
-            implementation=implementation,
-        )
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.matmul import few_rows_candidates
 from pallas_kernels.gemm.small_m import FewRowsConfig
 from tests.support import mosaic_interpreter
+from tests.support.against_float64 import assert_outputs
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels
@@ -111,14 +112,7 @@ class Case:
     def check(self):
         operands = self.operands()
         actual = jax.jit(self.run)(*operands)
-        expected = jax.jit(self.expected, static_argnames=("dtype", "narrow"))
-        plain = expected(*operands, dtype=jnp.float32, narrow=self.dtype)
-        with jax.enable_x64(True):
-            truth = expected(*operands, dtype=jnp.float64, narrow=jnp.float64)
-            truth = jax.tree.map(np.asarray, truth)
-        assert actual.keys() == truth.keys()
-        for name, result in actual.items():
-            assert_accurate(name, result, plain[name].astype(result.dtype), truth[name])
+        assert_outputs(actual, self.expected, operands, self.dtype)
 
 
 C = FewRowsConfig
