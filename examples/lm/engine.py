@@ -23,7 +23,7 @@ from examples.lm.model import LanguageModel
 from examples.lm.steps import Sampling, State, programs
 
 _LEAST_WIDTH = 512
-"""Tokens of the narrowest page table; wider ones have twice as many, and so on."""
+"""Tokens of the narrowest page table; each wider table has twice as many as the one before."""
 
 
 @dataclass(eq=False)
@@ -46,13 +46,13 @@ class _Slot:
 
     text: Text
     number: int
-    """Number of texts that had a slot before it."""
+    """Number of texts that were given a slot earlier."""
     begin: list[int]
     """Tokens that are read before the next one is drawn: the prompt, and what an earlier slot drew."""
     read: int = 0
     """Number of tokens whose keys and values are in the pages."""
     recorded: int = 0
-    """Number of tokens that the allocator knows."""
+    """Number of tokens that the allocator was told."""
 
 
 class _Computed(NamedTuple):
@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """Returns the number of pages that no text in a slot has."""
+        """Returns the number of pages that no text in a slot holds."""
         return self._allocator.available
 
     def submit(self, text: Text) -> None:
@@ -163,7 +163,7 @@ class Engine:
         ]
         self._read_chunk()
         self._make_room(ready)
-        # Some may have ended, or given up their pages to others.
+        # Some of these texts may have ended, or lost their pages to others.
         self._decode_all([(i, slot) for i, slot in ready if self._slots[i] is slot])
         is_new = bool(self._computed) and self._computed[-1].step == self._steps
         while self._computed and not (is_new and self._computed[0].step == self._steps):
@@ -172,7 +172,7 @@ class Engine:
         return events
 
     def _admit(self) -> None:
-        """Gives free slots to the texts that have waited longest, as far as there are pages."""
+        """Gives free slots to the texts that have waited longest, while there are enough pages."""
         for i, held in enumerate(self._slots):
             if held is None and self._waiting:
                 slot = self._started(self._waiting[0])
@@ -190,7 +190,7 @@ class Engine:
         known = self._allocator.start(slot, slot.begin)
         whole = len(slot.begin)
         if self._batch_invariant:
-            # Rows of a chunk are the same in every text, and those of parts of chunks are not.
+            # A token's bits depend on its chunk, so the shared beginning is cut to whole chunks.
             unit = math.lcm(self._chunk, self._allocator.page_size)
             self._allocator.free(slot)
             known = self._allocator.start(slot, slot.begin[: known // unit * unit + 1])
@@ -201,7 +201,7 @@ class Engine:
         except jaxfused.OutOfPages:
             self._allocator.free(slot)
             return None
-        # A page for each other text is left, or this one would soon give up its own.
+        # Each other text may soon need one more page; without them this text would lose its own.
         if self._allocator.available < others and not self._batch_invariant:
             self._allocator.free(slot)
             return None
@@ -211,7 +211,7 @@ class Engine:
         return slot
 
     def _read_chunk(self) -> None:
-        """Reads the next chunk of the text that came first of those that are not read."""
+        """Reads the next chunk of the oldest text whose prompt is not read completely."""
         unread = [
             (i, slot)
             for i, slot in enumerate(self._slots)
@@ -240,18 +240,18 @@ class Engine:
             self._computed.append(_Computed(self._steps, tokens, [(i, slot)]))
 
     def _make_room(self, ready: Sequence[tuple[int, _Slot]]) -> None:
-        """Reserves the place of a token for each slot, for which the last texts may give up theirs."""
+        """Reserves a place for each next token; if pages run out, the newest texts lose theirs."""
         for i, slot in ready:
             while self._slots[i] is slot and not self._reserve_next(slot):
                 if self._computed:
-                    self._take()  # A text may end.
+                    self._take()  # A text may end, which frees pages.
                     continue
                 last = max(filter(None, self._slots), key=lambda held: held.number)
                 self._release(last.text)
                 self._waiting.appendleft(last.text)
 
     def _reserve_next(self, slot: _Slot) -> bool:
-        """Returns whether there is a page for the next token of a slot."""
+        """Reserves the place of a slot's next token; returns False if there is no page for it."""
         try:
             self._allocator.reserve(slot, slot.read + 1 - slot.recorded)
         except jaxfused.OutOfPages:
@@ -287,7 +287,7 @@ class Engine:
         return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
 
     def _take(self) -> None:
-        """Adds the tokens that were computed first to their texts; ends the texts that are over."""
+        """Adds the oldest computed tokens to their texts, and ends the texts that are complete."""
         _, tokens, slots = self._computed.popleft()
         drawn = np.asarray(tokens)
         for i, slot in slots:
@@ -310,7 +310,7 @@ class Engine:
         start = len(text.prompt)
         answered = text.tokens[max(done - start, 0) : max(slot.read - start, 0)]
         if self._batch_invariant:
-            # Decoded tokens have other bits than those of a prompt, which is to find none of them.
+            # A prompt must not reuse decoded tokens, whose bits differ from those of its own chunks.
             answered = [-1] * len(answered)
         tokens = [*text.prompt[done : slot.read], *answered]
         self._allocator.written(slot, tokens)
