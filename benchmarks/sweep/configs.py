@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from benchmarks.run.draw import HEAD_SIZES, MOST_ELEMENTS, MOST_FLOPS, VISION_TOKENS, Draw
 from benchmarks.sweep import image_configs, quantized_configs
@@ -492,31 +492,9 @@ def to_line(config: Config) -> str:
 
 def from_line(line: str) -> Config:
     values = json.loads(line)
-    kinds: dict[str, type[Config]] = {
-        "layer_norm": Norm,
-        "rms_norm": Norm,
-        "attention": Attention,
-        "linear": Linear,
-        "mlp": MLP,
-        "gated_mlp": MLP,
-        "rope": Rope,
-        "qkv_projection": QKVProjection,
-        "softmax_cross_entropy": CrossEntropy,
-        "group_norm": ImageNorm,
-        "batch_norm": ImageNorm,
-        "conv": Conv,
-        "depthwise_conv": DepthwiseConv,
-        "inverted_residual": InvertedResidual,
-        "max_pool": Pool,
-        "upsample": Upsample,
-        "quantized_matmul": QuantizedMatmul,
-        "quantized_product": QuantizedProduct,
-        "quantize_rows": QuantizedRows,
-        "quantized_norm": QuantizedNorm,
-        "quantized_conv": QuantizedConv,
-        "fp8_linear": Fp8Linear,
-        "fp8_mlp": Fp8MLP,
-    }
+    named = {kind.operator: kind for kind in get_args(Config) if hasattr(kind, "operator")}
+    several = {"layer_norm": Norm, "rms_norm": Norm, "mlp": MLP, "gated_mlp": MLP}
+    kinds = named | several | {"group_norm": ImageNorm, "batch_norm": ImageNorm}
     kind = kinds[values["operator"]]
     names = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in names})
