@@ -29,9 +29,10 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 COLUMNS = 64
 """Columns of w that a warpgroup multiplies: the rows of a WGMMA."""
 _PIECES = BLOCK // PIECE
-_STORED_ROWS = 32
+STORED_ROWS = 32
 """Rows of the result that a warpgroup stores at a time."""
-_STORE_SLOTS = 2
+STORE_SLOTS = 2
+_TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 _REGISTERS = {1: 232, 2: 232, 3: 152}
 """Registers of a consumer's thread, by the number of consumer warpgroups."""
 
@@ -54,14 +55,14 @@ class QuantizedTilesConfig:
     """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
 
     def __post_init__(self) -> None:
-        if self.rows % _STORED_ROWS or not 0 < self.rows <= 256:
+        if self.rows % STORED_ROWS or not 0 < self.rows <= 256:
             raise ValueError(
-                f"QuantizedTilesConfig: rows must be a multiple of {_STORED_ROWS} up to 256, got"
+                f"QuantizedTilesConfig: rows must be a multiple of {STORED_ROWS} up to 256, got"
                 f" {self.rows}; pass such a number"
             )
-        if self.tail_rows % _STORED_ROWS or not 0 <= self.tail_rows < self.rows:
+        if self.tail_rows % STORED_ROWS or not 0 <= self.tail_rows < self.rows:
             raise ValueError(
-                f"QuantizedTilesConfig: tail_rows must be a multiple of {_STORED_ROWS} below rows, got"
+                f"QuantizedTilesConfig: tail_rows must be a multiple of {STORED_ROWS} below rows, got"
                 f" {self.tail_rows} and {self.rows}; pass such a number"
             )
         if self.warpgroups not in _REGISTERS or (self.warpgroups == 3 and self.rows > 128):
@@ -89,12 +90,12 @@ def candidates(
       outputs: number of matrices that the epilogue writes.
       matrices: number of matrices that it reads.
     """
-    chunks = _STORE_SLOTS * outputs + matrices
+    chunks = STORE_SLOTS * outputs + matrices
     found = [
-        _filled(rows, warpgroups, quantized, chunks)
+        filled(rows, warpgroups, quantized, chunks)
         for warpgroups, most in ((2, 256), (3, 128), (1, 256))
-        for rows in range(64, most + 1, _STORED_ROWS)
-        if rows == 64 or rows < m + _STORED_ROWS
+        for rows in range(64, most + 1, STORED_ROWS)
+        if rows == 64 or rows < m + STORED_ROWS
     ]
     found += [
         replace(config, tail_rows=tail)
@@ -132,12 +133,12 @@ _MOST_STAGES = 5
 """Stages beyond these gain nothing."""
 
 
-def _filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> QuantizedTilesConfig:
+def filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> QuantizedTilesConfig:
     """Returns the config with as many stages as fit beside the epilogue's chunks."""
     table = math.prod(dequantize.TABLE_SHAPE) * 4 if quantized.has_table else 0
     groups = BLOCK // min(quantized.group or BLOCK, BLOCK)
     of_weights = COLUMNS * warpgroups * (BLOCK * quantized.bits // 8 + 8 * groups)
-    of_epilogue = chunks * warpgroups * _STORED_ROWS * COLUMNS * 2 + 8192
+    of_epilogue = chunks * warpgroups * STORED_ROWS * COLUMNS * 2 + 8192
     left, of_x = SHARED_MEMORY_BYTES - table - of_epilogue, rows * PIECE * 2
     stages = min(_MOST_STAGES, left // (of_weights + _PIECES * of_x))
     if stages >= _FEWEST_STAGES:
@@ -146,7 +147,7 @@ def _filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> Quant
     return QuantizedTilesConfig(rows, warpgroups, _FEWEST_STAGES, min(_MOST_STAGES, x_stages))
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Columns of a product that have tiles of one size."""
 
     rows: int
@@ -162,17 +163,26 @@ class _Part(NamedTuple):
         return down * across
 
 
-def _parts(m: int, n: int, config: QuantizedTilesConfig, multiprocessors: int) -> list[_Part]:
+def _parts(m: int, n: int, config: QuantizedTilesConfig, multiprocessors: int) -> list[Part]:
     """Returns the parts of a product: with `tail_rows` whole waves of tiles come first."""
     down, across = pl.cdiv(m, config.rows), pl.cdiv(n, config.columns)
     main = across
     if config.tail_rows:
         main = down * across // multiprocessors * multiprocessors // down
     parts = [
-        _Part(config.rows, 0, (down, main)),
-        _Part(config.tail_rows, main, (pl.cdiv(m, config.tail_rows or m), across - main)),
+        Part(config.rows, 0, (down, main)),
+        Part(config.tail_rows, main, (pl.cdiv(m, config.tail_rows or m), across - main)),
     ]
     return [part for part in parts if part.tiles]
+
+
+class Place(NamedTuple):
+    """The place of a tile in the result, or of rows in it."""
+
+    m_start: Any
+    n_start: Any
+    group: Any = None
+    """The `Group` of rows to which a tile belongs, in a grouped product."""
 
 
 @dataclass(frozen=True)
@@ -206,13 +216,18 @@ class QuantizedTiles:
         """Places for a piece of x in shared memory."""
         return self.config.x_stages or _PIECES * self.config.stages
 
+    def x_rows(self, memory: Any, part: Part, slot: Any) -> Any:
+        """Returns the memory of a part's piece of x."""
+        place = memory.at[slot, 0]
+        return place if part.rows == self.config.rows else place.at[pl.ds(0, part.rows)]
+
     @property
     def steps(self) -> int:
         """Steps along K, each of which takes a stage of the weights and `_PIECES` of x."""
         return pl.cdiv(self.k, BLOCK)
 
     @property
-    def parts(self) -> list[_Part]:
+    def parts(self) -> list[Part]:
         return _parts(self.m, self.n, self.config, self.multiprocessors)
 
     @property
@@ -231,7 +246,7 @@ class QuantizedTiles:
             ),
             w_free=plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
             out_smem={
-                name: block((c.warpgroups, _STORE_SLOTS), _STORED_ROWS, COLUMNS, dtype)
+                name: block((c.warpgroups, STORE_SLOTS), STORED_ROWS, COLUMNS, dtype)
                 for name, dtype in self.outputs.items()
             },
         )
@@ -250,7 +265,7 @@ class QuantizedTiles:
             )
         if self.matrices:
             scratch["matrix_smem"] = {
-                name: block((c.warpgroups,), _STORED_ROWS, COLUMNS, x.dtype)
+                name: block((c.warpgroups,), STORED_ROWS, COLUMNS, x.dtype)
                 for name, x in self.matrices.items()
             }
             scratch["matrix_full"] = plgpu.Barrier(
@@ -264,9 +279,15 @@ class QuantizedTiles:
         return allocated_bytes(self.scratch())
 
     def launch(
-        self, x: jax.Array, w: Sequence[jax.Array], others: Sequence[jax.Array], *, name: str
+        self,
+        x: jax.Array,
+        w: Sequence[jax.Array],
+        others: Sequence[jax.Array],
+        *,
+        name: str,
+        own: Sequence[jax.Array] = (),
     ) -> dict[str, jax.Array]:
-        """Runs the kernel on x, the arrays of the weights, the vectors and the matrices."""
+        """Runs the kernel on x, what `on_device` reads, the weights' arrays, vectors and matrices."""
         if self.shared_bytes > SHARED_MEMORY_BYTES:
             raise ValueError(
                 f"QuantizedTilesConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
@@ -275,14 +296,15 @@ class QuantizedTiles:
         warpgroups = self.config.warpgroups
 
         def kernel(x_gmem, *refs, memory):
+            product, refs = self.on_device(refs)
             remaining = iter(refs)
             w_gmem = [next(remaining) for _ in w]
             vectors = {name: next(remaining) for name in self.vectors}
             matrices = {name: next(remaining) for name in self.matrices}
             outputs = {name: next(remaining) for name in self.outputs}
-            producer = _Producer(self, x_gmem, w_gmem, memory)
+            producer = _Producer(product, x_gmem, w_gmem, memory)
             wg_idx = lax.axis_index("wg")
-            consumer = _Consumer(self, wg_idx, vectors, matrices, outputs, memory)
+            consumer = _Consumer(product, wg_idx, vectors, matrices, outputs, memory)
             lax.cond(wg_idx == warpgroups, lambda: producer.run(), lambda: consumer.run())
 
         results = plgpu.kernel(
@@ -298,22 +320,48 @@ class QuantizedTiles:
             kernel_name=name,
             # The epilogue has a barrier between a thread's stores and the copies of another.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        )(x, *w, *others)
+        )(x, *own, *w, *others)
         return dict(zip(self.outputs, results, strict=True))
 
     # --- on the device ----------------------------------------------------------------------------
 
-    def tiles_of_cta(self, part: _Part) -> jax.Array:
+    def on_device(self, refs: Sequence[Any]) -> tuple["QuantizedTiles", Sequence[Any]]:
+        """Returns the product with the arrays of its own, the first of `refs`, and the other refs."""
+        return self, refs
+
+    def grid_of(self, part: Part) -> tuple[Any, int]:
+        """Returns the rows and columns of a part's tiles."""
+        return part.grid
+
+    def tiles_of_cta(self, part: Part) -> jax.Array:
         """Returns the number of a part's tiles that this CTA computes."""
-        left, ctas = part.tiles - lax.axis_index("cta"), jnp.int32(self.ctas)
+        down, across = self.grid_of(part)
+        left, ctas = down * across - lax.axis_index("cta"), jnp.int32(self.ctas)
         return lax.div(jnp.maximum(left, 0) + (ctas - 1), ctas)
 
-    def place(self, part: _Part, sequence_idx: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the first row and column of this CTA's tile `sequence_idx` of a part."""
-        m_idx, n_idx = plgpu.planar_snake(
-            lax.axis_index("cta") + sequence_idx * self.ctas, part.grid, 0, self.config.band
-        )
-        return m_idx * part.rows, (part.first + n_idx) * self.config.columns
+    def place(self, part: Part, sequence_idx: Any) -> Place:
+        """Returns the place of this CTA's tile `sequence_idx` of a part."""
+        item = lax.axis_index("cta") + sequence_idx * self.ctas
+        m_idx, n_idx = plgpu.planar_snake(item, self.grid_of(part), 0, self.config.band)
+        return Place(m_idx * part.rows, (part.first + n_idx) * self.config.columns)
+
+    def of_place(self, ref: Any, place: Place) -> Any:
+        """Returns the array of the weights, or the vector, that a tile reads."""
+        del place
+        return ref
+
+    def weights_of(self, refs: Sequence[Any], place: Place) -> list[Any]:
+        """Returns the weights' arrays that a tile reads; a table of a codebook is the same for all."""
+        own = len(refs) - int(self.quantized.has_table)
+        return [self.of_place(ref, place) if i < own else ref for i, ref in enumerate(refs)]
+
+    def store_rows(self, source: Any, ref: Any, place: Place, columns: Any) -> None:
+        """Starts the copy of rows of results, of which the first is the place's."""
+        rows = pl.ds(place.m_start, source.shape[0])
+        plgpu.copy_smem_to_gmem(source, ref.at[rows, columns], commit_group=False)
+
+    def after_tiles(self, wg_idx: Any, store_zeros: Callable[[Place], None]) -> None:
+        """Stores what no tile has."""
 
 
 def _next(slot: Any, stages: int) -> jax.Array:
@@ -359,15 +407,11 @@ class _Producer:
                 plgpu.barrier_wait(self.memory[name].at[last])
 
     def _fill_tile(self, part, sequence_idx, carry):
-        m_start, n_start = self.product.place(part, sequence_idx)
-        rows = pl.ds(m_start, part.rows)
+        place = self.product.place(part, sequence_idx)
+        step = functools.partial(self._fill_step, part, place)
+        return lax.fori_loop(0, self.product.steps, lambda k, c: step(k, *c), carry)
 
-        def step(k_idx, carry):
-            return self._fill_step(rows, n_start, k_idx, *carry)
-
-        return lax.fori_loop(0, self.product.steps, step, carry)
-
-    def _fill_step(self, rows, n_start, k_idx, w_slot, x_slot, filled):
+    def _fill_step(self, part, place, k_idx, w_slot, x_slot, filled):
         """Fills a stage of the weights and those of x that are multiplied by it."""
         product, memory, c = self.product, self.memory, self.product.config
 
@@ -376,18 +420,20 @@ class _Producer:
             plgpu.barrier_wait(memory["w_free"].at[w_slot])
 
         k_start, w_full = k_idx * BLOCK, memory["w_full"].at[w_slot]
-        product.w_tile.copy(self.w_gmem, memory["w_smem"], w_slot, n_start, k_start, w_full)
+        starts, w_gmem = (place.n_start, k_start), product.weights_of(self.w_gmem, place)
+        product.w_tile.copy(w_gmem, memory["w_smem"], w_slot, *starts, w_full)
         for piece in range(_PIECES):
             if c.x_stages:
 
-                @pl.when(filled * _PIECES + piece >= c.x_stages)
+                @pl.when(filled * _PIECES + piece >= product.x_slots)
                 def _(x_slot=x_slot):
                     plgpu.barrier_wait(memory["x_free"].at[x_slot])
 
-            _, x_smem = memory["x_smem"]
             plgpu.copy_gmem_to_smem(
-                self.x_gmem.at[rows, pl.ds(k_start + piece * PIECE, PIECE)],
-                x_smem.at[x_slot, 0, pl.ds(0, rows.size)],
+                self.x_gmem.at[
+                    pl.ds(place.m_start, part.rows), pl.ds(k_start + piece * PIECE, PIECE)
+                ],
+                product.x_rows(memory["x_smem"][1], part, x_slot),
                 memory["x_full"].at[x_slot] if c.x_stages else w_full,
             )
             x_slot = _next(x_slot, product.x_slots)
@@ -409,20 +455,20 @@ class _Consumer:
         plgpu.set_max_registers(_REGISTERS[self.product.config.warpgroups], action="increase")
         if "table_full" in self.memory:
             plgpu.barrier_wait(self.memory["table_full"])
-        zero = jnp.int32(0)
-        slots = (zero, zero)
+        slots = jnp.int32(0), jnp.int32(0)
         for part in self.product.parts:
             tiles = self.product.tiles_of_cta(part)
             slots = lax.fori_loop(0, tiles, functools.partial(self._compute_tile, part), slots)
+        self.product.after_tiles(self.wg_idx, self._store_zeros)
         plgpu.wait_smem_to_gmem(0)
 
     def _compute_tile(self, part, sequence_idx, slots):
-        m_start, n_start = self.product.place(part, sequence_idx)
-        n_start += self.wg_idx * COLUMNS
-        self._prefetch(n_start)
+        place = self.product.place(part, sequence_idx)
+        place = place._replace(n_start=place.n_start + self.wg_idx * COLUMNS)
+        self._prefetch(place)
 
         def multiply(acc):
-            after = lax.fori_loop(0, self.product.steps, self._step_into(acc, part.rows), slots)
+            after = lax.fori_loop(0, self.product.steps, self._step_into(acc, part), slots)
             plgpu.wgmma_wait(0)
             return acc[...], after
 
@@ -430,10 +476,10 @@ class _Consumer:
         self._free(*slots)
         if not self.product.quantized.group:
             sums = sums * self.product.w_tile.unit
-        self._finish(sums, m_start, n_start)
+        self._finish(sums, place)
         return slots
 
-    def _step_into(self, acc: Any, rows: int) -> Callable[[Any, Any], Any]:
+    def _step_into(self, acc: Any, part: Part) -> Callable[[Any, Any], Any]:
         """Returns the body of the loop over steps, which leaves the last piece's WGMMAs in flight."""
         product, memory, c = self.product, self.memory, self.product.config
 
@@ -444,8 +490,7 @@ class _Consumer:
             for piece, w in enumerate(pieces):
                 if c.x_stages:
                     plgpu.barrier_wait(memory["x_full"].at[x_slot])
-                x = memory["x_smem"][0].at[x_slot, 0]
-                x = x if rows == c.rows else x.at[pl.ds(0, rows)]
+                x = product.x_rows(memory["x_smem"][0], part, x_slot)
                 plgpu.wgmma(acc, w, x.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
                 # The WGMMAs of the piece before this one have ended.
@@ -464,22 +509,23 @@ class _Consumer:
         """Hands the stage with the piece of x before the slot `x_slot` back to the producer."""
         c = self.product.config
         if c.x_stages:
-            plgpu.barrier_arrive(self.memory["x_free"].at[_before(x_slot, c.x_stages)])
+            before = _before(x_slot, self.product.x_slots)
+            plgpu.barrier_arrive(self.memory["x_free"].at[before])
         else:
             plgpu.barrier_arrive(self.memory["w_free"].at[_before(w_slot, c.stages)])
 
     # --- the epilogue -----------------------------------------------------------------------------
 
-    def _prefetch(self, n_start: Any) -> None:
+    def _prefetch(self, place: Place) -> None:
         """Starts the copies of the vectors, which overlap the product."""
         for name, ref in self.vectors.items():
             plgpu.copy_gmem_to_smem(
-                ref.at[pl.ds(n_start, COLUMNS)],
+                self.product.of_place(ref, place).at[pl.ds(place.n_start, COLUMNS)],
                 self.memory["vector_smem"][name].at[self.wg_idx],
                 self.memory["vector_full"].at[self.wg_idx],
             )
 
-    def _finish(self, sums: jax.Array, m_start: Any, n_start: Any) -> None:
+    def _finish(self, sums: jax.Array, place: Place) -> None:
         """Stores the epilogue's results for sums [columns, rows], some rows at a time."""
         vectors = {}
         if self.vectors:
@@ -487,35 +533,43 @@ class _Consumer:
             vectors = {
                 name: self._over_rows(self.memory["vector_smem"][name]) for name in self.vectors
             }
-        chunks = sums.shape[1] // _STORED_ROWS
+        chunks = sums.shape[1] // STORED_ROWS
         for chunk in range(chunks):
-            row = m_start + chunk * _STORED_ROWS
+            rows = place._replace(m_start=place.m_start + chunk * STORED_ROWS)
             if self.matrices:
-                self._copy_matrices(row, n_start)
-            part = sums[:, chunk * _STORED_ROWS : (chunk + 1) * _STORED_ROWS]
-            results = self.product.function(part, **vectors, **self._load_matrices())
-            slot = chunk % _STORE_SLOTS
-            # The copy of the result before the last one has read this slot.
-            plgpu.wait_smem_to_gmem(_STORE_SLOTS - 1, wait_read_only=True)
-            for name, dtype in self.product.outputs.items():
-                turned = plgpu.layout_cast(
-                    results[name].astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED
-                )
-                memory, _ = self.memory["out_smem"][name]
-                memory.at[self.wg_idx, slot].transpose((1, 0))[...] = turned
-            plgpu.commit_smem()
-            for name, ref in self.outputs.items():
-                _, memory = self.memory["out_smem"][name]
-                plgpu.copy_smem_to_gmem(
-                    memory.at[self.wg_idx, slot],
-                    ref.at[pl.ds(row, _STORED_ROWS), pl.ds(n_start, COLUMNS)],
-                    commit_group=False,
-                )
-            plgpu.commit_smem_to_gmem_group()
+                self._copy_matrices(rows.m_start, rows.n_start)
+            part = sums[:, chunk * STORED_ROWS : (chunk + 1) * STORED_ROWS]
+            self._store(
+                self.product.function(part, **vectors, **self._load_matrices()),
+                rows,
+                chunk % STORE_SLOTS,
+            )
+
+    def _store(self, results: Mapping[str, jax.Array], place: Place, slot: int) -> None:
+        """Starts the copies of results [columns, rows]."""
+        # The copy of the results before the last ones has read this slot.
+        plgpu.wait_smem_to_gmem(STORE_SLOTS - 1, wait_read_only=True)
+        for name, dtype in self.product.outputs.items():
+            turned = plgpu.layout_cast(results[name].astype(dtype), _TURNED)
+            memory, _ = self.memory["out_smem"][name]
+            memory.at[self.wg_idx, slot].transpose((1, 0))[...] = turned
+        plgpu.commit_smem()
+        columns = pl.ds(place.n_start, COLUMNS)
+        for name, ref in self.outputs.items():
+            _, memory = self.memory["out_smem"][name]
+            self.product.store_rows(memory.at[self.wg_idx, slot], ref, place, columns)
+        plgpu.commit_smem_to_gmem_group()
+
+    def _store_zeros(self, place: Place) -> None:
+        """Stores zeros in the results' rows from a place on, as far as its group goes."""
+        shape = (COLUMNS, STORED_ROWS)
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self._store(dict.fromkeys(self.product.outputs, zeros), place, 0)
 
     def _over_rows(self, memory: Any) -> jax.Array:
         vector = plgpu.load(memory.at[self.wg_idx], layout=plgpu.Layout.WGMMA.reduce(1))
-        shape = (COLUMNS, _STORED_ROWS)
+        shape = (COLUMNS, STORED_ROWS)
         return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
 
     def _copy_matrices(self, row: Any, n_start: Any) -> None:
@@ -524,7 +578,7 @@ class _Consumer:
         for name, ref in self.matrices.items():
             _, memory = self.memory["matrix_smem"][name]
             plgpu.copy_gmem_to_smem(
-                ref.at[pl.ds(row, _STORED_ROWS), pl.ds(n_start, COLUMNS)],
+                ref.at[pl.ds(row, STORED_ROWS), pl.ds(n_start, COLUMNS)],
                 memory.at[self.wg_idx],
                 self.memory["matrix_full"].at[self.wg_idx],
             )

@@ -41,7 +41,7 @@ LAYERS = {
         *_KERNELS,
     ),
     "jaxfused/ops/fp8": _KERNELS,
-    "jaxfused/ops/grouped": _KERNELS,
+    "jaxfused/ops/grouped": ("jaxfused.ops.quantized", *_KERNELS),
     "jaxfused/ops/linear": (
         "jaxfused.ops.fp8",
         "jaxfused.ops.norm",

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxfused import dispatch
 from jaxfused.ops.grouped.ragged_mlp import check_perceptrons, ragged_mlp
+from jaxfused.ops.grouped.ragged_quantized import checked_weights
 from jaxfused.runtime.checks import (
     as_arrays,
     check_activation,
@@ -63,7 +64,7 @@ def expert_mlp(
       capacity: the most tokens of an expert: all first choices come before all second ones, and among
         them the first tokens; what exceeds it adds nothing. None drops none.
       transpose_weights: whether w_gate and w_up are [E, F, D] (or [E, 2 F, D]) and w_down is [E, D, F],
-        as in most checkpoints.
+        as in most checkpoints. Weights may be quantised without it, as in `ragged_mlp`.
       precision: of the products, as in `jax.lax.dot`.
       implementation: None for the fastest that can run, or "pallas", "xla".
 
@@ -85,7 +86,10 @@ def expert_mlp(
     Layer", 2017, https://arxiv.org/abs/1701.06538
     """
     op = "expert_mlp"
-    x, weights, indices, w_gate, w_up, w_down = as_arrays(x, weights, indices, w_gate, w_up, w_down)
+    x, weights, indices = as_arrays(x, weights, indices)
+    w_gate, w_up, w_down = checked_weights(
+        op, transpose_weights, w_gate=w_gate, w_up=w_up, w_down=w_down
+    )
     check_experts(op, x, weights, indices, w_gate, w_up, w_down, transpose_weights)
     check_activation(op, activation)
     check_word(op, "weight_on", weight_on, WeightOn)
@@ -164,7 +168,7 @@ class ExpertOptions:
 
 def check_experts(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> None:
     """Checks the dtypes and shapes of tokens, routes and experts."""
-    check_floating(op, dict(x=x, weights=weights, w_gate=w_gate, w_up=w_up, w_down=w_down))
+    check_floating(op, dict(x=x, weights=weights))
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (); pass x of shape [..., features].")
     check_perceptrons(op, x, w_gate, w_up, w_down, transposed)

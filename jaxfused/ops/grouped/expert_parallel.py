@@ -20,7 +20,13 @@ from jaxfused.ops.grouped.expert_mlp import (
     returned,
 )
 from jaxfused.runtime import sharding
-from jaxfused.runtime.checks import as_arrays, check_activation, check_word, python_numbers
+from jaxfused.runtime.checks import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_word,
+    python_numbers,
+)
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.stated_gradient import stated_gradient
 
@@ -102,6 +108,7 @@ def expert_parallel_mlp(
     Source: Lepikhin et al., "GShard", 2020, https://arxiv.org/abs/2006.16668
     """
     x, weights, indices, w_gate, w_up, w_down = as_arrays(x, weights, indices, w_gate, w_up, w_down)
+    check_floating(_OP, dict(w_gate=w_gate, w_up=w_up, w_down=w_down))
     check_experts(_OP, x, weights, indices, w_gate, w_up, w_down, transpose_weights)
     check_activation(_OP, activation)
     check_word(_OP, "weight_on", weight_on, WeightOn)

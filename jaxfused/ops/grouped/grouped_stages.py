@@ -18,7 +18,8 @@ from pallas_kernels.gemm.cost import WeightWork
 _GROUPS_AT_ONCE = "a kernel multiplies the rows of all groups in one launch"
 
 
-def _equal_sizes(rows: int, sizes: Any) -> jax.Array:
+def equal_sizes(rows: int, sizes: Any) -> jax.Array:
+    """Returns sizes of the shape of `sizes` that share the rows."""
     return jnp.full(sizes.shape, rows // sizes.shape[0], sizes.dtype)
 
 
@@ -74,7 +75,7 @@ class _Grouped(OneByOne):
         *arrays, sizes, offset = operands
         rows = arrays[0].shape[0]
         drawn = [None if a is None else random(a) for a in arrays]
-        return [*drawn, _equal_sizes(rows, sizes), jnp.zeros_like(offset)]
+        return [*drawn, equal_sizes(rows, sizes), jnp.zeros_like(offset)]
 
 
 @dataclass(frozen=True)
@@ -291,4 +292,4 @@ class GroupedWeights(OneByOne):
     def examples(self, random, device, x, dy, sizes, offset):
         """Returns random operands with groups of equal sizes."""
         del device
-        return [random(x), random(dy), _equal_sizes(x.shape[0], sizes), jnp.zeros_like(offset)]
+        return [random(x), random(dy), equal_sizes(x.shape[0], sizes), jnp.zeros_like(offset)]

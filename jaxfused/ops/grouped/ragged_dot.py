@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused import dispatch
-from jaxfused.ops.grouped import ragged_dot_xla, ragged_mlp_xla
+from jaxfused.ops.grouped import ragged_dot_xla, ragged_mlp_xla, ragged_quantized
 from jaxfused.ops.grouped.grouped_stages import GroupedProduct, GroupedWeights, HiddenLayer
 from jaxfused.ops.grouped.ragged_dot_xla import Options
 from jaxfused.runtime import sharding
@@ -25,13 +25,14 @@ from jaxfused.runtime.checks import (
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype, common_dtype
+from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Runner
 
 
 @python_numbers
 def ragged_dot(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | QuantizedArray,
     group_sizes: jax.Array,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: Any = None,
@@ -57,7 +58,10 @@ def ragged_dot(
 
     Args:
       lhs: [M, K], float32, bfloat16 or float16 (float64 with implementation "xla").
-      rhs: [E, K, N], a matrix for each group; with `transpose_rhs` [E, N, K].
+      rhs: [E, K, N], a matrix for each group; with `transpose_rhs` [E, N, K]. Or a `QuantizedArray` of
+        shape [E, K, N] with axis -2, which is frozen: `jaxfused.quantization.stack` makes one of the
+        experts of a checkpoint. The kernel takes what that of `quantized_matmul` takes, and 16 columns
+        or a multiple; the gradient of lhs dequantises the matrices, other formats do too.
       group_sizes: [E], integers: the rows of each group.
       precision: of the product, as in `jax.lax.dot`.
       preferred_element_type: dtype of the result; by default the operands' common one, in which they are
@@ -89,11 +93,13 @@ def ragged_dot(
     Mixture-of-Experts", 2022, https://arxiv.org/abs/2211.15841
     """
     op = "ragged_dot"
-    lhs, rhs, group_sizes = as_arrays(lhs, rhs, group_sizes)
-    check_floating(op, dict(lhs=lhs, rhs=rhs))
-    _check_shapes(op, lhs, rhs, group_sizes, group_offset is not None, transpose_rhs)
-    group_sizes, offset = checked_sizes(op, group_sizes, group_offset, rhs.shape[0])
-    dtype = common_dtype(lhs.dtype, rhs.dtype)
+    lhs, group_sizes = as_arrays(lhs, group_sizes)
+    check_floating(op, dict(lhs=lhs))
+    [w] = ragged_quantized.checked_weights(op, transpose_rhs, rhs=rhs)
+    _check_shapes(op, lhs, w, group_sizes, group_offset is not None, transpose_rhs)
+    group_sizes, offset = checked_sizes(op, group_sizes, group_offset, w.shape[0])
+    is_quantized = isinstance(w, QuantizedArray)
+    dtype = lhs.dtype if is_quantized else common_dtype(lhs.dtype, w.dtype)
     out_dtype = jnp.dtype(dtype if preferred_element_type is None else preferred_element_type)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise ValueError(
@@ -102,12 +108,17 @@ def ragged_dot(
         )
     check_activation(op, activation)
     options = Options(transpose_rhs, dtype, out_dtype, precision)
+    if is_quantized:
+        y = ragged_quantized.ragged_dot(
+            options, lhs, w, group_sizes, offset, implementation=implementation
+        )
+        return y if activation is None else activate(activation, y).astype(out_dtype)
     device = dispatch.current_device(lhs)
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
-    operands = (lhs, rhs, group_sizes, offset)
+    operands = (lhs, w, group_sizes, offset)
     run = Runner(implementation, device)
-    if takes_reference(op, implementation, device, lhs, rhs, missing=missing):
-        if not sharding.is_explicit(lhs, rhs):
+    if takes_reference(op, implementation, device, lhs, w, missing=missing):
+        if not sharding.is_explicit(lhs, w):
             y = ragged_dot_xla.activated(options, activation, *operands)
             return named(y, op, "output")
         run = Runner("xla", device)
@@ -117,7 +128,7 @@ def ragged_dot(
     )
     if activation is None:
         return _ragged_dot(run, options, *aligned)
-    if lhs.dtype == rhs.dtype == out_dtype:
+    if lhs.dtype == w.dtype == out_dtype:
         first = ragged_mlp_xla.Options(op, activation, False, transpose_rhs, precision)
         return _activated(run, options, first, *aligned)
     wide = replace(options, out_dtype=accumulator_dtype(out_dtype))

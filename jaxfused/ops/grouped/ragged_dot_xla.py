@@ -18,6 +18,7 @@ from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import activate
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.stated_gradient import stated_gradient
 
@@ -151,9 +152,19 @@ def _padded(x: jax.Array, groups: int) -> jax.Array:
     return jnp.pad(x, ((0, tile_height(x.shape[0], groups)), (0, 0)))
 
 
+def _matrix_of(rhs: jax.Array | QuantizedArray, group: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a group's matrix, dequantised if it is quantised."""
+    matrix = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, group, keepdims=False), rhs)
+    return matrix.dequantize(dtype) if isinstance(matrix, QuantizedArray) else matrix
+
+
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def rows_product(
-    options: Options, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, offset: jax.Array
+    options: Options,
+    lhs: jax.Array,
+    rhs: jax.Array | QuantizedArray,
+    sizes: jax.Array,
+    offset: jax.Array,
 ) -> jax.Array:
     """Computes `ragged_dot`, with JAX's own gradient."""
     rows, groups = lhs.shape[0], rhs.shape[0]
@@ -167,7 +178,7 @@ def rows_product(
         part = product(
             subscripts,
             lax.dynamic_slice_in_dim(lhs, tile.first, height),
-            lax.dynamic_index_in_dim(rhs, tile.group, keepdims=False),
+            _matrix_of(rhs, tile.group, options.dtype),
             dtype=options.dtype,
             out_dtype=options.out_dtype,
             precision=options.precision,
@@ -177,7 +188,7 @@ def rows_product(
         return lax.dynamic_update_slice_in_dim(y, part, tile.first, 0)
 
     y = jnp.zeros((lhs.shape[0], width), options.out_dtype)
-    [y] = sharding.vary([y], sharding.varying(lhs, rhs, sizes, offset))
+    [y] = sharding.vary([y], sharding.varying(lhs, *jax.tree.leaves(rhs), sizes, offset))
     return _over_tiles(add, y, lhs.shape[0], groups, sizes, offset)[:rows]
 
 

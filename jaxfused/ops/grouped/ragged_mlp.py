@@ -15,9 +15,11 @@ from jaxfused.ops.grouped.grouped_stages import (
     HiddenLayer,
     InputGradient,
 )
-from jaxfused.ops.grouped.ragged_dot import check_groups, checked_sizes
+from jaxfused.ops.grouped.ragged_dot import check_groups, checked_sizes, ragged_dot
 from jaxfused.ops.grouped.ragged_mlp_xla import Options
+from jaxfused.ops.grouped.ragged_quantized import checked_weights
 from jaxfused.runtime import sharding
+from jaxfused.runtime.activation import activate
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import (
     as_arrays,
@@ -28,6 +30,8 @@ from jaxfused.runtime.checks import (
 )
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Runner
 
 
@@ -68,7 +72,8 @@ def ragged_mlp(
       group_offset: the index in `group_sizes`, [G] then, of the group that the first matrices are for,
         as in `ragged_dot`.
       transpose_weights: whether weights are [E, F, D] (or [E, 2 F, D]) and [E, N, F], as in most
-        checkpoints. They are not copied.
+        checkpoints. They are not copied. Any of the weights may be a `QuantizedArray` without it, as in
+        `ragged_dot`; each then has a kernel of its own.
       precision: of the products, as in `jax.lax.dot`.
       implementation: None for the fastest that can run, or "pallas", "xla".
 
@@ -92,14 +97,28 @@ def ragged_mlp(
     https://arxiv.org/abs/2002.05202
     """
     op = "ragged_mlp"
-    x, w_gate, w_up, w_down, group_sizes = as_arrays(x, w_gate, w_up, w_down, group_sizes)
-    check_floating(op, dict(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down))
+    x, group_sizes = as_arrays(x, group_sizes)
+    check_floating(op, dict(x=x))
+    w_gate, w_up, w_down = checked_weights(
+        op, transpose_weights, w_gate=w_gate, w_up=w_up, w_down=w_down
+    )
     check_activation(op, activation)
     if x.ndim != 2:
         raise ValueError(f"{op}: x has shape {x.shape}; pass one matrix [rows, features].")
     check_perceptrons(op, x, w_gate, w_up, w_down, transpose_weights)
     check_groups(op, "w_down", w_down, group_sizes, group_offset is not None)
     sizes, offset = checked_sizes(op, group_sizes, group_offset, w_down.shape[0])
+    if any(isinstance(w, QuantizedArray) for w in (w_gate, w_up, w_down)):
+        product = functools.partial(
+            ragged_dot,
+            group_sizes=sizes,
+            precision=precision,
+            preferred_element_type=x.dtype,
+            group_offset=offset,
+            transpose_rhs=transpose_weights,
+            implementation=implementation,
+        )
+        return _by_products(product, activation, x, w_gate, w_up, w_down)
     options = Options(op, activation, w_gate is not None, transpose_weights, precision)
     first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
     device = dispatch.current_device(x)
@@ -162,6 +181,18 @@ def check_perceptrons(op: str, x, w_gate, w_up, w_down, transposed: bool) -> Non
             f"{op}: w_down has shape {w_down.shape}, but {name} has shape {first.shape}; pass w_down of"
             f" shape {wanted}."
         )
+
+
+def _by_products(product: Any, activation: str | None, x, w_gate, w_up, w_down) -> jax.Array:
+    """Returns the perceptrons' results by a product for each of their weights."""
+    wide = accumulator_dtype(x.dtype)
+    if w_gate is None:
+        h = activate(activation, product(x, w_up).astype(wide))
+    else:
+        z = [product(x, w) for w in (w_gate, w_up) if w is not None]
+        gate, up = jnp.split(z[0], 2, axis=-1) if w_up is None else z
+        h = activate(activation, gate.astype(wide)) * up
+    return product(h.astype(x.dtype), w_down)
 
 
 # --- gradient -------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def quantized_matmul(
     check_activation(op, activation)
     if scale_gradient:
         _check_scale_has_gradient(op, w)
-    exponents = _exponents(w)
+    exponents = exponents_of(w)
     w = _operand(op, "w", w, -2, "quantize(w)")
     if isinstance(x, QuantizedArray) or is_of_qwix(x):
         x = _operand(op, "x", x, -1, "quantize_rows(x)")
@@ -237,7 +237,7 @@ def _why_no_kernel_reads_codes(w: QuantizedArray) -> str | None:
     return None
 
 
-def _exponents(w: Any) -> jax.Array | None:
+def exponents_of(w: Any) -> jax.Array | None:
     """Returns the bytes of a codebook's E8M0 scales, which kernels read as they are, or None."""
     if not isinstance(w, QuantizedArray) or w.codebook is None:
         return None
@@ -247,8 +247,8 @@ def _exponents(w: Any) -> jax.Array | None:
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the weights' scale and zero point as [G, F], repeated where columns share one."""
-    zero_point, columns = w.zero_point, w.shape[1]
+    """Returns the weights. scale and zero point as [..., G, F], repeated where columns share one."""
+    zero_point, columns = w.zero_point, w.shape[-1]
     return (
         of_each_column(w.scale, columns),
         None if zero_point is None else of_each_column(zero_point, columns),

@@ -247,6 +247,23 @@ def test_configs_of_few_rows_lower_for_cuda(dtype, m):
         assert kernels(run, x, q, *others) == ["quantized_linear_few_rows"]
 
 
+@parametrize("dtype", ["int8", "int4"], quick=())
+def test_configs_of_many_rows_lower_for_cuda(dtype):
+    """At a size whose last tiles have few rows, so that many of their pieces fit into shared memory."""
+    options = {"group_size": 32} if dtype == "int4" else {}
+    case = Case.of(256, 3584, 18944, None, dtype, options)
+    x, q, *others = jax.eval_shape(case.operands)
+    packed = Packed(q.values, q.scale, q.zero_point)
+    configs = quantized.candidates(
+        x, packed, written=(x.dtype, x.dtype), read=(x,), multiprocessors=132
+    )
+    tiles = [config for config in configs if isinstance(config, Q)]
+    assert min(config.tail_rows for config in tiles) < max(config.tail_rows for config in tiles)
+    for config in tiles:
+        run = replace(case, config=config).run
+        assert kernels(run, x, q, *others) == ["quantized_linear_tiles"]
+
+
 # --- a gated unit ---------------------------------------------------------------------------------
 
 
