@@ -18,7 +18,8 @@ class QuantizationRule:
     Attributes:
       pattern: a regular expression, searched for in the path of a layer, such as "blocks/3/mlp/up".
         The empty one is found in every path.
-      dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2"; None leaves the layer as it is.
+      dtype: "int8", "int4", "float8_e4m3fn", "float8_e5m2", "nf4", "mxfp4" or "nvfp4"; None leaves the
+        layer as it is.
       group_size: input features that share a scale; by default all of them. A pair, such as (128, 128),
         is of the sides of a block of the kernel: input and output features.
       symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.

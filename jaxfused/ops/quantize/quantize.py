@@ -1,5 +1,6 @@
 """quantize, quantize_rows and fake_quantize: validation and choice of implementation."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.quantize import quantize_rows as rows_operator
+from jaxfused.ops.quantize.quantize_codes import CODE_FORMATS, quantize_codes
 from jaxfused.runtime import rounding
 from jaxfused.runtime.checks import check_floating, check_shape, python_numbers
 from jaxfused.runtime.packing import WORD_BLOCK
@@ -52,7 +54,10 @@ def quantize(
     Args:
       x: of any float dtype; a weight [D, F] or a stack of them [..., D, F], as `quantized_matmul`
         reads it, or anything else with another `axis`.
-      dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2", or JAX's dtype of that name.
+      dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2", or JAX's dtype of that name; or a format
+        of floats of 4 bits: "nf4" (QLoRA's, in groups of 64 by default, scaled by their largest
+        magnitude), "mxfp4" (groups of 32, scales are powers of two) or "nvfp4" (groups of 16, scales are
+        numbers of float8_e4m3fn times one of the matrix, in float32).
       axis: along which scales are shared; for a product, the axis that it sums over. The size of it
         is even for int4, two of which are packed along it into a byte.
       group_size: values along `axis` that share a scale (kernels take 32, 64 or 128); it divides the
@@ -85,6 +90,8 @@ def quantize(
              [-127,  127]], dtype=int8)
       >>> jaxfused.quantize(jnp.ones((256, 8)), "int4", group_size=64).scale.shape
       (4, 8)
+      >>> jaxfused.quantize(jnp.ones((256, 8)), "mxfp4", layout="columns").scale.dtype
+      dtype(float8_e8m0fnu)
       >>> jaxfused.quantize(jnp.ones((256, 512)), "float8_e4m3fn", group_size=(128, 128)).scale.shape
       (2, 4)
 
@@ -94,11 +101,14 @@ def quantize(
     """
     op = "quantize"
     x = jax.lax.stop_gradient(jnp.asarray(x))
-    name = _check_array(op, x, dtype, axis)
+    name = _check_array(op, x, dtype, axis, CODE_FORMATS)
+    _check_layout(op, layout, x, name, axis)
+    if name in CODE_FORMATS:
+        _check_scales_are_chosen(op, name, per_tensor, symmetric, scale, zero_point)
+        return quantize_codes(op, x, name, _from_the_end(axis, x), group_size, layout)
     scale, zero_point = _scale_and_zero_point(
         op, x, name, axis, group_size, per_tensor, symmetric, scale, zero_point
     )
-    _check_layout(op, layout, x, name, axis)
     axis = _from_the_end(axis, x)
     sides = _sides_to_keep(scale, x, axis, group_size)
     return rounding.encode(x, name, scale, zero_point, axis, layout, sides)
@@ -237,14 +247,24 @@ def _from_the_end(axis: int, x: jax.Array) -> int:
     return axis if axis < 0 else axis - x.ndim
 
 
-def _check_array(op: str, x: jax.Array, dtype: Any, axis: int) -> str:
+def _check_scales_are_chosen(
+    op: str, dtype: str, per_tensor: bool, symmetric: bool, scale: Any, zero_point: Any
+) -> None:
+    if per_tensor or not symmetric or scale is not None or zero_point is not None:
+        raise ValueError(
+            f"{op}: dtype {dtype!r} chooses its scales by its own rule, a group at a time; leave"
+            " per_tensor, symmetric, scale and zero_point out."
+        )
+
+
+def _check_array(op: str, x: jax.Array, dtype: Any, axis: int, others: Collection[str] = ()) -> str:
     """Returns the dtype's name, after checks that x can be quantised to it along the axis."""
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
         name = dtype
-    if not isinstance(name, str) or name not in FORMATS:
-        names = ", ".join(repr(n) for n in FORMATS)
+    if not isinstance(name, str) or not (name in FORMATS or name in others):
+        names = ", ".join(repr(n) for n in (*FORMATS, *others))
         raise ValueError(f"{op}: dtype {name!r} is not known; pass one of {names}.")
     check_floating(op, dict(x=x))
     if not -x.ndim <= axis < x.ndim:
@@ -252,9 +272,9 @@ def _check_array(op: str, x: jax.Array, dtype: Any, axis: int) -> str:
             f"{op}: axis is {axis}, but x has shape {x.shape};"
             f" pass an axis of x, from {-x.ndim} to {x.ndim - 1}."
         )
-    if name == "int4" and x.shape[axis] % 2:
+    if (name == "int4" or name in others) and x.shape[axis] % 2:
         raise ValueError(
-            f"{op}: x has shape {x.shape}, but two int4 are packed into a byte along axis {axis};"
+            f"{op}: x has shape {x.shape}, but two {name} are packed into a byte along axis {axis};"
             " pass x with an even size there, such as jnp.pad gives it."
         )
     return name

@@ -1,0 +1,99 @@
+"""quantize to formats of 4-bit floats: NF4, MXFP4 and NVFP4, whose numbers are entries of a codebook."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime.packing import pack_codes
+from jaxfused.runtime.quantized_array import CODEBOOKS, Layout, QuantizedArray, assembled, spread
+
+
+class CodeFormat(NamedTuple):
+    """A format of codes."""
+
+    codebook: tuple[float, ...]
+    group_size: int
+    """Values that share a scale, by default; of formats with `is_fixed` always."""
+    is_fixed: bool
+
+
+CODE_FORMATS = {
+    "nf4": CodeFormat(CODEBOOKS["nf4"], 64, False),
+    "mxfp4": CodeFormat(CODEBOOKS["e2m1"], 32, True),
+    "nvfp4": CodeFormat(CODEBOOKS["e2m1"], 16, True),
+}
+
+
+def quantize_codes(
+    op: str, x: jax.Array, name: str, axis: int, group_size: Any, layout: Layout
+) -> QuantizedArray:
+    """Returns x in one of CODE_FORMATS, rounded to nearest; `axis` counts from the last."""
+    form, size = CODE_FORMATS[name], x.shape[axis]
+    group = form.group_size if group_size is None else group_size
+    if (
+        not isinstance(group, int)
+        or group < 1
+        or size % group
+        or (form.is_fixed and group != form[1])
+    ):
+        wanted = f"{form.group_size}" if form.is_fixed else "an integer that divides it"
+        raise ValueError(
+            f"{op}: group_size is {group_size} with dtype {name!r}, and x has {size} values along axis"
+            f" {axis}; {name} has groups of {wanted}: pass another one, or pad x."
+        )
+    wide = x.astype(jnp.float32)
+    at = axis % x.ndim
+    split = wide.reshape(*x.shape[:at], size // group, group, *x.shape[at + 1 :])
+    largest = jnp.max(jnp.abs(split), axis=at + 1)
+    # A NaN or an infinity makes its group NaN.
+    largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+    scale: Any
+    if name == "nf4":
+        scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
+        codes = _ranks(wide / spread(scale, x.shape), form.codebook)
+    else:
+        scale = _powers(largest) if name == "mxfp4" else _of_two_levels(largest)
+        each = spread(scale.astype(jnp.float32), x.shape)
+        codes = _e2m1(jnp.where(each > 0, wide / each, 0.0))
+    if layout == "columns":
+        values = pack_codes(codes.mT, -1, 4)
+    else:
+        values = pack_codes(codes, axis, 4)
+    return assembled(values, scale, None, axis, layout, codebook=form.codebook)
+
+
+def _ranks(x: jax.Array, codebook: tuple[float, ...]) -> jax.Array:
+    """Returns the index of the nearest entry of a codebook in ascending order."""
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(codebook)]
+    rank = jnp.zeros(x.shape, jnp.uint8)
+    for middle in middles:
+        rank += (x > middle).astype(jnp.uint8)
+    return rank
+
+
+def _e2m1(x: jax.Array) -> jax.Array:
+    """Returns the codes of E2M1, rounded to nearest, half to even."""
+    sizes, size = CODEBOOKS["e2m1"][:8], jnp.abs(x)
+    rank = jnp.zeros(x.shape, jnp.uint8)
+    for code, (a, b) in enumerate(itertools.pairwise(sizes)):
+        middle = (a + b) / 2
+        above = size > middle if code % 2 == 0 else size >= middle
+        rank += above.astype(jnp.uint8)
+    return jnp.where(x < 0, rank | 8, rank)
+
+
+def _powers(largest: jax.Array) -> jax.Array:
+    """Returns scales of E8M0 with which the largest magnitude is below 7, which is rounded to 6."""
+    mantissa, exponent = jnp.frexp(largest)
+    power = exponent - 3 + (mantissa >= 0.875)
+    scale = jnp.ldexp(jnp.float32(1), jnp.clip(power, -126, 127))
+    return jnp.where(jnp.isnan(largest), jnp.nan, scale).astype(jnp.float8_e8m0fnu)
+
+
+def _of_two_levels(largest: jax.Array) -> jax.Array:
+    """Returns scales that are numbers of float8_e4m3fn times one of the matrix, in float32."""
+    whole = jnp.nanmax(largest, axis=(-2, -1)[-largest.ndim :], keepdims=True) / (6.0 * 448.0)
+    whole = jnp.where(whole > 0, whole, 1.0)
+    return (largest / 6.0 / whole).astype(jnp.float8_e4m3fn).astype(jnp.float32) * whole
