@@ -358,11 +358,7 @@ def _check_keys(
 ) -> None:
     for key, value in given.items():
         if key == "quantization_config":
-            raise ExampleError(
-                "the weights must be floats, but config.json has a quantization_config of"
-                f" {value.get('quant_method') if isinstance(value, Mapping) else value!r}; pass the"
-                " checkpoint that it was made from, and quantise that with --format."
-            )
+            continue  # It says how the weights are stored.
         if key in fixed:
             if value != fixed[key]:
                 raise ExampleError(

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 import jaxfused
+import jaxfused.nnx
 from examples.errors import ExampleError
 from examples.lm.gguf_file import GgufFile
 from examples.lm.model import LanguageModel
@@ -30,11 +31,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="a directory with config.json and *.safetensors, a .gguf file, or a run of"
+        help="a directory with config.json and *.safetensors, of floats or as GPTQ, AWQ and others have"
+        " quantised them, a .gguf file, or a run of"
         f" examples.lm.train (SmolLM2-135M-Instruct of the package {PACKAGE})",
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default="int8", help="of the blocks' weights (%(default)s)"
+        "--format",
+        choices=FORMATS,
+        default="int8",
+        help="of the blocks' weights (%(default)s); quantised checkpoints keep their own",
     )
     parser.add_argument(
         "--dtype",
@@ -72,8 +77,11 @@ def _trained(path: Path, dtype: str) -> LanguageModel:
 
 
 def quantized(model: LanguageModel, form: str) -> LanguageModel:
-    """Returns the model with the weights of its blocks in a format of few bits."""
-    if form == "float":
+    """Returns the model with the weights of its blocks in a format of few bits, unless they are so."""
+    is_quantized = any(
+        isinstance(m, jaxfused.nnx.QuantizedLinear) for _, m in nnx.iter_modules(model)
+    )
+    if form == "float" or is_quantized:
         return model
     dtype = {"fp8": "float8_e4m3fn"}.get(form, form)
     config = model.config

@@ -5,6 +5,7 @@ are [in, out], and the three are one.
 """
 
 import json
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ import jaxfused
 from examples.errors import ExampleError
 from examples.lm.config import Config, read_config
 from examples.lm.model import LanguageModel
+from examples.lm.quantized import quantized_kernel
+from jaxfused.quantization import QuantizedLayer
 
 Read = Callable[[], np.ndarray | jax.Array | jaxfused.QuantizedArray]
 """Function that reads one array of a checkpoint."""
+Layers = Mapping[str, QuantizedLayer]
+"""Quantised layers of a checkpoint, by the names that their weights of floats would have."""
 
 _LAYER = {
     "norm1": ("input_layernorm",),
@@ -67,25 +72,27 @@ def load_model(
     Raises:
       ExampleError: a file is missing or cannot be read, or is no model of these families.
     """
-    written = _read_json(directory / "config.json")
-    form = written.get("quantization_config")
-    is_mxfp4 = isinstance(form, dict) and form.get("quant_method") == "mxfp4"
-    if is_mxfp4:
-        # Its experts keep their four bits.
-        written = {key: value for key, value in written.items() if key != "quantization_config"}
-    config = read_config(written)
-    arrays = _open_mxfp4(directory) if is_mxfp4 else open_safetensors(directory)
-    return assemble(config, arrays, dtype=dtype, param_dtype=param_dtype)
+    given = _read_json(directory / "config.json")
+    config = read_config(given)
+    if "quantization_config" in given:
+        arrays, layers = _open_quantized(directory)
+    else:
+        arrays, layers = open_safetensors(directory), {}
+    return assemble(config, arrays, layers, dtype=dtype, param_dtype=param_dtype)
 
 
 def assemble(
     config: Config,
     arrays: Mapping[str, Read],
+    layers: Layers = types.MappingProxyType({}),
     *,
     dtype: jax.typing.DTypeLike,
     param_dtype: jax.typing.DTypeLike | None = None,
 ) -> LanguageModel:
     """Returns a model with the arrays of a checkpoint, which are read one by one.
+
+    Linear layers of the blocks stay quantised, if those that are one here are so alike; all else is of
+    floats.
 
     Raises:
       ExampleError: an array is missing, has another shape, or has no place in the model.
@@ -94,11 +101,21 @@ def assemble(
     model = nnx.eval_shape(
         lambda: LanguageModel(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
     )
-    graphdef, shapes = nnx.split(model)
-    arrays = _text_only(arrays)
+    arrays, layers = _text_only(arrays), _text_only(layers)
     used: set[str] = set()
+    kernels = {}
+    for path, layer in nnx.iter_modules(model):
+        if isinstance(layer, nnx.Linear) and path[0] == "blocks":
+            names = _names(".".join(map(str, (*path, "kernel"))), config)
+            kernel = quantized_kernel([layers.get(name) for name in names])
+            if kernel is not None:
+                kernels["/".join(map(str, path))] = kernel
+                used.update(names)
+    graphdef, shapes = nnx.split(jaxfused.quantization.with_kernels(model, kernels))
 
     def parameter(path: tuple[Any, ...], shape: Any) -> jax.Array | jaxfused.QuantizedArray:
+        if isinstance(shape, jax.Array):
+            return shape  # A part of a quantised kernel.
         whole = jax.tree_util.keystr(path, simple=True, separator=".")
         names = _names(whole, config)
         used.update(names)
@@ -132,8 +149,14 @@ def open_safetensors(directory: Path) -> dict[str, Read]:
     return {name: lambda array=array: array for name, array in found.items()}
 
 
-def _open_mxfp4(directory: Path) -> dict[str, Read]:
-    """Returns the arrays of a directory whose experts are stacks in MXFP4."""
+def _open_quantized(directory: Path) -> tuple[dict[str, Read], Layers]:
+    """Returns the arrays and layers of a directory with weights that another library has quantised.
+
+    Stacks of experts are arrays under their own names.
+
+    Raises:
+      ExampleError: there are none, or one cannot be read.
+    """
     try:
         found = jaxfused.quantization.load(directory)
     except (OSError, ValueError) as error:
@@ -142,17 +165,23 @@ def _open_mxfp4(directory: Path) -> dict[str, Read]:
             f" ({error}); pass a directory with all of them."
         ) from error
     arrays: dict[str, Read] = {}
+    layers: dict[str, QuantizedLayer] = {}
     for name, array in found.items():
         if isinstance(array, jax.Array):
             arrays[name] = lambda array=array: array
             continue
-        arrays[name] = lambda layer=array: layer.array
+        is_stack = array.array.ndim > 2
+        if is_stack:
+            arrays[name] = lambda layer=array: layer.array
+        else:
+            layers[f"{name}.weight"] = array
+            arrays[f"{name}.weight"] = lambda layer=array: layer.dequantize().T
         if array.bias is not None:
-            arrays[f"{name}_bias"] = lambda layer=array: layer.bias
-    return arrays
+            arrays[f"{name}_bias" if is_stack else f"{name}.bias"] = lambda layer=array: layer.bias
+    return arrays, layers
 
 
-def _text_only(arrays: Mapping[str, Read]) -> dict[str, Read]:
+def _text_only[T](arrays: Mapping[str, T]) -> dict[str, T]:
     """Returns the arrays of the decoder, by their names within it.
 
     Names begin with "model.layers", with "model.language_model.layers" (transformers 5) or

@@ -115,6 +115,11 @@ def convolve(
 
 def image_inputs(kernel: QuantizedKernel, x: jax.Array) -> jax.Array | QuantizedArray:
     """Returns x [B, *spatial, I] as the convolution reads it, with a scale an image or one for all."""
+    if kernel.permutation is not None:
+        raise ValueError(
+            "conv: the QuantizedKernel has a permutation, which linear layers alone have; pass a kernel"
+            " whose rows are in the order of the inputs."
+        )
     if kernel.input_divisor is not None:
         x = x / along_last_axis(kernel.input_divisor, x).astype(x.dtype)
     if kernel.input_dtype is None:

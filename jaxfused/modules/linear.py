@@ -38,6 +38,9 @@ class QuantizedKernel:
         clipped. None gives each row, or each image of a convolution, the scale that fits its largest
         magnitude.
 
+      permutation: int32 [D], in which order the kernel's rows take the inputs, as GPTQ's checkpoints may
+        have it; None for the inputs' own. Layers of convolutions have none.
+
     Example:
       >>> import jax.numpy as jnp, jaxfused
       >>> jaxfused.QuantizedKernel(jaxfused.quantize(jnp.ones((4, 2))), "int8").array.shape
@@ -48,11 +51,14 @@ class QuantizedKernel:
     input_dtype: str | None = field(default=None, metadata=dict(static=True))
     input_divisor: jax.Array | None = None
     input_scale: jax.Array | None = None
+    permutation: jax.Array | None = None
 
     def inputs(
         self, x: jax.Array, implementation: Implementation | None
     ) -> jax.Array | QuantizedArray:
-        """Returns x as the product reads it: divided and quantised, as far as the kernel says."""
+        """Returns x as the product reads it: in the kernel's order, divided and quantised."""
+        if self.permutation is not None:
+            x = jnp.take(x, self.permutation, axis=-1)
         if self.input_divisor is not None:
             x = x / along_last_axis(self.input_divisor, x).astype(x.dtype)
         if self.input_dtype is None:

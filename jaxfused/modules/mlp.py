@@ -137,7 +137,10 @@ def _in_one_pass(gate: Kernel, up: Kernel) -> tuple[QuantizedArray, QuantizedArr
     """Returns the weights of two kernels that are quantised alike and read float inputs, else None."""
     if not (isinstance(gate, QuantizedKernel) and isinstance(up, QuantizedKernel)):
         return None
-    as_it_is = all(k.input_dtype is None and k.input_divisor is None for k in (gate, up))
+    as_it_is = all(
+        k.input_dtype is None and k.input_divisor is None and k.permutation is None
+        for k in (gate, up)
+    )
     if not as_it_is or why_apart(gate.array, up.array) is not None:
         return None
     return gate.array, up.array

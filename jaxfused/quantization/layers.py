@@ -40,12 +40,21 @@ LeaveOut = Callable[[Path, str], None]
 
 
 def replace_kernels(
-    op: str, module_or_params: Any, replace: Replace, leave_out: LeaveOut | None = None
+    op: str,
+    module_or_params: Any,
+    replace: Replace,
+    leave_out: LeaveOut | None = None,
+    *,
+    takes_shapes: bool = False,
 ) -> Any:
-    """Returns a new module or tree with other kernels in its layers; the old one stays."""
+    """Returns a new module or tree with other kernels in its layers; the old one stays.
+
+    Args:
+      takes_shapes: whether kernels of an nnx module's linear layers may be `jax.ShapeDtypeStruct`s.
+    """
     told: LeaveOut = leave_out or (lambda path, reason: None)
     if isinstance(module_or_params, nnx.Module):
-        return _replace_in_module(module_or_params, replace, told)
+        return _replace_in_module(module_or_params, replace, told, takes_shapes)
     if isinstance(module_or_params, Mapping):
         return _replace_in_tree(module_or_params, (), frozenset(), frozenset(), replace, told)
     raise TypeError(
@@ -223,9 +232,11 @@ def _as_matrix(kernel: jax.Array, axes: int) -> tuple[jax.Array, int]:
     return kernel.reshape(*leading, -1, kernel.shape[-1]), math.prod(window)
 
 
-def _replace_in_module(module: nnx.Module, replace: Replace, leave_out: LeaveOut) -> nnx.Module:
+def _replace_in_module(
+    module: nnx.Module, replace: Replace, leave_out: LeaveOut, takes_shapes: bool
+) -> nnx.Module:
     if isinstance(module, nnx.Linear | nnx.Conv):
-        return _replace_in_layer((), module, replace) or module
+        return _replace_in_layer((), module, replace, takes_shapes) or module
     module = nnx.clone(module)
     replaced: dict[int, nnx.Module] = {}
     for path, parent in list(nnx.iter_modules(module)):
@@ -237,7 +248,7 @@ def _replace_in_module(module: nnx.Module, replace: Replace, leave_out: LeaveOut
             if not isinstance(child, nnx.Linear | nnx.Conv):
                 continue
             if id(child) not in replaced:
-                instead = _replace_in_layer((*path, key), child, replace)
+                instead = _replace_in_layer((*path, key), child, replace, takes_shapes)
                 if instead is None:
                     continue
                 replaced[id(child)] = instead
@@ -249,15 +260,18 @@ def _replace_in_module(module: nnx.Module, replace: Replace, leave_out: LeaveOut
 
 
 def _replace_in_layer(
-    path: Path, layer: nnx.Linear | nnx.Conv, replace: Replace
+    path: Path, layer: nnx.Linear | nnx.Conv, replace: Replace, takes_shapes: bool
 ) -> nnx.Module | None:
     """Returns a new layer, or None for no change."""
     kernel = layer.kernel.get_value()
-    if not isinstance(kernel, jax.Array):
+    is_shape = takes_shapes and isinstance(kernel, jax.ShapeDtypeStruct)
+    if not (is_shape or isinstance(kernel, jax.Array)):
         return None  # A quantised kernel stays as it is.
     if isinstance(layer, nnx.Linear):
         instead = replace(path, kernel, 1)
         return None if instead is None else _with_kernel(layer, instead)
+    if is_shape:
+        return None
     instead = replace(path, *_as_matrix(kernel, len(layer.kernel_size)))
     return None if instead is None else _conv_with_kernel(layer, instead)
 
@@ -278,7 +292,7 @@ def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
         f"a layer of {layer.in_features} inputs and {layer.out_features} outputs",
         dot_general=layer.dot_general is not jax.lax.dot_general,
     )
-    bias = None if layer.bias is None else layer.bias[...]
+    bias = None if layer.bias is None else layer.bias.get_value()
     quantized = QuantizedLinear(
         layer.in_features,
         layer.out_features,

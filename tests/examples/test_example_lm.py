@@ -15,7 +15,10 @@ from flax import nnx
 import jaxfused
 from examples.errors import ExampleError
 from examples.lm.config import Rope, read_config
+from examples.lm.loading import quantized
+from examples.lm.quantized import quantized_kernel
 from examples.lm.weights import assemble, load_model
+from jaxfused.quantization import QuantizedLayer
 from jaxfused.quantization.checkpoints import safetensors_file
 from tests.recorded.values import load
 from tests.support.grids import parametrize
@@ -141,7 +144,6 @@ def test_keys_of_transformers_4_are_read(name, older):
         (dict(hidden_act="tanh"), "activation must be one of silu, .* but .* 'tanh'"),
         (dict(vocab_size=None), "positive integer as vocab_size, but has None"),
         (dict(rms_norm_eps=-1.0), "positive number as rms_norm_eps, but has -1.0"),
-        (dict(quantization_config=dict(quant_method="gptq")), "quantization_config of 'gptq'"),
         (dict(rope_parameters=dict(rope_type="odd", rope_theta=1.0)), "rope_type is 'odd'"),
         (
             dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
@@ -265,6 +267,50 @@ def test_experts_stay_in_mxfp4(tmp_path):
     np.testing.assert_allclose(logits_of(model, tokens), expected, atol=1e-4)
     # Few rows take the weights of their experts alone.
     np.testing.assert_allclose(logits_of(model, tokens[:1, :2]), expected[:1, :2], atol=1e-4)
+
+
+@parametrize("dtype", ["int8", "int4"], quick=(0,))
+def test_a_quantised_checkpoint_stays_quantised(tmp_path, dtype):
+    """Layers that are one here, and layers with an order of inputs, equal their dequantised weights."""
+    row = ROWS["Qwen2"]
+    arrays = {name: read() for name, read in arrays_of(row).items()}
+    whole, floats = {}, dict(arrays)
+    for name, array in arrays.items():
+        whole[name] = array
+        if name.endswith("proj.weight"):
+            q = jaxfused.quantize(jnp.array(array.T), dtype)
+            layer = name.removesuffix(".weight")
+            bias = arrays.get(f"{layer}.bias")
+            whole[layer] = QuantizedLayer(q, None, None if bias is None else jnp.array(bias))
+            floats[name] = np.asarray(q.dequantize().T)
+            del whole[name]
+            whole.pop(f"{layer}.bias", None)
+    (tmp_path / "config.json").write_text(json.dumps(row.options["config"]))
+    jaxfused.quantization.save(tmp_path, whole)
+    model = load_model(tmp_path, dtype=jnp.float32)
+    assert model.blocks[0].qkv.kernel.array.dtype == dtype
+    assert quantized(model, "int8") is model
+    config = read_config(row.options["config"])
+    plain = assemble(config, {k: lambda v=v: v for k, v in floats.items()}, dtype=jnp.float32)
+    tokens = jnp.array(row.options["tokens"])
+    found, expected = logits_of(model, tokens), logits_of(plain, tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_layers_with_one_order_of_inputs_are_one_kernel():
+    rng = np.random.default_rng(0)
+    orders = [jnp.array(rng.permutation(64)) for _ in range(2)]
+    layers = [
+        QuantizedLayer(jaxfused.quantize(jnp.array(rng.normal(size=(64, n)), "float32")), order)
+        for n, order in ((8, orders[0]), (16, orders[0]), (8, orders[1]))
+    ]
+    kernel = quantized_kernel(layers[:2])
+    x = jnp.array(rng.normal(size=(3, 64)), "float32")
+    both = jnp.concatenate([layer(x) for layer in layers[:2]], axis=-1)
+    y = jaxfused.quantized_matmul(kernel.inputs(x, None), kernel.array)
+    np.testing.assert_allclose(y, both, rtol=1e-5, atol=1e-5)
+    assert quantized_kernel([layers[0], None]) is None
+    assert quantized_kernel(layers[1:]) is None
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):

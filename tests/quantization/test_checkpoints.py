@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxfused
-from jaxfused.quantization import from_tensors, load
+import jaxfused.nnx
+from jaxfused.quantization import from_tensors, load, with_kernels
 from jaxfused.quantization.checkpoints import safetensors_file
 from jaxfused.quantization.checkpoints.files import config_of, tensors_of
 from jaxfused.quantization.checkpoints.load import planned
@@ -140,8 +142,19 @@ def test_permuted_inputs(tmp_path):
     weights = np.asarray(layer.dequantize())
     x = np.random.default_rng(0).normal(size=(2, weights.shape[0])).astype(np.float32)
     np.testing.assert_allclose(layer(x), x @ weights, rtol=1e-4, atol=1e-3)
-    with pytest.raises(ValueError, match=r"the layer has a permutation.*permute x"):
-        _ = layer.kernel
+    model = jaxfused.nnx.MLP(weights.shape[0], weights.shape[1], rngs=nnx.Rngs(0))
+    found = with_kernels(model, {"up": layer}).up(x)
+    np.testing.assert_allclose(found, x @ weights, rtol=1e-4, atol=1e-3)
+    shapes = nnx.eval_shape(
+        lambda: jaxfused.nnx.MLP(weights.shape[0], weights.shape[1], rngs=nnx.Rngs(0))
+    )
+    assert with_kernels(shapes, {"up": layer}).up.kernel.permutation is layer.permutation
+    for kernels, message in (
+        ({"down": layer}, r"kernel for 'down' has shape .*, but the layer's has"),
+        ({"mlp/up": layer}, r"'mlp/up' is the path of no linear layer.*'down', 'up'"),
+    ):
+        with pytest.raises(ValueError, match=f"with_kernels: .*{message}"):
+            with_kernels(model, kernels)
 
 
 def test_placement_on_shards(tmp_path):

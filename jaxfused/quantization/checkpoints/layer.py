@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import jax
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.modules.linear import QuantizedKernel
+from jaxfused.ops.grouped.ragged_dot import ragged_dot
 from jaxfused.ops.quantized.quantized_matmul import quantized_matmul
 from jaxfused.runtime.packing import WORD_BLOCK, pack_codes, pack_int4, pack_words
-from jaxfused.runtime.quantized_array import Layout, QuantizedArray
+from jaxfused.runtime.quantized_array import Layout, QuantizedArray, of_each_column
 from jaxfused.runtime.serialization import serializable
 
 
@@ -46,15 +47,54 @@ class QuantizedLayer:
         x = x if self.permutation is None else jnp.take(x, self.permutation, axis=-1)
         return quantized_matmul(x, self.array, self.bias)
 
+    def of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Returns a stack's results [M, F] for rows x [M, D] in groups, each for a layer of the stack.
+
+        The product is `jaxfused.ragged_dot`; rows that no group has are zeros.
+
+        Args:
+          group_sizes: int [E], the rows of each layer of the stack.
+        """
+        if self.permutation is None and self.bias is None:
+            return ragged_dot(x, self.array, group_sizes)
+        ends = jnp.cumsum(group_sizes)
+        group = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right", method="compare_all")
+        if self.permutation is not None:
+            order = jnp.take(self.permutation, group, axis=0, mode="clip")
+            x = jnp.take_along_axis(x, order, axis=-1)
+        y = ragged_dot(x, self.array, group_sizes)
+        if self.bias is None:
+            return y
+        bias = jnp.take(self.bias, group, axis=0, mode="fill", fill_value=0)
+        return (y + bias).astype(y.dtype)
+
     @property
     def kernel(self) -> QuantizedKernel:
         """The kernel of a linear layer of this package's modules."""
-        if self.permutation is not None:
-            raise ValueError(
-                "QuantizedLayer: the layer has a permutation of its inputs, which a QuantizedKernel has"
-                " not; call the layer, or permute x and pass QuantizedKernel(layer.array)."
-            )
-        return QuantizedKernel(self.array)
+        return QuantizedKernel(self.array, permutation=self.permutation)
+
+    def with_outputs(self, order: jax.Array) -> "QuantizedLayer":
+        """Returns the layer with its outputs in another order, for a next layer's `permutation`.
+
+        Where an elementwise function alone is between two layers, the next one's permutation so costs
+        nothing: of `up.with_outputs(down.permutation)` the results are in the order that `down.array`
+        reads.
+
+        Args:
+          order: int [F], the index of each output.
+        """
+        array, columns = self.array.as_read(), self.array.shape[-1]
+
+        def taken(part: jax.Array | None, axis: int = -1) -> Any:
+            return None if part is None else jnp.take(part, order, axis=axis)
+
+        def numbers(part: jax.Array | None) -> Any:
+            return None if part is None else taken(of_each_column(part, columns))
+
+        values = taken(array.values, -2 if array.layout == "columns" else -1)
+        scale, zero_point, offset = map(numbers, (array.scale, array.zero_point, array.offset))
+        array = replace(array, values=values, scale=scale, zero_point=zero_point, offset=offset)
+        return replace(self, array=array, bias=taken(self.bias))
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """Returns the weights [..., D, F] as floats, with rows in the order of the inputs."""
