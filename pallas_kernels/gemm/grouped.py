@@ -4,14 +4,13 @@ The sizes of the groups are known on the device only. A tile starts at the first
 whole number of tiles after it, so that no tile mixes groups; rows of the next group in a group's last
 tile are not stored; `groups` finds the group of a tile. Rows that belong to no group are stored as zeros
 after all tiles. Several matrices of a group may share one pass over its rows, and an epilogue, a traced
-function of their float32 tiles and of further matrices, computes the results.
+function of their float32 tiles, computes the results.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -34,7 +33,6 @@ GRAIN = 8
 """Divisor of K and N: rows of 16-bit numbers then begin at multiples of 16 bytes, as TMA requires."""
 MOST_GROUPS = 1024
 """Largest number of groups; their table is a sum over pairs of groups."""
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def why_unsupported(
@@ -72,7 +70,6 @@ def candidates(
     work: Work,
     outputs: Mapping[str, Any],
     multiprocessors: int,
-    matrices: Mapping[str, Any] = _NOTHING,
 ) -> list[MatmulConfig]:
     """Returns the configs that fit into shared memory, predicted fastest first.
 
@@ -80,10 +77,9 @@ def candidates(
       work: the product.
       outputs: dtypes of the results, by name; all have one size.
       multiprocessors: SMs of the device.
-      matrices: dtypes of the matrices that the epilogue reads, by name, of that size too.
     """
     # Rows of a chunk have 128 bytes, so that a copy may begin at any of them.
-    [columns] = {swizzled_columns(dtype) for dtype in (*outputs.values(), *matrices.values())}
+    [columns] = {swizzled_columns(dtype) for dtype in outputs.values()}
     configs = [
         MatmulConfig(
             tile_m,
@@ -102,8 +98,7 @@ def candidates(
     fitting = [
         config
         for config in configs
-        if _tiles(work, jnp.bfloat16, config, 1, outputs, matrices).shared_bytes
-        <= SHARED_MEMORY_BYTES
+        if _tiles(work, jnp.bfloat16, config, 1, outputs).shared_bytes <= SHARED_MEMORY_BYTES
     ]
     return sorted(fitting, key=lambda config: predicted_time(work, config, multiprocessors))
 
@@ -155,13 +150,11 @@ class GroupedProduct:
     that share a pass over a, in this order; or, for one a, one array with the matrices of all products
     concatenated, [E, K, products N] ([E, products N, K])."""
     epilogue: Function
-    """Takes a float32 tile of each product and, by name, of `matrices`; returns tiles by name."""
+    """Takes a float32 tile of each product, and returns tiles by name."""
     outputs: Mapping[str, Any]
     """Dtypes, by name, of the epilogue's tiles that are stored, [M, N]; all have one size."""
     b_transposed: bool = False
     products: int = 1
-    matrices: Mapping[str, Any] = _NOTHING
-    """Matrices [M, N] that the epilogue reads, of the outputs' size."""
     activations: int = 0
     """Activations and derivatives that the epilogue evaluates for each element."""
 
@@ -173,7 +166,6 @@ class GroupedProduct:
             n=self.b[0].shape[1 if self.b_transposed else 2] // joined,
             k=sum(term.shape[1] for term in self.a),
             products=self.products,
-            read_bytes=sum(dtype.itemsize for dtype in self._read.values()),
             written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in self.outputs.values()),
             activations=self.activations,
             k_last=self.b_transposed,
@@ -181,13 +173,9 @@ class GroupedProduct:
             groups=self.b[0].shape[0],
         )
 
-    @property
-    def _read(self) -> dict[str, Any]:
-        return {name: jnp.dtype(matrix.dtype) for name, matrix in self.matrices.items()}
-
     def candidates(self, multiprocessors: int) -> list[MatmulConfig]:
         """Returns the configs that fit into shared memory, predicted fastest first."""
-        return candidates(self.work, self.outputs, multiprocessors, self._read)
+        return candidates(self.work, self.outputs, multiprocessors)
 
     def run(
         self,
@@ -207,7 +195,7 @@ class GroupedProduct:
         """
         work = self.work
         config = self.candidates(multiprocessors)[0] if config is None else config
-        tiles = _tiles(work, self.a[0].dtype, config, multiprocessors, self.outputs, self._read)
+        tiles = _tiles(work, self.a[0].dtype, config, multiprocessors, self.outputs)
         tiles = replace(tiles, function=self.epilogue)
         product = tiles.product
         product.check_shared_bytes(tiles.shared_bytes)
@@ -217,7 +205,7 @@ class GroupedProduct:
         results = product.launch(
             self.a,
             self.b,
-            (*of_groups, *self.matrices.values()),
+            of_groups,
             out_type=[
                 jax.ShapeDtypeStruct((work.m, work.n), dtype) for dtype in self.outputs.values()
             ],
@@ -234,7 +222,6 @@ def _tiles(
     config: MatmulConfig,
     multiprocessors: int,
     outputs: Mapping[str, Any],
-    matrices: Mapping[str, Any],
 ) -> Epilogue:
     """Returns the product with the memory of its epilogue, but without the epilogue's function."""
     product = _GroupedProduct(
@@ -254,7 +241,7 @@ def _tiles(
         product=product,
         function=dict,
         vectors={},
-        matrices=matrices,
+        matrices={},
         outputs=outputs,
         column_sums=(),
     )

@@ -7,10 +7,8 @@ with the gate's columns before the others.
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.activation import activation as activate
-from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.gemm.grouped import GroupedProduct
 
 
@@ -39,39 +37,6 @@ def hidden_layer(
         epilogue=epilogue,
         outputs=dict.fromkeys(("h", *(saved if saves else ())), x.dtype),
         activations=int(activation is not None),
-    )
-
-
-def hidden_gradient(
-    dy: jax.Array,
-    w_down: jax.Array,
-    preactivations: Sequence[jax.Array],
-    *,
-    activation: str | None,
-    transposed: bool,
-) -> GroupedProduct:
-    """Returns the cotangents of the preactivations, and the hidden layer h, computed again.
-
-    dy is [M, E] and w_down [E, F, E'], as in the forward product.
-    """
-    gated = len(preactivations) == 2
-    names = ("gate", "up") if gated else ("z",)
-
-    def epilogue(dh, **z):
-        activated, slope = activation_and_derivative(activation, z[names[0]], dy.dtype)
-        if not gated:
-            return {"dz": dh * slope, "h": activated}
-        return {"dgate": dh * z["up"] * slope, "dup": dh * activated, "h": activated * z["up"]}
-
-    return GroupedProduct(
-        name="grouped_hidden_gradient",
-        a=(dy,),
-        b=(w_down,),
-        b_transposed=not transposed,
-        epilogue=epilogue,
-        matrices=dict(zip(names, preactivations, strict=True)),
-        outputs=dict.fromkeys((*(f"d{name}" for name in names), "h"), jnp.dtype(dy.dtype)),
-        activations=0 if activation is None else 2,
     )
 
 

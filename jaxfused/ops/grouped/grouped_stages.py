@@ -160,43 +160,6 @@ class HiddenLayer(_Grouped):
 
 
 @dataclass(frozen=True)
-class HiddenGradient(_Grouped):
-    """Computes (dz or dgate, None or dup, h) [M, F] from dy [M, D], w_down and the preactivations."""
-
-    options: ragged_mlp_xla.Options
-
-    @property
-    def name(self) -> str:
-        return f"{self.options.op} hidden gradient"
-
-    @property
-    def results(self) -> Sequence[str]:
-        return ("dgate", "dup", "h") if self.options.gated else ("dz", "", "h")
-
-    def axes(self, dy, w_down, first, second, sizes, offset) -> Axes:
-        del dy, w_down, first, sizes, offset
-        down = "edf" if self.options.transposed else "efd"
-        return Axes(
-            ("md", down, "mf", "mf", "g", "o"),
-            ("mf", None if second is None else "mf", "mf"),
-            whole="mdego",
-        )
-
-    def product(self, dy, w_down, first, second, sizes, offset) -> grouped.GroupedProduct:
-        del sizes, offset
-        return grouped_mlp.hidden_gradient(
-            dy,
-            w_down,
-            (first,) if second is None else (first, second),
-            activation=self.options.activation,
-            transposed=self.options.transposed,
-        )
-
-    def in_xla(self, *operands) -> Results:
-        return ragged_mlp_xla.hidden_gradient(self.options, *operands)
-
-
-@dataclass(frozen=True)
 class InputGradient(_Grouped):
     """Computes (dx [M, D],), the sum of two dz [M, F] times the transposes of their weights."""
 

@@ -11,7 +11,6 @@ from jaxfused.ops.grouped import ragged_dot_xla, ragged_mlp_xla
 from jaxfused.ops.grouped.grouped_stages import (
     GroupedProduct,
     GroupedWeights,
-    HiddenGradient,
     HiddenLayer,
     InputGradient,
 )
@@ -55,8 +54,8 @@ def ragged_mlp(
         y_i = \bigl(\text{activation}(x_i G_{e(i)}) \odot (x_i U_{e(i)})\bigr) D_{e(i)}
 
     where the rows of group e come after those of the groups before it, and e(i) is the group of row i,
-    as in `ragged_dot`. On a GPU one kernel computes both first products and the hidden layer, and one
-    the cotangents of both in the backward pass, which computes the hidden layer again.
+    as in `ragged_dot`. On a GPU one kernel computes both first products and the hidden layer. The
+    backward pass reads both products, which are saved, and computes the hidden layer again.
 
     Rows that no group has are zeros, as are their gradients, whatever they hold. Products are of x's
     dtype, with sums in float32.
@@ -235,19 +234,21 @@ def _bwd(run: Runner, options: Options, saved, dy):
         stage = GroupedWeights(options.op, stage_options, w.shape[0])
         return run(stage, *factors, sizes, offset)[0]
 
-    dfirst, dsecond, h = run(
-        HiddenGradient(options), dy, narrow_down, *preactivations, sizes, offset
+    back = options.product(x.dtype, back=True)
+    [dh] = run(
+        GroupedProduct(f"{options.op} hidden gradient", back), dy, narrow_down, sizes, offset
     )
+    dfirst, dsecond, h = ragged_mlp_xla.hidden_gradient(options, dh, *preactivations)
     dw_down = of_weights(w_down, h, dy)
     if second is not None:
-        stage = InputGradient(options, jnp.dtype(x.dtype))
-        [dx] = run(stage, dfirst, dsecond, narrow_first, narrow_second, sizes, offset)
+        both = InputGradient(options, jnp.dtype(x.dtype))
+        [dx] = run(both, dfirst, dsecond, narrow_first, narrow_second, sizes, offset)
         dw_second = of_weights(second, x, dsecond)
     else:
         if options.gated:
             dfirst = jnp.concatenate([dfirst, dsecond], axis=1)
-        back = GroupedProduct(f"{options.op} input gradient", options.product(x.dtype, back=True))
-        [dx] = run(back, dfirst, narrow_first, sizes, offset)
+        stage = GroupedProduct(f"{options.op} input gradient", back)
+        [dx] = run(stage, dfirst, narrow_first, sizes, offset)
         dw_second = None
     return dx, of_weights(first, x, dfirst), dw_second, dw_down, None, None
 

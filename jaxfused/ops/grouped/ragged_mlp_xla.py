@@ -69,19 +69,18 @@ def hidden_layer(
 
 
 def hidden_gradient(
-    options: Options, dy, w_down, first, second, sizes, offset
-) -> tuple[jax.Array | None, ...]:
-    """Returns (dz, None, h) or (dgate, dup, h), [M, F]."""
-    back = options.product(dy.dtype, back=True)
-    dh = ragged_dot_xla.rows_product(back, dy, w_down, sizes, offset)
-    wide = accumulator_dtype(dy.dtype)
+    options: Options, dh: jax.Array, first: jax.Array, second: jax.Array | None
+) -> tuple[jax.Array, Any, jax.Array]:
+    """Returns (dz, None, h) or (dgate, dup, h), [M, F], from the hidden layer's cotangent."""
+    dtype = dh.dtype
+    wide = accumulator_dtype(dtype)
     dh = dh.astype(wide)
     activated, slope = value_and_slope(options.activation, first.astype(wide))
     if second is None:
-        return (dh * slope).astype(dy.dtype), None, activated.astype(dy.dtype)
+        return (dh * slope).astype(dtype), None, activated.astype(dtype)
     up = second.astype(wide)
-    results = (dh * up * slope, dh * activated, activated * up)
-    return tuple(result.astype(dy.dtype) for result in results)
+    dgate, dup, h = dh * up * slope, dh * activated, activated * up
+    return dgate.astype(dtype), dup.astype(dtype), h.astype(dtype)
 
 
 def input_gradient(
