@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from examples import processes, stacks
-from examples.errors import ExampleError
+from examples.errors import ExampleError, Stopped
 
 State = dict[str, Any]
 """Content of a checkpoint: a pytree of arrays for each name ("params", "opt_state", ...)."""
@@ -262,14 +262,26 @@ class Run:
 
     @contextlib.contextmanager
     def finished_writes(self) -> Iterator[None]:
-        """Waits at the end until all checkpoints are written, even if an error is raised."""
+        """Waits at the end until all checkpoints are written, even if an expected error is raised.
+
+        After another error the processes of a run would wait for each other in vain.
+        """
         try:
             yield
-        finally:
-            try:
-                self._checkpoints().wait_until_finished()
-            except Exception as error:
-                raise self._cannot_write(error) from error
+        except Exception as error:
+            if jax.process_count() == 1 or isinstance(error, ExampleError | Stopped):
+                self._wait()
+            raise
+        except BaseException:
+            self._wait()
+            raise
+        self._wait()
+
+    def _wait(self) -> None:
+        try:
+            self._checkpoints().wait_until_finished()
+        except Exception as error:
+            raise self._cannot_write(error) from error
 
     @property
     def _metrics(self) -> Path:

@@ -1,9 +1,18 @@
-"""Connects the processes of a run to each other and to their devices, from arguments alone."""
+"""Connects the processes of a run to each other and to their devices, from arguments alone.
+
+JAX's coordination service, in process 0, gets a heartbeat of every process. When one is missing, JAX
+aborts the others: no collective would ever end. `start` sees to it that they end with a sentence.
+"""
 
 import argparse
+import faulthandler
+import os
 import socket
+import subprocess
 import sys
 import time
+import traceback
+from types import TracebackType
 
 import jax
 
@@ -11,7 +20,17 @@ from examples.errors import ExampleError
 from examples.flags import whole
 
 _SECONDS = 120
-"""Seconds that a process waits for the others."""
+"""Seconds that a process waits for the others at the start."""
+HEARTBEAT_SECONDS = 30
+"""Seconds without a heartbeat after which a process counts as dead. The others end within a minute: it
+takes JAX up to as long again to tell them."""
+_LOST = (
+    "error: the processes of a run go on together, but another one has ended or does not answer (what it"
+    " printed, and the lines above, may say why); start all of them again with --resume, or fewer of them"
+    " with another --processes and --mesh."
+)
+_COLLECTIVES = ("gloo", "nccl", "coordination service")
+"""Words in the errors of a collective that another process has left."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +84,46 @@ def start(args: argparse.Namespace) -> None:
         )
     else:
         _wait_for(host, int(port))
-    jax.distributed.initialize(*given, initialization_timeout=_SECONDS)
+    jax.distributed.initialize(
+        *given, initialization_timeout=_SECONDS, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+    )
+    _explain_aborts()
+    sys.excepthook = _end_at_once
+
+
+_WATCHER = """
+import sys
+if b"Aborted" in sys.stdin.buffer.read():
+    print(sys.argv[1], file=sys.stderr)
+"""
+
+
+def _explain_aborts() -> None:
+    """Lets a small process print what it means that JAX aborts this one, which cannot do it itself.
+
+    Python's faulthandler writes to the other process when this one aborts, and at no other end.
+    """
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", _WATCHER, _LOST], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert watcher.stdin is not None
+    faulthandler.enable(watcher.stdin, all_threads=False)
+
+
+def _end_at_once(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Prints an error that nothing expects, and ends the process, so that the others notice at once.
+
+    Python's own end would first wait for all processes.
+    """
+    if any(word in str(error).lower() for word in _COLLECTIVES):
+        print(f"{kind.__name__}: {' '.join(str(error).split())[:300]}\n{_LOST}", file=sys.stderr)
+    else:
+        traceback.print_exception(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _address(text: str) -> str:
