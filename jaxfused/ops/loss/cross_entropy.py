@@ -265,7 +265,10 @@ def weights_of_labels(
     picked = jnp.sum(jnp.where(is_class, class_weights, 0.0), axis=-1)
     if axis_name is not None:
         picked = lax.psum(jnp.where(is_here, picked, 0.0), axis_name)
-    return jnp.where((classes == IGNORED) | (classes == features), 1.0, picked)
+        # Unlike a device's own classes, these are the same on all of them.
+        features *= lax.psum(1, axis_name)
+        classes = classes_of(labels, features, options)
+    return jnp.where((classes < 0) | (classes >= features), 1.0, picked)
 
 
 def weighed_losses(

@@ -8,7 +8,7 @@ once.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,12 @@ from jaxfused import dispatch
 from jaxfused.ops.linear import linear_cuda, linear_xla
 from jaxfused.ops.linear.linear import check_affine
 from jaxfused.ops.loss import cross_entropy_cuda, cross_entropy_xla
-from jaxfused.ops.loss.cross_entropy import is_one_term, weighed_losses, weights_of_labels
+from jaxfused.ops.loss.cross_entropy import (
+    is_one_term,
+    softmax_cross_entropy,
+    weighed_losses,
+    weights_of_labels,
+)
 from jaxfused.ops.loss.cross_entropy_checks import (
     check_class_weights,
     check_cotangent,
@@ -69,6 +74,7 @@ def linear_softmax_cross_entropy(
     cotangent: jax.Array | float | Literal["any"] | None = None,
     chunk_size: int | None = None,
     sum_dtype: Any = None,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""`softmax_cross_entropy(x @ w + bias, labels)` that never holds the logits of all tokens.
@@ -97,6 +103,11 @@ def linear_softmax_cross_entropy(
         take no memory next to the gradient, for one more rounding a chunk. By default it is w's dtype
         where three chunks suffice and all tokens have the same cotangent, known beforehand, and no
         `weights`: with others the sums of chunks may cancel, but not the errors of their rounding.
+      axis_name: the mapped axis (or axes) of `jax.shard_map` or `jax.pmap` over which the classes are
+        spread, as for `softmax_cross_entropy`: each device has the columns of w (and the bias, soft
+        labels and class weights) of its classes, and all have x and the labels. No device holds the
+        logits of another's classes, the backward makes its own again, and w's gradient is summed in
+        float32.
 
     The other arguments, the result and the errors are those of `softmax_cross_entropy`.
 
@@ -130,12 +141,22 @@ def linear_softmax_cross_entropy(
     labels = check_labels(op, labels, (*leading, features), options)
     check_options(op, options, weights, leading, reduction)
     check_class_weights(op, class_weights, features)
-    check_classes(op, labels, features, ignore_index)
+    if axis_name is None:
+        check_classes(op, labels, features, ignore_index)
     _check_sum_dtype(op, sum_dtype, w.dtype)
     expected = check_cotangent(op, cotangent, x.dtype, reduction, ())
     if chunk_size is not None:
         check_count(op, "chunk_size", chunk_size)
     refuse_pallas(op, implementation)
+    of_logits = _LossesOfLogits(options, axis_name, implementation)
+    if axis_name is not None:
+        of_labels = None
+        if class_weights is not None:
+            class_weights = class_weights.astype(accumulator_dtype(x.dtype))
+            of_labels = weights_of_labels(class_weights, labels, options, axis_name)
+        chunk_size = _chunk_of_tokens(x, w, chunk_size)
+        losses = _losses_by_chunks(of_logits, chunk_size, x, w, bias, labels, class_weights)
+        return reduce_losses(losses, counted(labels, options), weights, reduction, of_labels)
     soft = is_soft(labels)
     several_terms = class_weights is not None and not is_one_term(labels, options)
     why_xla = None
@@ -158,7 +179,7 @@ def linear_softmax_cross_entropy(
         of_labels = weights_of_labels(class_weights, labels, options)
         if several_terms:
             chunk_size = _chunk_of_tokens(x, w, chunk_size)
-            losses = _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights)
+            losses = _losses_by_chunks(of_logits, chunk_size, x, w, bias, labels, class_weights)
             return reduce_losses(losses, counts, weights, reduction, of_labels)
         weights = times(weights, of_labels)
     if is_reference:
@@ -327,10 +348,35 @@ def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
     return max(1, math.ceil(rows / chunks))
 
 
+@dataclass(frozen=True)
+class _LossesOfLogits:
+    """Computes the losses [N] of a chunk from its logits, with class weights or spread classes."""
+
+    options: Options
+    axis_name: Hashable | tuple[Hashable, ...] | None
+    implementation: dispatch.Implementation | None
+
+    def __call__(self, logits, labels, class_weights):
+        if self.axis_name is None:
+            return weighed_losses(None, self.options, None, logits, labels, class_weights)
+        return softmax_cross_entropy(
+            logits,
+            labels,
+            label_smoothing=self.options.label_smoothing,
+            z_loss=self.options.z_loss,
+            ignore_index=self.options.ignore_index,
+            logits_soft_cap=self.options.logits_soft_cap,
+            class_weights=class_weights,
+            reduction="none",
+            axis_name=self.axis_name,
+            implementation=self.implementation,
+        )
+
+
 # `jax.jit` compiles the loop once, even if the caller runs op by op.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights):
-    """Returns losses with each class's term times its weight; logits are recomputed by chunks."""
+def _losses_by_chunks(of_logits: _LossesOfLogits, chunk_size, x, w, bias, labels, class_weights):
+    """Returns the losses of all tokens; the logits are recomputed by chunks."""
     leading = x.shape[:-1]
     rows = math.prod(leading)
     # JAX adds up the chunks' gradients in the dtype of w and bias, so they are widened first.
@@ -340,7 +386,7 @@ def _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights):
     @jax.checkpoint
     def losses_of_chunk(x, labels):
         logits = linear_xla.affine(x, w, bias, precision=None)
-        return weighed_losses(None, options, None, logits, labels, class_weights)
+        return of_logits(logits, labels, class_weights)
 
     chunks = cross_entropy_xla.split_rows(
         (
