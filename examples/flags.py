@@ -15,7 +15,7 @@ from examples.runs import Run
 # Flags of one call, which config.json does not keep.
 _CALL_FLAGS = ("out", "resume", "coordinator", "processes", "process_id", "cpu_devices")
 # Flags that say only where and how a run is carried out; all others define what the run computes.
-_PLACE_FLAGS = (*_CALL_FLAGS, "workers", "checkpoint_every", "data", "tensor", "fsdp")
+_PLACE_FLAGS = (*_CALL_FLAGS, "workers", "checkpoint_every", "data", "mesh", "tensor", "fsdp")
 
 
 def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:

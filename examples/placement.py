@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
+
+from examples.multi_gpu.metadata import without_metadata
 
 
 class OneDevice:
@@ -21,12 +22,12 @@ class OneDevice:
         """Returns the images of each batch that this process makes, as a slice."""
         return slice(0, batch_size)
 
-    def model(self, model: nnx.Module) -> nnx.Module:
-        """Returns `model`, changed in place if its parameters have to be read in another way."""
-        return model
+    def parameters(self, f: Callable[[], Any]) -> Any:
+        """Returns parameters as plain arrays, made by the compiled `f()`, whose metadata name axes."""
+        return self.init(lambda: without_metadata(f()))
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:
-        """Returns parameters, or a state that contains them, made by the compiled `f(*args)`."""
+        """Returns a state made of parameters by the compiled `f(*args)`."""
         return jax.jit(f)(*args)
 
     def value_and_grad(self, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:

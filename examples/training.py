@@ -74,13 +74,15 @@ def create(
     Raises:
       ExampleError: the model refuses its sizes or these inputs.
     """
-    try:
-        graphdef = nnx.graphdef(nnx.eval_shape(lambda: placement.model(build())))
-        jax.eval_shape(lambda *arrays: build()(*arrays), *inputs)
-    except ValueError as error:
-        raise ExampleError(str(error)) from error
-    # All operations are compiled as one program; otherwise each would be compiled separately.
-    return graphdef, placement.init(lambda: nnx.to_pure_dict(nnx.state(build())))
+    # The placement reads the names of parameters' axes; Flax itself would need a mesh for them here.
+    with nnx.use_eager_sharding(False):
+        try:
+            graphdef = nnx.graphdef(nnx.eval_shape(build))
+            jax.eval_shape(lambda *arrays: build()(*arrays), *inputs)
+        except ValueError as error:
+            raise ExampleError(str(error)) from error
+        # All operations are compiled as one program; otherwise each would be compiled separately.
+        return graphdef, placement.parameters(lambda: nnx.state(build()))
 
 
 def to_float(images: jax.Array, dtype: str) -> jax.Array:

@@ -15,6 +15,8 @@ import jaxfused.nnx
 from examples.lm.config import Config
 from examples.lm.experts import Experts
 from examples.lm.pages import Pages, Rows
+from examples.multi_gpu import layers as sharded
+from examples.multi_gpu.metadata import names
 
 Cache = tuple[jaxfused.KVCache | Pages, ...]
 """Keys and values of the tokens read so far, for each layer."""
@@ -63,6 +65,7 @@ class LanguageModel(nnx.Module):
             config.vocabulary,
             config.width,
             embedding_init=nnx.initializers.normal(0.02),
+            embedding_metadata=names("vocab", "embed"),
             dtype=dtype,
             param_dtype=param_dtype,
             rngs=rngs,
@@ -78,6 +81,7 @@ class LanguageModel(nnx.Module):
                 config.vocabulary,
                 use_bias=False,
                 kernel_init=nnx.initializers.normal(0.02),
+                kernel_metadata=names("embed", "vocab"),
                 **options,
             )
 
@@ -119,7 +123,7 @@ class LanguageModel(nnx.Module):
             for rope in dict.fromkeys(self.config.ropes)
             if rope is not None
         }
-        stream = self.embed(tokens)
+        stream = sharded.split_tokens(self.embed(tokens))
         stream *= jnp.asarray(self.config.embedding_scale, stream.dtype)
         branch = jnp.zeros_like(stream)
 
@@ -184,7 +188,7 @@ class LanguageModel(nnx.Module):
     ) -> jax.Array:
         """Returns the cross-entropy of labels [B, T] that are not -1, by features [B, T, width]."""
         head = self.embed.embedding[...].T if self.config.is_tied else self.head.kernel[...]
-        return jaxfused.linear_softmax_cross_entropy(
+        return sharded.linear_cross_entropy(
             features,
             head,
             labels,
@@ -223,12 +227,21 @@ class Block(nnx.Module):
         )
         self.norm1 = norm(config.width)
         columns = (config.heads + 2 * config.key_heads) * config.head_size
-        self.qkv = linear(config.width, columns, use_bias=config.qkv_bias)
+        self.qkv = linear(
+            config.width,
+            columns,
+            use_bias=config.qkv_bias,
+            kernel_metadata=names("embed", "heads"),
+            bias_metadata=names("heads"),
+        )
         self.q_norm, self.k_norm = (
             norm(config.head_size) if config.head_norms else nnx.data(None) for _ in "qk"
         )
         self.project = linear(
-            config.heads * config.head_size, config.width, use_bias=config.project_bias
+            config.heads * config.head_size,
+            config.width,
+            use_bias=config.project_bias,
+            kernel_metadata=names("heads", "embed"),
         )
         self.sinks = nnx.data(None)
         if config.has_sinks:
@@ -254,6 +267,10 @@ class Block(nnx.Module):
                 activation=config.activation,
                 use_bias=config.mlp_bias,
                 kernel_init=nnx.initializers.normal(0.02),
+                kernel_metadata=names("embed", "mlp"),
+                bias_metadata=names("mlp"),
+                down_kernel_metadata=names("mlp", "embed"),
+                down_bias_metadata=names(None),
                 precision=precision,
                 **options,
             )
@@ -281,14 +298,13 @@ class Block(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         options = dict(scale=self.scale, logits_soft_cap=self.cap, sinks=sinks)
         if cache is None:
-            attended = jaxfused.dot_product_attention(
+            attended = sharded.self_attention(
                 query,
                 key,
                 value,
                 is_causal=True,
                 local_window_size=None if self.window is None else (self.window - 1, 0),
-                query_segment_ids=segments,
-                key_value_segment_ids=segments,
+                segment_ids=segments,
                 **options,
             )
         elif isinstance(cache, Pages):

@@ -11,6 +11,7 @@ from flax import nnx
 from examples.lm.config import Config, Rope, Routed
 from examples.lm.data import START, TOKENS
 from examples.lm.model import LanguageModel
+from examples.multi_gpu.layers import zigzag
 
 
 def _size(
@@ -64,6 +65,8 @@ def config_of(name: str, *, vocabulary: int) -> Config:
 def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (tokens, labels, segments, positions), [B, T] each, of rows [B, T + 1] of packed text.
 
+    Where devices share a sequence, they are in the order in which its attention is shared evenly.
+
     A token attends to tokens of its own document, and its position counts from the document's start. The
     last token of a document has label -1, because the next document does not follow from it.
     """
@@ -71,7 +74,7 @@ def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     is_start = tokens == START
     place = jnp.arange(tokens.shape[1])
     first = jax.lax.cummax(jnp.where(is_start, place, 0), axis=1)
-    return (
+    return zigzag(
         tokens,
         jnp.where(labels == START, -1, labels),
         jnp.cumsum(is_start, axis=1),

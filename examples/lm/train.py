@@ -24,6 +24,7 @@ from examples.lm.data import START, TOKENS, Rows, Texts, packed, read_texts
 from examples.lm.engine import Engine, Text
 from examples.lm.model import LanguageModel
 from examples.lm.steps import Sampling
+from examples.multi_gpu import launch, mesh
 from examples.placement import ONE_DEVICE, OneDevice
 from examples.runs import Run, State
 
@@ -58,7 +59,12 @@ _SAMPLES_AT_ONCE = 50
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` replaces the command line."""
-    train(parse_flags(make_parser("examples.lm.train", out="runs/lm"), argv))
+    parser = make_parser("examples.lm.train", out="runs/lm")
+    mesh.add_flags(parser)
+    launch.start(parser.parse_args(argv))
+    args = parse_flags(parser, argv)
+    heads = sizes.MODELS[args.model].key_heads
+    train(args, mesh.placement(args.mesh, heads=heads, tokens=args.length, is_causal=True))
 
 
 def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:

@@ -1,7 +1,4 @@
-"""A language model on a mesh of devices: `python -m examples.multi_gpu.jit_lm`, `--help` for the flags.
-
-The mesh and its flags are those of jit_vit.
-"""
+"""The training of `examples.lm.train` with the flags of jit_vit: `python -m examples.multi_gpu.jit_lm`."""
 
 from collections.abc import Sequence
 
@@ -9,7 +6,7 @@ from examples.errors import run_command
 from examples.lm import train
 from examples.lm.sizes import MODELS
 from examples.multi_gpu import launch
-from examples.multi_gpu.jit_vit import OnMesh, add_flags
+from examples.multi_gpu.jit_vit import add_flags, placement
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -18,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser)
     launch.start(parser.parse_args(argv))
     args = train.parse_flags(parser, argv)
-    train.train(args, OnMesh(MODELS[args.model].key_heads, tensor=args.tensor, fsdp=args.fsdp))
+    heads = MODELS[args.model].key_heads
+    train.train(args, placement(args, heads=heads, tokens=args.length))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused.nnx
+from examples.multi_gpu.layers import self_attention, split_tokens
+from examples.multi_gpu.metadata import names
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (query, key, value), all [B, T, heads, width / heads], to an output of the same shape."""
@@ -99,7 +101,7 @@ class VisionTransformer(nnx.Module):
         drop_path: float = 0.0,
         dtype: jax.typing.DTypeLike = jnp.float32,
         precision: Literal["fp8"] | None = None,
-        attention: Attention = jaxfused.dot_product_attention,
+        attention: Attention = self_attention,
         unroll: int | None = None,
         rngs: nnx.Rngs,
     ):
@@ -119,6 +121,7 @@ class VisionTransformer(nnx.Module):
             size.patch**2 * channels,
             size.width,
             kernel_init=nnx.initializers.lecun_normal(),
+            kernel_metadata=names(None, "embed"),
             dtype=dtype,
             rngs=rngs,
         )
@@ -146,7 +149,12 @@ class VisionTransformer(nnx.Module):
         self.blocks = stacked if self.has_loop else nnx.List(_apart(stacked, size.depth))
         self.norm = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
         self.head = jaxfused.nnx.Linear(
-            size.width, classes, kernel_init=nnx.initializers.zeros, dtype=dtype, rngs=rngs
+            size.width,
+            classes,
+            kernel_init=nnx.initializers.zeros,
+            kernel_metadata=names("embed", None),
+            dtype=dtype,
+            rngs=rngs,
         )
 
     def __call__(self, images: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
@@ -166,7 +174,7 @@ class VisionTransformer(nnx.Module):
             delta = jaxfused.linear(patches.astype(self.dtype), self.embed.kernel[...])
         else:
             delta, bias = self.embed(patches), jnp.zeros_like(bias)
-        added = added.astype(delta.dtype)
+        delta, added = split_tokens(delta), added.astype(delta.dtype)
         stream = jnp.broadcast_to(added, delta.shape, out_sharding=sharding_of_batch(delta))
 
         keys = None if key is None or not self.random else jax.random.split(key, self.depth)
@@ -231,8 +239,15 @@ class Block(nnx.Module):
         self.precision = precision
         self.attention = attention
         self.norm1 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
-        self.qkv = linear(size.width, 3 * size.width)
-        self.project = linear(size.width, size.width)
+        self.qkv = linear(
+            size.width,
+            3 * size.width,
+            kernel_metadata=names("embed", "heads"),
+            bias_metadata=names("heads"),
+        )
+        self.project = linear(
+            size.width, size.width, kernel_metadata=names("heads", "embed")
+        )
         self.norm2 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
         self.mlp = jaxfused.nnx.MLP(
             size.width,
@@ -240,6 +255,10 @@ class Block(nnx.Module):
             activation="gelu_erf",
             save="hidden",
             kernel_init=nnx.initializers.xavier_uniform(),
+            kernel_metadata=names("embed", "mlp"),
+            bias_metadata=names("mlp"),
+            down_kernel_metadata=names("mlp", "embed"),
+            down_bias_metadata=names(None),
             dtype=dtype,
             precision=precision,
             rngs=rngs,

@@ -20,6 +20,7 @@ import jaxfused
 from examples import augmentation, flags, processes, runs, training
 from examples.errors import ExampleError, run_command
 from examples.images import Batch, Loader
+from examples.multi_gpu import launch, mesh
 from examples.placement import ONE_DEVICE, OneDevice
 from examples.runs import Run, State
 from examples.training import make_train_step, to_float
@@ -62,7 +63,13 @@ _FOLDER_DEFAULTS = dict(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` replaces the command line."""
-    train(parse_flags(make_parser("examples.vit.train", out="runs/vit"), argv))
+    parser = make_parser("examples.vit.train", out="runs/vit")
+    mesh.add_flags(parser)
+    launch.start(parser.parse_args(argv))
+    args = parse_flags(parser, argv)
+    size = MODELS[args.model]
+    tokens = (args.image_size // size.patch) ** 2 + (args.pool == "token")
+    train(args, mesh.placement(args.mesh, heads=size.heads, tokens=tokens))
 
 
 class Create(Protocol):

@@ -1,0 +1,105 @@
+"""Layers that a mesh may split between its devices; without one they are jaxfused's operators.
+
+`examples.multi_gpu.mesh` sets the mesh while it traces a model. Layers that work on one token by itself
+need no change: XLA splits them as their inputs and parameters are split.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jaxfused
+from examples.multi_gpu.rules import spec
+
+
+def sizes() -> Mapping[str, int]:
+    """Returns the sizes of the axes of the mesh here, none without a mesh."""
+    return jax.sharding.get_abstract_mesh().shape
+
+
+def split_tokens(array: jax.Array) -> jax.Array:
+    """Returns an array [B, T, ...], split between the devices that share the batch and its tokens."""
+    if sizes().get("context", 1) == 1:
+        return array
+    return lax.with_sharding_constraint(array, spec(("batch", "length"), array.shape[:2], sizes()))
+
+
+def zigzag(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns arrays [B, T] of tokens in `jaxfused.zigzag_order`, in which devices share causal work.
+
+    `self_attention` expects it of causal attention, and each token's position with it. Without a context
+    axis the order stays.
+    """
+    devices = sizes().get("context", 1)
+    if devices == 1:
+        return arrays
+    order = jaxfused.zigzag_order(arrays[0].shape[1], devices)
+    return tuple(split_tokens(array[:, order]) for array in arrays)
+
+
+def self_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    is_causal: bool = False,
+    **options: Any,
+) -> jax.Array:
+    """Returns attention of tokens [B, T, N, H] to those of their own sequence and segment."""
+    if sizes().get("context", 1) == 1:
+        return jaxfused.dot_product_attention(
+            query,
+            key,
+            value,
+            query_segment_ids=segment_ids,
+            key_value_segment_ids=segment_ids,
+            is_causal=is_causal,
+            **options,
+        )
+    return jaxfused.context_parallel_attention(
+        query,
+        key,
+        value,
+        axis_name="context",
+        spec=spec(("batch", "length", "heads"), key.shape[:3], sizes()),
+        layout="zigzag" if is_causal else "contiguous",
+        segment_ids=segment_ids,
+        is_causal=is_causal,
+        **options,
+    )
+
+
+def linear_cross_entropy(
+    features: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    *,
+    ignore_index: int,
+    reduction: Literal["mean", "sum", "none"],
+    **options: Any,
+) -> jax.Array:
+    """Returns the cross-entropy of labels [B, T] by features [B, T, D] and a head [D, V].
+
+    Devices that share the vocabulary compute the logits of their own words alone.
+    """
+    loss = functools.partial(
+        jaxfused.linear_softmax_cross_entropy, ignore_index=ignore_index, **options
+    )
+    words = spec((None, "vocab"), head.shape, sizes())
+    if words[1] is None:
+        return loss(features, head, labels, reduction=reduction)
+    tokens = spec(("batch", "length"), labels.shape, sizes())
+    losses = jax.shard_map(
+        functools.partial(loss, reduction="none", axis_name=words[1]),
+        in_specs=(tokens, words, tokens),
+        out_specs=tokens,
+    )(features, head, labels)
+    if reduction == "none":
+        return losses
+    count = jnp.maximum(jnp.sum(labels != ignore_index), 1) if reduction == "mean" else 1
+    return jnp.sum(losses) / count
