@@ -18,7 +18,7 @@ from typing import Any
 import flax.linen
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import linear_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -116,11 +116,7 @@ class OnMesh(OneDevice):
             return jax.jit(f, out_shardings=shardings)(*args)
 
     def value_and_grad(self, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
-        # The backward pass gathers parameters again, rather than hold all of them from the forward.
-        @functools.partial(
-            jax.checkpoint,
-            policy=jax.checkpoint_policies.save_anything_except_these_names("gathered"),
-        )
+        @functools.partial(jax.checkpoint, policy=_is_kept)
         def of_parts(params: Any, batch: Batch, key: jax.Array) -> jax.Array:
             return loss_of(self._gathered(params), batch, key)
 
@@ -169,8 +165,7 @@ class OnMesh(OneDevice):
             if whole == stored:
                 return param
             # Without this constraint XLA would split activations like the parameters.
-            param = _gather(self._sharding(whole), self._sharding(stored), param)
-            return checkpoint_name(param, "gathered")
+            return _gather(self._sharding(whole), self._sharding(stored), param)
 
         return _map(gathered, params)
 
@@ -179,6 +174,14 @@ class OnMesh(OneDevice):
         return jax.tree.map(
             lambda array: jax.make_array_from_process_local_data(self.batch, array), rows
         )
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Returns whether the backward pass keeps a result of the forward: all but gathered parameters.
+
+    It gathers them again, rather than hold all of them at once.
+    """
+    return primitive.name != "linear_call"
 
 
 def _map(f: Callable[[Path, Any], Any], tree: Any) -> Any:
@@ -191,17 +194,16 @@ def _without_fsdp(axes: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
     return tuple(axis for axis in given if axis not in ("fsdp", None)) or None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(whole: NamedSharding, stored: NamedSharding, param: jax.Array) -> jax.Array:
     """Returns a parameter whole; its gradient is stored in parts, so that devices sum their own alone."""
-    return lax.with_sharding_constraint(param, whole)
 
+    def gather(_: Any, param: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(param, whole)
 
-_gather.defvjp(
-    lambda whole, stored, param: (_gather(whole, stored, param), None),
-    lambda whole, stored, _, gradient: (lax.with_sharding_constraint(gradient, stored),),
-)
+    def scatter(_: Any, gradient: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(gradient, stored)
 
+    return linear_call(gather, scatter, (), param)
 
 
 # --- flags ----------------------------------------------------------------------------------------

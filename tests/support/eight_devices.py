@@ -7,7 +7,7 @@ import sys
 DEVICES = 8
 
 
-def assert_passes(file: str, selection: str) -> None:
+def assert_passes(file: str, selection: str, *, timeout: float = 1200) -> None:
     """Runs the cases of a file that are skipped with one device; `selection` is a mark's expression."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -22,7 +22,7 @@ def assert_passes(file: str, selection: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
