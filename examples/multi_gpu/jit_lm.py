@@ -1,4 +1,4 @@
-"""The training of `examples.lm.train` with the flags of jit_vit: `python -m examples.multi_gpu.jit_lm`."""
+"""`examples.lm.train` with the flags of jit_vit: `python -m examples.multi_gpu.jit_lm`."""
 
 from collections.abc import Sequence
 

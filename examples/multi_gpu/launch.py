@@ -24,10 +24,10 @@ _SECONDS = 120
 HEARTBEAT_SECONDS = 30
 """Seconds without a heartbeat after which a process counts as dead. The others end within a minute: it
 takes JAX up to as long again to tell them."""
-_LOST = (
-    "error: the processes of a run go on together, but another one has ended or does not answer (what it"
-    " printed, and the lines above, may say why); start all of them again with --resume, or fewer of them"
-    " with another --processes and --mesh."
+LOST = (
+    "error: the processes of a run go on together, but another one has ended or does not answer (what"
+    " it printed, and the lines above, may say why); start all of them again with --resume, or fewer of"
+    " them with another --processes and --mesh."
 )
 _COLLECTIVES = ("gloo", "nccl", "coordination service")
 """Words in the errors of a collective that another process has left."""
@@ -104,7 +104,7 @@ def _explain_aborts() -> None:
     Python's faulthandler writes to the other process when this one aborts, and at no other end.
     """
     watcher = subprocess.Popen(
-        [sys.executable, "-c", _WATCHER, _LOST], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", _WATCHER, LOST], stdin=subprocess.PIPE, start_new_session=True
     )
     assert watcher.stdin is not None
     faulthandler.enable(watcher.stdin, all_threads=False)
@@ -118,7 +118,7 @@ def _end_at_once(
     Python's own end would first wait for all processes.
     """
     if any(word in str(error).lower() for word in _COLLECTIVES):
-        print(f"{kind.__name__}: {' '.join(str(error).split())[:300]}\n{_LOST}", file=sys.stderr)
+        print(f"{kind.__name__}: {' '.join(str(error).split())[:300]}\n{LOST}", file=sys.stderr)
     else:
         traceback.print_exception(kind, error, trace)
     sys.stdout.flush()

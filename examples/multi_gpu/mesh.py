@@ -195,7 +195,7 @@ def _without_fsdp(axes: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 
 def _gather(whole: NamedSharding, stored: NamedSharding, param: jax.Array) -> jax.Array:
-    """Returns a parameter whole; its gradient is stored in parts, so that devices sum their own alone."""
+    """Returns a parameter whole; its gradient in parts, of which devices sum their own."""
 
     def gather(_: Any, param: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(param, whole)
@@ -223,9 +223,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     launch.add_flags(parser)
 
 
-def placement(
-    flag: str | None, *, heads: int, tokens: int, is_causal: bool = False
-) -> OneDevice:
+def placement(flag: str | None, *, heads: int, tokens: int, is_causal: bool = False) -> OneDevice:
     """Returns where `--mesh` places the training of a model with so many heads and tokens.
 
     Raises:

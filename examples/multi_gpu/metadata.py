@@ -22,9 +22,7 @@ def names(*axes: str | None) -> dict[str, Any]:
     return dict(out_sharding=axes, eager_sharding=False)
 
 
-def with_paths(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> list[tuple[Path, Any]]:
+def with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
     """Returns the leaves of a tree with their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [

@@ -1,8 +1,8 @@
-"""Which axis of the mesh splits which axis of a parameter or an activation, by the names that models state.
+"""Which axis of the mesh splits which axis of an array, by the names that models state.
 
 A Flax model names the axes of its parameters: `nnx.with_partitioning(init, ("embed", "mlp"))`, or
 `kernel_metadata=dict(out_sharding=("embed", "mlp"))`; in Linen `nn.with_partitioning` or
-`nn.with_logical_partitioning`. `RULES` says what the names mean. An axis of the mesh may be named as well.
+`nn.with_logical_partitioning`. `RULES` says what the names mean; axes of the mesh may be named too.
 """
 
 import math
@@ -66,7 +66,9 @@ def spec(
         return P(*(axis or None for axis in axes))
     used: set[str] = set()
     for i, name in zip(range(len(shape) - len(names), len(shape)), names, strict=True):
-        split = tuple(a for a in _mesh_axes(name, sizes, rules) if sizes.get(a, 1) > 1 and a not in used)
+        split = tuple(
+            a for a in _mesh_axes(name, sizes, rules) if sizes.get(a, 1) > 1 and a not in used
+        )
         if i >= 0 and split and shape[i] % math.prod([sizes[a] for a in split]) == 0:
             axes[i] = split
             used |= {*split}
@@ -87,4 +89,3 @@ def _mesh_axes(name, sizes: Mapping[str, int], rules: Rules) -> tuple[str, ...]:
         f"the names of parameters' axes need a rule, but {name!r} has none and is no axis of the mesh"
         f" ({', '.join(sizes)}); use one of {', '.join(rules)}, or add {name!r} to the rules."
     )
-

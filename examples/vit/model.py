@@ -245,9 +245,7 @@ class Block(nnx.Module):
             kernel_metadata=names("embed", "heads"),
             bias_metadata=names("heads"),
         )
-        self.project = linear(
-            size.width, size.width, kernel_metadata=names("heads", "embed")
-        )
+        self.project = linear(size.width, size.width, kernel_metadata=names("heads", "embed"))
         self.norm2 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
         self.mlp = jaxfused.nnx.MLP(
             size.width,

@@ -36,9 +36,7 @@ on_eight_devices = pytest.mark.skipif(
 
 @pytest.mark.exhaustive
 @pytest.mark.long
-@pytest.mark.skipif(
-    jax.device_count() == eight_devices.DEVICES, reason="this is that process"
-)
+@pytest.mark.skipif(jax.device_count() == eight_devices.DEVICES, reason="this is that process")
 def test_on_eight_devices():
     eight_devices.assert_passes(__file__, "exhaustive", timeout=3600)
 
@@ -69,7 +67,9 @@ def test_names_say_how_an_array_is_split(named, shape, wanted):
 
 
 def test_a_name_without_a_rule_is_refused_and_rules_may_be_the_users():
-    with pytest.raises(ExampleError, match="'widht' has none .*; use one of batch, .* or add 'widht'"):
+    with pytest.raises(
+        ExampleError, match=r"'widht' has none .*; use one of batch, .* or add 'widht'"
+    ):
         spec(("widht",), (8,), SIZES)
     assert spec(("width",), (8,), SIZES, {"width": "tensor"}) == P("tensor")
 
@@ -137,7 +137,18 @@ MESHES = (
 )
 VIT = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "128", "--held-out", "0.8"]
 VIT += ["--pool", "mean", "--unroll", "1"]
-LM = ["--model", "lm-byte", "--length", "32", "--epochs", "1", "--warmup-epochs", "0", "--seed", "1"]
+LM = [
+    "--model",
+    "lm-byte",
+    "--length",
+    "32",
+    "--epochs",
+    "1",
+    "--warmup-epochs",
+    "0",
+    "--seed",
+    "1",
+]
 LM += ["--batch-size", "8", "--epoch-rows", "16", "--samples", "0", "--held-out", "0.3"]
 
 
@@ -336,9 +347,7 @@ def test_a_model_is_split_as_its_own_metadata_say(make):
         def loss_of(params, batch, key):
             return jnp.mean(jnp.square(apply(params, batch["x"]) - batch["y"]))
 
-        step = training.make_train_step(
-            loss_of, optimizer, seed=0, clip_norm=1.0, placement=place
-        )
+        step = training.make_train_step(loss_of, optimizer, seed=0, clip_norm=1.0, placement=place)
         x, y = np.asarray(jax.random.normal(jax.random.key(1), (2, 16, 64)))
         losses = []
         for number in range(3):

@@ -11,20 +11,19 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 from examples.errors import ExampleError, Stopped
 from examples.lm import train as lm_train
-from examples.multi_gpu import jit_lm, jit_vit, launch, pmap_vit
+from examples.multi_gpu import jit_lm, jit_vit, launch, mesh, pmap_vit
 from examples.vit import data as vit_data
 from examples.vit import train
-from examples.vit.model import MODELS
 from tests.support.grids import parametrize
 
 DEVICES = 4
@@ -228,6 +227,77 @@ def test_two_processes_stop_before_the_same_step():
     ]
 
 
+LONG = [
+    "--epochs",
+    "400",
+    "--checkpoint-every",
+    "1",
+    "--evaluate-every",
+    "400",
+    "--warmup-epochs",
+    "0",
+]
+LONG += ["--batch-size", "128", "--held-out", "0.8", "--unroll", "1"]
+
+
+def complete_checkpoints(run):
+    names = [path.name for path in (run / "checkpoints").glob("*")]
+    return [int(name) for name in names if name.isdigit()]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(jax.device_count() == DEVICES, reason="starts processes of its own")
+@pytest.mark.parametrize("victim", (0, 1))
+def test_when_a_process_is_killed_the_other_says_so_and_one_goes_on(tmp_path, victim):
+    out = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, "-m", "examples.vit.train", *LONG, "--out", str(out)]
+    command += ["--cpu-devices", "1", "--mesh", "fsdp=2", "--processes", "2"]
+    processes = [
+        subprocess.Popen(
+            [*command, "--coordinator", address, "--process-id", str(i)],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 900
+        while not complete_checkpoints(out) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        processes[victim].kill()
+        # The sentence comes within a minute; a busy machine may take longer to print it.
+        printed = processes[1 - victim].communicate(timeout=900)[0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert processes[1 - victim].returncode not in (0, None), printed
+    assert launch.LOST in printed, printed
+    step = max(complete_checkpoints(out))
+    # One process goes on, and stops at once when it is told to.
+    one = [sys.executable, "-m", "examples.vit.train", "--out", str(out), "--resume"]
+    done = subprocess.Popen(
+        [*one, "--mesh", "data=1", "--cpu-devices", "1"],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while len(metrics(out)) <= step and time.monotonic() < deadline + 900:
+            time.sleep(0.1)
+        done.send_signal(signal.SIGINT)
+        said = done.communicate(timeout=900)[1]
+    finally:
+        done.kill()
+    assert done.returncode == 130 and "is saved; continue with" in said, said
+    steps = [record["step"] for record in metrics(out) if "loss" in record]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > step
+
+
 def test_a_process_makes_its_part_of_a_batch_only(tmp_path):
     random = np.random.default_rng(0)
     for name in ("a", "b"):
@@ -260,33 +330,17 @@ def test_a_process_makes_its_part_of_a_batch_only(tmp_path):
 # --- what is where --------------------------------------------------------------------------------
 
 
-def test_the_mesh_splits_heads_features_and_with_fsdp_all_matrices():
-    size = MODELS["vit-digits"]
-    one = jit_vit.OnMesh(size.heads, tensor=1, fsdp=True)
-    assert one.spec("norm1", "scale", (4, 48)) == P(None, None)
-    assert one.spec("qkv", "bias", (4, 144)) == P(None, "tensor")
-    assert one.spec("qkv", "kernel", (4, 48, 144)) == P(None, "data", "tensor")
-    assert one.spec("down", "bias", (4, 48)) == P(None, None)
-    assert one.spec("down", "kernel", (4, 96, 48)) == P(None, "tensor", "data")
-    assert one.spec("down", "kernel", (96, 48)) == P("tensor", "data")
-    assert one.spec("qkv", "bias", (144,)) == P("tensor")
-    assert one.spec("head", "kernel", (48, 10)) == P("data", None)
-    whole = jit_vit.OnMesh(size.heads, tensor=1, fsdp=False)
-    assert whole.spec("up", "kernel", (4, 48, 96)) == P(None, None, "tensor")
-    assert whole.spec("head", "kernel", (48, 10)) == P(None, None)
-
-
 @on_four_devices
 def test_fsdp_keeps_a_quarter_of_the_state_on_each_device_from_step_to_step():
-    place = jit_vit.OnMesh(MODELS["vit-digits"].heads, tensor=1, fsdp=True)
+    place = mesh.OnMesh(dict(fsdp=4))
     kernel = jnp.arange(48 * 96.0).reshape(48, 96)
-    make = lambda: dict(params=dict(up=dict(kernel=kernel)), opt_state=jnp.int32(0))  # noqa: E731
-    state = place.init(make)
+    make = lambda: dict(up=dict(kernel=kernel))  # noqa: E731
+    state = dict(params=place.parameters(make), opt_state=place.init(lambda: jnp.int32(0)))
     step = place.train_step(lambda state, batch, step: (state, dict(loss=batch["image"].sum())))
     after, metrics = step(state, dict(image=np.ones((8, 2), np.float32)), 0)
-    for held in (place.init(make), after):
-        matrix = held["params"]["up"]["kernel"]
-        assert [shard.data.shape for shard in matrix.addressable_shards] == [(12, 96)] * 4
+    for params in (place.parameters(make), after["params"]):
+        matrix = params["up"]["kernel"]
+        assert [shard.data.shape for shard in matrix.addressable_shards] == [(48, 24)] * 4
         np.testing.assert_array_equal(matrix, kernel)
     assert metrics["loss"] == 16
 
@@ -298,9 +352,14 @@ def test_fsdp_keeps_a_quarter_of_the_state_on_each_device_from_step_to_step():
 @pytest.mark.parametrize(
     ("module", "flags", "message"),
     (
-        (jit_vit, ["--tensor", "3"], "--tensor is 3 and there are 4; pass a --tensor that divides"),
-        (jit_vit, ["--tensor", "4", "--model", "vit-s16"], "is 4 and the model has 6; pass"),
-        (jit_vit, ["--batch-size", "30"], "30 and the mesh has 4 x 1 devices; .* multiple of 4"),
+        (
+            jit_vit,
+            ["--tensor", "3"],
+            "--mesh is data=-1,tensor=3 and there are 4; pass sizes whose",
+        ),
+        (jit_vit, ["--tensor", "4", "--model", "vit-s16"], "4 devices and the model has 6 heads"),
+        (jit_vit, ["--batch-size", "30"], "30 and 4 data x 1 fsdp devices share it; .* of 4"),
+        (train, ["--mesh", "context=2"], "17 tokens for context=2, in 2 parts; pass another"),
         (pmap_vit, ["--batch-size", "30"], "is 30 and there are 4 devices; pass a multiple of 4"),
         (pmap_vit, ["--process-id", "0"], "but got None, None, 0; pass all three"),
     ),

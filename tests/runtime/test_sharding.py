@@ -1060,6 +1060,14 @@ def loss_inputs():
     return logits, labels, rng.random((4, 8)).astype(np.float32)
 
 
+def linear_loss_inputs():
+    rng = np.random.default_rng(1)
+    x, w, bias = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((4, 8, 6), (6, CLASSES), (CLASSES,))
+    )
+    return x, w, bias, loss_inputs()[1]
+
+
 def assert_near(actual, expected):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected
@@ -1181,6 +1189,50 @@ def test_a_device_whose_classes_are_all_masked(loss_stand_ins, implementation):
 
 @pytest.mark.exhaustive
 @on_eight_devices
+@pytest.mark.parametrize("implementation", ("cuda", "xla"))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("weighted", (False, True))
+@pytest.mark.parametrize("smoothing", (0.0, 0.1))
+def test_linear_cross_entropy_of_classes_spread_over_devices(
+    loss_stand_ins, implementation, reduction, weighted, smoothing
+):
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    x, w, bias, labels = linear_loss_inputs()
+    # Larger losses, and their sines, would cancel in sums more than rounding to float32 allows.
+    class_weights = np.linspace(0.1, 0.6, CLASSES, dtype=np.float32) if weighted else None
+    options = dict(label_smoothing=smoothing, ignore_index=-1, reduction=reduction)
+    by_tokens = P("data") if reduction == "none" else P()
+
+    def loss(x, w, bias, labels, class_weights, **more):
+        return jaxfused.linear_softmax_cross_entropy(
+            x, w, labels, bias, class_weights=class_weights, **options, **more
+        )
+
+    shards = jax.shard_map(
+        functools.partial(loss, axis_name="sequence", chunk_size=3, implementation=implementation),
+        mesh=mesh,
+        in_specs=(
+            *(by_tokens, P(None, "sequence"), P("sequence"), by_tokens),
+            P("sequence") if weighted else None,
+        ),
+        out_specs=by_tokens,
+    )
+
+    def gradients(f):
+        def total(x, w, bias):
+            losses = f(x, w, bias, labels, class_weights)
+            return jnp.sum(jnp.sin(losses)), losses
+
+        return jax.value_and_grad(total, (0, 1, 2), has_aux=True)
+
+    actual, text = results_and_text(gradients(shards), x, w, bias)
+    assert count("all-gather", text) == 0
+    plain = functools.partial(loss, implementation="xla")
+    assert_near(actual, jax.jit(gradients(plain))(x, w, bias))
+
+
+@pytest.mark.exhaustive
+@on_eight_devices
 @pytest.mark.parametrize("cotangent", (None, "any"))
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 def test_linear_cross_entropy_of_sharded_tokens(loss_stand_ins, axis_type, cotangent):
@@ -1199,10 +1251,7 @@ def test_linear_cross_entropy_of_sharded_tokens(loss_stand_ins, axis_type, cotan
 
         return jax.value_and_grad(loss, (0, 1, 2))(x, w, bias)
 
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(4, 8, 6)).astype(np.float32)
-    w, bias = rng.normal(size=(6, 40)).astype(np.float32), rng.normal(size=40).astype(np.float32)
-    labels = loss_inputs()[1]
+    x, w, bias, labels = linear_loss_inputs()
     mesh = make_mesh(axis_type, axis_type)
     placed = [
         place(mesh, s, a)
