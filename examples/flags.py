@@ -14,8 +14,10 @@ from examples.runs import Run
 
 # Flags of one call, which config.json does not keep.
 _CALL_FLAGS = ("out", "resume", "coordinator", "processes", "process_id", "cpu_devices")
+# Flags of the devices; a program without them resumes a run that has them, on its own.
+_DEVICE_FLAGS = ("mesh", "tensor", "fsdp")
 # Flags that say only where and how a run is carried out; all others define what the run computes.
-_PLACE_FLAGS = (*_CALL_FLAGS, "workers", "checkpoint_every", "data", "mesh", "tensor", "fsdp")
+_PLACE_FLAGS = (*_CALL_FLAGS, *_DEVICE_FLAGS, "workers", "checkpoint_every", "data")
 
 
 def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
@@ -89,7 +91,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
             )
         # Older runs, without the flag, used the default optimizer.
         saved = {"optimizer": optimizers.DEFAULT} | run.flags
-        if others := sorted(saved.keys() - vars(args).keys()):
+        if others := sorted(saved.keys() - vars(args).keys() - {*_DEVICE_FLAGS}):
             raise ExampleError(
                 f"a run is resumed by the program that started it, but {args.out} was started by"
                 f" another example, with --{others[0].replace('_', '-')}; pass another --out."
