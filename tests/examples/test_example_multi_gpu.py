@@ -359,7 +359,11 @@ def test_fsdp_keeps_a_quarter_of_the_state_on_each_device_from_step_to_step():
         ),
         (jit_vit, ["--tensor", "4", "--model", "vit-s16"], "4 devices and the model has 6 heads"),
         (jit_vit, ["--batch-size", "30"], "30 and 4 data x 1 fsdp devices share it; .* of 4"),
-        (train, ["--mesh", "context=2"], "17 tokens for context=2, in 2 parts; pass another"),
+        (
+            train,
+            ["--mesh", "context=2", "--pool", "token"],
+            "17 tokens for context=2, in 2 parts; pass another",
+        ),
         (pmap_vit, ["--batch-size", "30"], "is 30 and there are 4 devices; pass a multiple of 4"),
         (pmap_vit, ["--process-id", "0"], "but got None, None, 0; pass all three"),
     ),
