@@ -16,6 +16,20 @@ struct Team {
       : size(team_size), index(threadIdx.x / team_size), rank(threadIdx.x % team_size) {}
 };
 
+// Returns the largest number of a warp. As an integer, the bits of a float without its sign are the
+// larger, the larger it is, and those of a NaN larger than all others.
+__device__ __forceinline__ uint32_t largest_of_warp(uint32_t number) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, number);
+#else
+#pragma unroll
+  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
+    number = max(number, __shfl_xor_sync(0xffffffffu, number, lanes));
+  }
+  return number;
+#endif
+}
+
 // Sums values[i] over the lanes whose indices differ only in bits below `size`, a power of two.
 template <int kValues>
 __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues]) {

@@ -57,21 +57,8 @@ struct QuantizeArgs {
   Activation activation;
 };
 
-// Returns the largest value of a warp, given as the bits of a float without its sign: as an
+// Returns the largest value of a block, given as the bits of a float without its sign: as an
 // integer, a NaN is larger than all other values.
-__device__ __forceinline__ uint32_t largest_of_warp(uint32_t bits) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(0xffffffffu, bits);
-#else
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
-  }
-  return bits;
-#endif
-}
-
-// Returns the largest value of a block, given and ordered as in largest_of_warp.
 __device__ __forceinline__ uint32_t largest_of_block(uint32_t bits) {
   __shared__ uint32_t of_warps[32];
   bits = largest_of_warp(bits);

@@ -84,7 +84,8 @@ __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
     position = token - args.counts[sequence + 1] + args.lengths[sequence];
     if (token < args.counts[0] || token >= args.counts[used] || position < 0) return {-1, 0};
   }
-  const int slot = position / args.page_size;
+  // A division takes longer than all the rest of this.
+  const int slot = position < args.page_size ? 0 : position / args.page_size;
   if (slot >= args.most_pages) return {-1, 0};
   int page = sequence;
   if (args.table != nullptr) {
@@ -131,13 +132,12 @@ __device__ __forceinline__ void store(void* pages, int64_t place, float x) {
 template <int kEach>
 __global__ void __launch_bounds__(32 * kWarps)
     append_tokens(const __grid_constant__ AppendArgs args) {
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const bool is_value = warp % 2 == 1;
-  const int head = static_cast<int>(warp / 2 % args.heads);
-  const int64_t number = warp / 2 / args.heads;
-  if (number >= args.tokens) return;
-  const int token = static_cast<int>(number);
+  const int token = static_cast<int>(warp / 2 / static_cast<uint32_t>(args.heads));
+  if (token >= args.tokens) return;
+  const int head = static_cast<int>(warp / 2) - token * args.heads;
   const Side& side = is_value ? args.value : args.key;
 
   // These loads are in flight while the token's place is found.
@@ -181,11 +181,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     uint32_t largest = 0;
 #pragma unroll
     for (const float value : x) largest = max(largest, __float_as_uint(value) & 0x7fffffffu);
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-      largest = max(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
-    }
-    scale = scale_of(largest, 1.0f / limit);
+    scale = scale_of(largest_of_warp(largest), 1.0f / limit);
     const Strides& strides = args.scale_strides;
     if (lane == 0) {
       side.scale[place.x * strides.page + place.y * strides.place + head * strides.head] = scale;

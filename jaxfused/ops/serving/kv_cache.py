@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfused import dispatch
@@ -224,7 +225,8 @@ class KVCache:
           counts: [B] integers, how many of the T tokens each sequence has, the others being padding on
             the right; None for all.
           batch_index: [B'] integers, the sequences of the cache that the B' of `key` and `value` are;
-            None for all in order.
+            None for all in order. Each comes at most once among those with new tokens: outside of jit,
+            one that comes twice is an error, and under jit it is left open which one's tokens are kept.
           cos: [T, R/2] or [B, T, R/2] with `sin`: the keys are rotated here, as `jaxfused.rope` does.
           sin: like `cos`.
           interleaved: as in `jaxfused.rope`.
@@ -234,10 +236,11 @@ class KVCache:
         Tokens past the last place of a cache that is no ring are dropped: nothing else is overwritten.
 
         Raises:
-          ValueError: shapes do not fit.
+          ValueError: shapes do not fit, or a sequence comes twice.
         """
         self._check_layer(layer)
         lengths, given = self._lengths(key, counts, batch_index)
+        self._check_sequences(counts, batch_index)
         batch, tokens = key.shape[:2]
         what = f"the cache has {self.key.shape[-2]} key heads"
         for name, new, kept in (("key", key, self.key), ("value", value, self.value)):
@@ -446,6 +449,28 @@ class KVCache:
             raise ValueError(
                 f"KVCache: layer is {layer}, but the cache has {layers} layers; pass an integer from 0"
                 f" to {layers - 1}."
+            )
+
+    def _check_sequences(self, counts: Any, batch_index: Any) -> None:
+        """Checks, where the values are known, that no two sequences with new tokens are the same."""
+        if batch_index is None:
+            return
+        index, new = (
+            readable_values(x) if isinstance(x, jax.Array) else np.asarray(x)
+            for x in (batch_index, 1 if counts is None else counts)
+        )
+        if index is None or new is None:
+            return
+        index = np.where(index < 0, index + self.lengths.shape[0], index)
+        sequences, times = np.unique(
+            index[np.broadcast_to(new > 0, index.shape)], return_counts=True
+        )
+        twice = sequences[times > 1]
+        if twice.size:
+            raise ValueError(
+                f"KVCache.append: batch_index is {batch_index}, with tokens of sequence {twice[0]}"
+                " more than once, which would have the same places; pass each sequence once, or counts"
+                " of 0 for the others."
             )
 
     def _lengths(self, new: Any, counts: Any, batch_index: Any) -> tuple[jax.Array, jax.Array]:

@@ -297,6 +297,13 @@ def test_sequences_are_given_by_a_list_too():
     np.testing.assert_array_equal(cache.key[1, 0], key[0, 0])
 
 
+def test_a_sequence_may_come_again_without_tokens():
+    _, key, value = tokens(1)
+    counts = np.array([1, 0])
+    cache = zeros(4).append(key, value, counts=counts, batch_index=[1, 1])
+    np.testing.assert_array_equal(cache.key[1, 0], key[0, 0])
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_what_lies_beyond_a_length_does_not_count(window):
     """NaN that rejected tokens left, in a cache and in a ring, also in gradients."""
@@ -384,6 +391,10 @@ def test_alibi_is_a_bias_by_distance():
         (
             lambda: zeros(8).attend(tokens(2)[0], tree_mask=TREE),
             r"tree_mask has shape \(4, 4\), but query has 2 new tokens of 2 sequences",
+        ),
+        (
+            lambda: zeros(4).append(*tokens(1)[1:], batch_index=[1, -1]),
+            r"batch_index is \[1, -1\], with tokens of sequence 1 more than once",
         ),
     ],
 )
