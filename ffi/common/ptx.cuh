@@ -59,7 +59,7 @@ __device__ __forceinline__ void async_copies_commit() {
 #endif
 }
 
-// Waits until at most the `pending` newest groups of this thread (0 to 2) are still in flight.
+// Waits until at most the `pending` newest groups of this thread (0 to 3) are still in flight.
 __device__ __forceinline__ void async_copies_wait(int pending) {
 #if __CUDA_ARCH__ >= 800
   switch (pending) {  // the instruction takes only a constant
@@ -69,8 +69,11 @@ __device__ __forceinline__ void async_copies_wait(int pending) {
     case 1:
       asm volatile("cp.async.wait_group 1;" ::: "memory");
       break;
-    default:
+    case 2:
       asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
   }
 #endif
 }

@@ -27,13 +27,35 @@ struct alignas(16) LeafRandom {
 };
 static_assert(sizeof(LeafRandom) == 64);
 
-__device__ __forceinline__ uint32_t random_word(uint2 seeds, uint32_t pair) {
-  uint32_t x = seeds.x ^ pair;
-  x ^= x >> 16;
+__device__ __forceinline__ uint32_t halves_mixed(uint32_t x) { return x ^ (x >> 16); }
+
+__device__ __forceinline__ uint32_t products_mixed(uint32_t x, uint32_t tweak) {
   x *= 0x85EBCA6Bu;
-  x ^= (x >> 13) ^ seeds.y;
-  x *= 0xC2B2AE35u;
-  return x ^ (x >> 16);
+  x ^= (x >> 13) ^ tweak;
+  return x * 0xC2B2AE35u;
+}
+
+__device__ __forceinline__ uint32_t random_word(uint2 seeds, uint32_t pair) {
+  return halves_mixed(products_mixed(halves_mixed(seeds.x ^ pair), seeds.y));
+}
+
+// Sets the upper halves of random_word of kCount neighbours, a power of two, from `first` on; the
+// lower halves have other bits.
+template <int kCount>
+__device__ __forceinline__ void random_upper_halves(uint2 seeds, uint32_t first,
+                                                    uint32_t (&words)[kCount]) {
+  // The last mix changes lower halves only. Neighbours that start at a multiple of kCount differ in
+  // bits that the first mix only keeps.
+  if (first % kCount == 0) {
+    const uint32_t mixed = halves_mixed(seeds.x ^ first);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) words[i] = products_mixed(mixed ^ i, seeds.y);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      words[i] = products_mixed(halves_mixed(seeds.x ^ (first + i)), seeds.y);
+    }
+  }
 }
 
 // Returns a value's 16 random bits, for a value that may be separated from its pair. It is rarely

@@ -12,12 +12,14 @@
 #include "common/rows.cuh"
 
 constexpr int kMaxClusterBlocks = 8;
-// Number of a thread's vectors whose loads are in flight at the same time.
-constexpr int kLoads = 4;
-// Warps of all blocks that share a row.
-constexpr int kMaxRowWarps = 64;
+// A thread's vectors that are copied to shared memory as a group, and groups in flight.
+constexpr int kGroup = 4;
+constexpr int kGroups = 3;
 constexpr int kMinBlockThreads = 256;
 constexpr int kMaxBlockThreads = 1024;
+constexpr int kMaxBlockWarps = kMaxBlockThreads / kWarpSize;
+// Threads of all blocks that share a row.
+constexpr int kMaxRowThreads = 2048;
 
 // Distribution of a row's vectors over blocks and threads.
 struct RowSpread {
@@ -32,8 +34,9 @@ struct RowSpread {
 };
 
 // The vectors of a row that belong to this block. Threads of all blocks take turns, so that a
-// thread's vectors do not depend on how many blocks there are. Its first `kept` vectors stay in
-// shared memory; the others are read from the L2 again.
+// thread's vectors do not depend on how many blocks there are. Turns in which every thread has a
+// vector that holds nothing but the row are whole. Vectors of up to `kept` whole turns are copied
+// to shared memory and stay there; the others are read from the L2 again.
 template <typename T, int kVec>
 class RowSlice {
   using Pack = Vector<T, kVec>;
@@ -43,67 +46,109 @@ class RowSlice {
                       const RowSpread& spread, void* shared)
       : vectors_(row, features),
         features_(features),
-        kept_(spread.kept),
         threads_(spread.threads * spread.cluster),
         first_(rank * spread.threads + static_cast<int>(threadIdx.x)),
+        begin_(vectors_.inner == 0 ? 0 : 1),
         data_(static_cast<const T*>(logits) + vectors_.first * kVec),
-        shared_(static_cast<Pack*>(shared) + threadIdx.x) {}
+        shared_(static_cast<Pack*>(shared) + threadIdx.x) {
+    const int whole = (vectors_.inner + static_cast<int>(vectors_.inners)) / threads_;
+    end_ = max(min(whole, begin_ + spread.kept), begin_);
+    turns_ = (vectors_.count + threads_ - 1) / threads_;
+  }
 
-  // Calls use(column, values) for each of the thread's vectors. A value beyond the row is -inf, and
-  // infinity is FLT_MAX, from which distances are numbers. The first pass has kFirst. After 1, 2,
-  // 4, 8 ... vectors, whole warps call pause().
-  template <bool kFirst, typename Use, typename Pause>
-  __device__ __forceinline__ void for_each(const Use& use, const Pause& pause) const {
-    for (int v = 0; v * threads_ < vectors_.count; v += kLoads) {
-      Pack packed[kLoads];
-#pragma unroll
-      for (int u = 0; u < kLoads; ++u) {
-        const int j = (v + u) * threads_ + first_;
-        if (j >= vectors_.count) continue;
-        packed[u] = !kFirst && v + u < kept_ ? shared_[(v + u) * blockDim.x] : load(j);
+  // Calls use(column, values) for each of the thread's vectors, in the order of columns but for the
+  // first one if it holds values of another row. A value beyond the row is -inf. The first pass has
+  // kFirst.
+  template <bool kFirst, typename Use>
+  __device__ __forceinline__ void for_each(const Use& use) const {
+    if constexpr (kFirst) {
+#pragma unroll 1
+      for (int g = 0; g < kGroups; ++g) copy(begin_ + g * kGroup);
+    }
+    Pack next = load(end_), after_next = load(end_ + 1);
+    const Pack* from = shared_;
+    int column = vectors_.column(place_of(begin_));
+    for (int turn = begin_; turn < end_;) {
+      int stop = end_;
+      if constexpr (kFirst) {
+        copy(turn + kGroups * kGroup);
+        async_copies_wait(kGroups);
+        stop = min(turn + kGroup, end_);
       }
-#pragma unroll
-      for (int u = 0; u < kLoads; ++u) {
-        const int j = (v + u) * threads_ + first_;
-        if (j < vectors_.count) {
-          if (kFirst && v + u < kept_) shared_[(v + u) * blockDim.x] = packed[u];
-          float values[kVec];
-          read(j, packed[u], values);
-          use(vectors_.column(j), values);
-        }
-        if (((v + u) & (v + u + 1)) == 0) pause();
+#pragma unroll 1
+      for (; turn < stop; ++turn) {
+        float values[kVec];
+        unpack(*from, values);
+        use(column, values);
+        from += blockDim.x;
+        column += threads_ * kVec;
       }
+    }
+#pragma unroll 1
+    for (int turn = end_; turn < turns_ + begin_; ++turn) {
+      const Pack packed = next;
+      next = after_next;
+      after_next = load(turn + 2);
+      const int j = turn_place(turn);
+      if (j >= vectors_.count) continue;
+      float values[kVec];
+      read(j, packed, values);
+      use(vectors_.column(j), values);
     }
   }
 
-  template <bool kFirst, typename Use>
-  __device__ __forceinline__ void for_each(const Use& use) const {
-    for_each<kFirst>(use, [] {});
+  // Whether the thread has the vector with a column of the row, whose values are then set.
+  __device__ __forceinline__ bool find(int column, int* first, float (&values)[kVec]) const {
+    const int j = (column + vectors_.shift) / kVec;
+    if (j % threads_ != first_) return false;
+    read(j, load_vector<T, kVec>(data_ + static_cast<int64_t>(j) * kVec), values);
+    *first = vectors_.column(j);
+    return true;
   }
 
  private:
+  __device__ __forceinline__ int place_of(int turn) const { return turn * threads_ + first_; }
+
+  // Starts to copy the vectors of a group of turns.
+  __device__ __forceinline__ void copy(int turn) const {
+    const T* from = data_ + static_cast<int64_t>(place_of(turn)) * kVec;
+    Pack* to = shared_ + (turn - begin_) * blockDim.x;
+#pragma unroll
+    for (int u = 0; u < kGroup; ++u) {
+      if (turn + u < end_) async_copy<sizeof(Pack)>(to, from);
+      from += threads_ * kVec;
+      to += blockDim.x;
+    }
+    async_copies_commit();
+  }
+
+  // The place of a turn outside shared memory; behind the last turn is the first.
+  __device__ __forceinline__ int turn_place(int turn) const {
+    return place_of(turn < turns_ ? turn : 0);
+  }
+
+  __device__ __forceinline__ Pack load(int turn) const {
+    const int j = turn_place(turn);
+    return j < vectors_.count ? load_vector<T, kVec>(data_ + static_cast<int64_t>(j) * kVec)
+                              : Pack{};
+  }
+
   __device__ __forceinline__ void read(int j, const Pack& packed, float (&values)[kVec]) const {
     unpack(packed, values);
     const int column = vectors_.column(j);
-    if (!vectors_.is_inner(j)) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (column + i < 0 || column + i >= features_) values[i] = -INFINITY;
-      }
+    for (int i = 0; i < kVec; ++i) {
+      if (column + i < 0 || column + i >= features_) values[i] = -INFINITY;
     }
-#pragma unroll
-    for (float& value : values) value = value > FLT_MAX ? FLT_MAX : value;  // NaN stays NaN
-  }
-
-  __device__ __forceinline__ Pack load(int j) const {
-    return load_vector<T, kVec>(data_ + static_cast<int64_t>(j) * kVec);
   }
 
   RowVectors<kVec> vectors_;
   int features_;
-  int kept_;
   int threads_;
   int first_;
+  int turns_;
+  int begin_;  // of the turns in shared memory
+  int end_;
   const T* data_;
   Pack* shared_;
 };
@@ -115,8 +160,8 @@ class RowSlice {
 // turn in between, and so have all threads that read that place.
 class ClusterJoin {
  public:
-  static constexpr int kMostWords = 5;
-  static constexpr int kFloats = 2 * kMostWords * kMaxRowWarps;
+  static constexpr int kMostWords = 6;
+  static constexpr int kFloats = 2 * kMostWords * kMaxBlockWarps;
 
   __device__ ClusterJoin(float* places, int cluster) : places_(places), cluster_(cluster) {}
 
@@ -127,18 +172,14 @@ class ClusterJoin {
     static_assert(kWords <= kMostWords);
     over_lanes(found, join);
     const int warps = blockDim.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    float* const own = places_ + turn_ * kMostWords * kMaxRowWarps;
+    float* const own = places_ + turn_ * kMostWords * kMaxBlockWarps;
     turn_ ^= 1;
     if (lane == 0) {
       const auto& words = reinterpret_cast<const float (&)[kWords]>(found);
 #pragma unroll
       for (int i = 0; i < kWords; ++i) own[threadIdx.x / kWarpSize * kWords + i] = words[i];
     }
-    if (cluster_ > 1) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
+    wait();
     Found all;
     for (int place = lane; place < warps * cluster_; place += kWarpSize) {
       Found other;
@@ -146,13 +187,29 @@ class ClusterJoin {
       const float* const from = own + place % warps * kWords;
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        words[i] = cluster_ > 1 ? cluster_load(cluster_address(from + i, place / warps)) : from[i];
+        words[i] = read(from + i, place / warps);
       }
       join(all, other);
     }
     over_lanes(all, join);
     return all;
   }
+
+  // Waits for all threads of the cluster.
+  __device__ __forceinline__ void wait() const {
+    if (cluster_ > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Returns what block `rank` of the cluster has in its shared memory where this one has `from`.
+  __device__ __forceinline__ float read(const float* from, int rank) const {
+    return cluster_ > 1 ? cluster_load(cluster_address(from, rank)) : *from;
+  }
+
+  __device__ __forceinline__ int blocks() const { return cluster_; }
 
   // Must be called before a block ends: other blocks may still read its shared memory.
   __device__ void finish() const {
@@ -195,14 +252,14 @@ inline ffi::Error check_logits(const ffi::AnyBuffer& logits) {
 
 // Returns the spread of rows. The threads of a row depend on its length alone, and with them the
 // order of its sums. A row has as many blocks as let all rows run at once, at first one on each SM.
+// `other_bytes` of a block's shared memory hold no vectors.
 inline RowSpread spread_rows(int64_t rows, int64_t features, int vec, int vector_bytes,
-                             const Device& device) {
+                             int other_bytes, const Device& device) {
   constexpr int kReserved = 1024;
-  constexpr int kJoinBytes = ClusterJoin::kFloats * int{sizeof(float)};
-  const int most = device.clusters ? kMaxRowWarps * kWarpSize : kMaxBlockThreads;
+  const int most = device.clusters ? kMaxRowThreads : kMaxBlockThreads;
   const int vectors = most_vectors(features, vec);
   int threads = kWarpSize;
-  while (threads < most && threads * kLoads < vectors) threads *= 2;
+  while (threads < most && threads * kGroup < vectors) threads *= 2;
   RowSpread spread = {divide_up(threads, kMaxBlockThreads), 0, 0, 0};
   while (device.clusters && spread.cluster < kMaxClusterBlocks &&
          threads > spread.cluster * kMinBlockThreads &&
@@ -213,10 +270,10 @@ inline RowSpread spread_rows(int64_t rows, int64_t features, int vec, int vector
   const int blocks = rows * spread.cluster <= device.multiprocessors
                          ? 1
                          : std::max(kMaxBlockThreads / spread.threads, 1);
-  const int room = (device.shared_bytes + kReserved) / blocks - kReserved - kJoinBytes;
+  const int room = (device.shared_bytes + kReserved) / blocks - kReserved - other_bytes;
   const int row_bytes = spread.threads * vector_bytes;
   spread.kept = std::min(divide_up(vectors, threads), std::max(room / row_bytes, 0));
-  spread.shared_bytes = kJoinBytes + spread.kept * row_bytes;
+  spread.shared_bytes = other_bytes + spread.kept * row_bytes;
   return spread;
 }
 
@@ -224,14 +281,15 @@ template <typename Kernel, typename T, int kVec, typename Args>
 ffi::Error launch_in_vectors(Args args, int64_t rows, cudaStream_t stream) {
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  args.spread = spread_rows(rows, args.features, kVec, sizeof(Vector<T, kVec>), device);
+  args.spread =
+      spread_rows(rows, args.features, kVec, sizeof(Vector<T, kVec>), Kernel::kSharedBytes, device);
   const auto kernel = Kernel::template of<T, kVec>();
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   return launch_kernel(kernel, args, args.spread.launch(rows), stream);
 }
 
 // Launches Kernel::of<T, kVec>() over the rows of `logits`, in vectors of 16 bytes where they are
-// aligned.
+// aligned. Its blocks have Kernel::kSharedBytes of shared memory beside those of the vectors.
 template <typename Kernel, typename Args>
 ffi::Error launch_over_rows(ffi::AnyBuffer logits, Args args, cudaStream_t stream) {
   const int64_t rows = logits.dimensions()[0];

@@ -1,28 +1,70 @@
-// The sum of the weights exp(logit) of a row's words, and the order of words by falling logit.
+// The sum of the weights of a row's words, and the order of words by falling logit.
 #pragma once
 
 #include <cfloat>
 
 #include "common/mma.cuh"
+#include "sampling/row_slice.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
+// Returns a logit that is no NaN, with FLT_MAX for infinity: distances from it are numbers.
+__device__ __forceinline__ float finite(float logit) { return fminf(logit, FLT_MAX); }
 
-// Sum over words of exp((logit - maximum) * inverse_temperature), and the maximum.
+template <int kVec>
+__device__ __forceinline__ float largest_of(const float (&values)[kVec]) {
+  float most = values[0];
+#pragma unroll
+  for (int i = 1; i < kVec; ++i) most = fmaxf(most, values[i]);
+  return most;
+}
+
+// Sum over words of 2^((logit - maximum) * scale), and the maximum.
 struct RowWeight {
   float maximum = -FLT_MAX;  // not -inf, as its distance from a logit of -inf would be NaN
   float weight = 0.0f;
 
-  // Makes the weight relative to `to`, which is no smaller maximum; returns the change of the
-  // exponents.
-  __device__ __forceinline__ float raise(float to, float inverse_temperature) {
-    const float distance = (maximum - to) * inverse_temperature;
-    weight *= exp_fast(distance);
+  // Makes the weight relative to `to`, which is no smaller maximum.
+  __device__ __forceinline__ void raise(float to, float scale) {
+    weight *= exp2_fast((maximum - to) * scale);
     maximum = to;
-    return distance;
+  }
+
+  // Adds logits. Of infinite ones the weight becomes infinite, unless kClips.
+  template <bool kClips, int kVec>
+  __device__ __forceinline__ void add(const float (&logits)[kVec], float scale) {
+    const float most = largest_of(logits);
+    if (most > maximum) raise(finite(most), scale);  // a NaN leaves the maximum unchanged
+#pragma unroll
+    for (const float z : logits) {
+      const float logit = kClips && z > FLT_MAX ? FLT_MAX : z;  // NaN stays NaN
+      weight += exp2_fast((logit - maximum) * scale);
+    }
+  }
+
+  __device__ __forceinline__ void join(RowWeight other, float scale) {
+    const float most = fmaxf(maximum, other.maximum);
+    raise(most, scale);
+    other.raise(most, scale);
+    weight += other.weight;
   }
 };
+
+// Makes the first pass over a row.
+template <typename T, int kVec>
+__device__ __forceinline__ RowWeight weight_of_row(const RowSlice<T, kVec>& slice,
+                                                   ClusterJoin& join, float scale) {
+  const auto add = [&](RowWeight& mine, const RowWeight& other) { mine.join(other, scale); };
+  RowWeight sum;
+  slice.template for_each<true>([&](int, const float (&z)[kVec]) { sum.add<false>(z, scale); });
+  sum = join(sum, add);
+  if (sum.weight == INFINITY) {
+    sum = {};
+    slice.template for_each<false>([&](int, const float (&z)[kVec]) { sum.add<true>(z, scale); });
+    sum = join(sum, add);
+  }
+  return sum;
+}
 
 // Position of a word in the order of words: larger logits first, then smaller indices.
 struct Place {
@@ -34,11 +76,3 @@ struct Place {
     return other_logit > logit || (other_logit == logit && other_word < word);
   }
 };
-
-template <int kVec>
-__device__ __forceinline__ float largest_of(const float (&values)[kVec]) {
-  float most = values[0];
-#pragma unroll
-  for (int i = 1; i < kVec; ++i) most = fmaxf(most, values[i]);
-  return most;
-}

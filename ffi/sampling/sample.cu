@@ -1,10 +1,12 @@
 // Draws a token from each row of logits, as jaxfused/ops/sampling/sample_xla.py states it.
 //
-// A cluster of blocks reads a row once from memory and keeps it in shared memory. In this first
-// pass it finds the largest logit, the sum of the weights, and the word with the highest score,
-// which is the token unless a filter leaves it out. Each further pass tests one word: it finds of
-// the words before it, in the order of falling logits, how many there are, what they weigh, and
-// which has the highest score. Nothing is sorted, and the row's words are never stored again.
+// A cluster of blocks reads a row once from memory and keeps it in shared memory. The first pass
+// finds the largest logit and the sum of the weights, while the row arrives. From the sum follows a
+// score that about kExpected words exceed: the second pass lists them. The best of them is the
+// token unless a filter leaves it out; then it is the best of those before it, in the order of
+// falling logits, and so on. So the list gives the next words that may have to be tested. The third
+// pass tests several of them at once: it finds how many words are before each and what they weigh.
+// Nothing is sorted, and the row's words are never stored again.
 #include <cfloat>
 #include <climits>
 #include <cmath>
@@ -20,6 +22,11 @@ namespace {
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kNone = -1;  // the token of a row without a distribution
+// Words that a list is expected to have, by Poisson's distribution, and those that it has room for.
+constexpr float kExpected = 24.0f;
+constexpr int kMostListed = 64;
+// Words that are tested in one pass, and logits that each logit is compared with in one.
+constexpr int kPivots = 3;
 
 // Columns of `filters`, a row's sampling options in float32; kTopK is a whole number.
 enum Filter { kInverseTemperature, kShare, kLeast, kTopK, kFilters };
@@ -34,9 +41,18 @@ struct SampleArgs {
   RowSpread spread;
 };
 
-// Returns the v of a word's Gumbel noise -log(-log(1 - v)).
-__device__ __forceinline__ float uniform(uint2 seeds, int word) {
-  const uint32_t bits = random_word(seeds, static_cast<uint32_t>(word));
+// Maps floats to integers of the same order; -0 becomes 0.
+__device__ __forceinline__ int ordered(float x) {
+  const int bits = __float_as_int(x + 0.0f);
+  return bits ^ ((bits >> 31) & INT_MAX);
+}
+
+__device__ __forceinline__ float from_ordered(int x) {
+  return __int_as_float(x ^ ((x >> 31) & INT_MAX));
+}
+
+// Returns the v of a word's Gumbel noise -log(-log(1 - v)), from its random bits.
+__device__ __forceinline__ float uniform(uint32_t bits) {
   return fminf(fmaf(static_cast<float>(bits), 0x1p-32f, 0x1p-33f), 1.0f - 0x1p-24f);
 }
 
@@ -53,48 +69,31 @@ struct Best {
   int word = INT_MAX;
   float logit = -INFINITY;
 
+  __device__ __forceinline__ bool exists() const { return word < INT_MAX; }
+
+  __device__ __forceinline__ Place place() const { return {logit, word}; }
+
   __device__ __forceinline__ void join(const Best& other) {
     if (other.score > score || (other.score == score && other.word < word)) *this = other;
   }
-};
 
-// The race of a warp's words for the highest score. A word of weight w beats the score s only if
-// its noise has v < -log(1 - v) < w exp(-s). The bound on v is tested first, so most words need no
-// logarithm.
-struct Race {
-  Best best;
-  float reach = INFINITY;  // exp(-s) for the best score s of the warp, rounded up
-
-  __device__ __forceinline__ void enter(float logit, int word, float exponent, float weight,
-                                        uint2 seeds) {
-    const float v = uniform(seeds, word);
-    // The comparison is false for a weight of 0, which never wins.
-    if (!(v < weight * reach)) return;
-    const float score = exponent + gumbel(v);
-    if (score > best.score) best = {score, word, logit};
-  }
-
-  // Gives all lanes of a warp the highest score; their scores must be relative to one number.
-  __device__ __forceinline__ void share() {
-    float highest = best.score;
-#pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, offset));
-    }
-    reach = exp_fast(-highest) * (1.0f + 0x1p-10f);
-  }
-
-  // Makes scores relative to a number smaller by `distance`.
-  __device__ __forceinline__ void shift(float distance) {
-    best.score += distance;
-    reach *= exp_fast(-distance);
+  // Returns the best of a warp.
+  __device__ __forceinline__ Best of_lanes() const {
+    const uint32_t key = static_cast<uint32_t>(ordered(score)) ^ 0x80000000u;
+    const uint32_t most = largest_of_warp(key);
+    const uint32_t last = ~static_cast<uint32_t>(word);  // the larger, the earlier the word
+    const uint32_t first = largest_of_warp(key == most ? last : 0);
+    const uint32_t lane = threadIdx.x % kWarpSize;
+    const uint32_t winner = largest_of_warp(key == most && last == first ? lane : 0);
+    return {__shfl_sync(0xffffffffu, score, winner), static_cast<int>(~first),
+            __shfl_sync(0xffffffffu, logit, winner)};
   }
 };
 
-// Results of the first pass; scores and weights are relative to the row's maximum.
-struct Drawn {
-  RowWeight sum;
-  Best best;
+// A block's words of the list, in no order; the number may be larger than what there is room for.
+struct List {
+  Place words[kMostListed];
+  int count;
 };
 
 struct Before {
@@ -112,126 +111,291 @@ struct Before {
   }
 };
 
-// The words before the tested word: their number and weight, and the best of them, which is tested
-// next.
+// The words before each of several words.
 struct Tested {
-  Before words;
-  Best best;
+  Before words[kPivots];
 };
-
-// Pivots that each logit is compared with in one pass.
-constexpr int kPivots = 3;
 
 struct Counts {
   int counts[kPivots] = {};
 };
 
-// Maps floats to integers of the same order; -0 becomes 0.
-__device__ __forceinline__ int ordered(float x) {
-  const int bits = __float_as_int(x + 0.0f);
-  return bits ^ ((bits >> 31) & INT_MAX);
-}
+struct Filters {
+  float share, least;
+  int top_k;
+};
 
-// A row after its first pass.
+// A row.
 template <typename T, int kVec>
 class Row {
  public:
-  __device__ Row(const RowSlice<T, kVec>& slice, ClusterJoin& join, uint2 seeds,
+  __device__ Row(const RowSlice<T, kVec>& slice, ClusterJoin& join, List* list, uint2 seeds,
                  float inverse_temperature)
-      : slice_(slice), join_(join), seeds_(seeds), inverse_temperature_(inverse_temperature) {}
+      : slice_(slice),
+        join_(join),
+        list_(list),
+        seeds_(seeds),
+        inverse_temperature_(inverse_temperature),
+        scale_(fminf(inverse_temperature * kLog2e, FLT_MAX)) {}
 
-  // Makes the first pass. At a temperature of 0, kDraws is false and the noise is left out.
-  template <bool kDraws>
-  __device__ __forceinline__ Drawn draw() {
-    RowWeight sum;
-    Race race;
-    const auto raise = [&](float to) {
-      // A NaN leaves the maximum unchanged.
-      if (to > sum.maximum) race.shift(sum.raise(to, inverse_temperature_));
-    };
-    slice_.template for_each<true>(
-        [&](int column, const float (&z)[kVec]) {
-          raise(largest_of(z));
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            const float exponent = (z[i] - sum.maximum) * inverse_temperature_;
-            const float own = exp_fast(exponent);
-            sum.weight += own;
-            if constexpr (kDraws) {
-              race.enter(z[i], column + i, exponent, own, seeds_);
-            } else if (exponent > race.best.score) {
-              race.best = {exponent, column + i, z[i]};
-            }
-          }
-        },
-        [&] {
-          if constexpr (kDraws) {
-            float most = sum.maximum;
-#pragma unroll
-            for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-              most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
-            }
-            raise(most);
-            race.share();
-          }
-        });
-    const Drawn drawn = join_(Drawn{sum, race.best}, [&](Drawn& mine, Drawn other) {
-      const float most = fmaxf(mine.sum.maximum, other.sum.maximum);
-      mine.best.score += mine.sum.raise(most, inverse_temperature_);
-      other.best.score += other.sum.raise(most, inverse_temperature_);
-      mine.sum.weight += other.sum.weight;
-      mine.best.join(other.best);
-    });
-    maximum_ = drawn.sum.maximum;
-    return drawn;
+  // Makes the first pass; returns the sum of the weights, which is not above 0 for a row without a
+  // distribution.
+  __device__ __forceinline__ float begin() {
+    const RowWeight sum = weight_of_row(slice_, join_, scale_);
+    maximum_ = sum.maximum;
+    weight_ = sum.weight;
+    return weight_;
   }
 
-  // Returns the kept word with the highest score, from the word with the highest score of all.
-  __device__ __forceinline__ Best first_kept(const Drawn& drawn, const float* filters,
-                                             int features) {
-    const float share = filters[kShare], least = filters[kLeast];
-    const int top_k = static_cast<int>(filters[kTopK]);
-    const bool both = top_k < features && share < 1.0f;
-    int low = ordered(-INFINITY);
-    float kept_weight = both ? 0.0f : drawn.sum.weight;  // 0 until it is computed
-    Tested tested;
-    for (Best best = drawn.best;; best = tested.best) {
-      tested = test({best.logit, best.word});
-      const Before& words = tested.words;
-      if (words.count == 0) return best;
-      if (words.count >= top_k) {
-        low = max(low, ordered(best.logit));
-        continue;
+  // Returns the first word with the largest logit.
+  __device__ __forceinline__ int largest() {
+    struct First {
+      int word = INT_MAX;
+    } first;
+    slice_.template for_each<false>([&](int column, const float (&z)[kVec]) {
+      if (largest_of(z) < maximum_) return;
+#pragma unroll
+      for (int i = kVec - 1; i >= 0; --i) {
+        if (finite(z[i]) == maximum_) first.word = min(first.word, column + i);
       }
-      if (exponent(best.logit) < least) continue;
-      // The words that top-k keeps include this word and those before it, so they weigh at least as
-      // much.
-      if (words.weight < share * (words.weight + weight(best.logit))) return best;
-      if (kept_weight == 0.0f) kept_weight = weight_of_top_k(top_k, low, ordered(best.logit) + 1);
-      if (words.weight < share * kept_weight) return best;
+    });
+    return join_(first,
+                 [](First& mine, const First& other) { mine.word = min(mine.word, other.word); })
+        .word;
+  }
+
+  // Returns the word with the highest score.
+  __device__ __forceinline__ int best() {
+    Best words[1];
+    find_best({-INFINITY, INT_MAX}, weight_, -INFINITY, words);
+    return words[0].word;
+  }
+
+  // Returns the kept word with the highest score.
+  __device__ __forceinline__ int best_kept(const Filters& filters, int features) {
+    const bool counts = filters.top_k < features;
+    int low = ordered(-INFINITY);
+    float kept_weight = counts && filters.share < 1.0f ? 0.0f : weight_;  // 0 until it is computed
+    Place end = {-INFINITY, INT_MAX};  // a kept word is before this
+    float weight_before = weight_;
+    for (;;) {
+      Best words[kPivots];
+      find_best(end, weight_before, filters.least, words);
+      const Tested tested = counts ? test<true>(words) : test<false>(words);
+#pragma unroll
+      for (int p = 0; p < kPivots; ++p) {
+        const Best& word = words[p];
+        if (!word.exists()) break;
+        const Before& before = tested.words[p];
+        // The words before one weigh at least as much as itself.
+        if (before.weight == 0.0f) return word.word;
+        end = word.place();
+        weight_before = before.weight;
+        if (before.count >= filters.top_k) {
+          low = max(low, ordered(word.logit));
+          continue;
+        }
+        // The words that top-k keeps include this word and those before it, so they weigh at least
+        // as much.
+        if (before.weight < filters.share * (before.weight + weight(word.logit))) return word.word;
+        if (kept_weight == 0.0f) {
+          kept_weight = weight_of_top_k(filters.top_k, low, ordered(word.logit) + 1);
+        }
+        if (before.weight < filters.share * kept_weight) return word.word;
+      }
     }
   }
 
  private:
-  __device__ __forceinline__ Tested test(const Place& place) {
-    Before words;
-    Race race;
-    slice_.template for_each<false>(
-        [&](int column, const float (&z)[kVec]) {
-          if (largest_of(z) < place.logit) return;  // true of most vectors
+  // Finds, of the words before `end`, which weigh `weight_before`, the one with the highest score
+  // (words[0]), of the words before that the best one (words[1]), and so on, as far as they are
+  // known; there is a first one. Only words whose exponents are at least `least` count.
+  template <int kBests>
+  __device__ __forceinline__ void find_best(Place end, float weight_before, float least,
+                                            Best (&words)[kBests]) {
+    const float lowest = logf(weight_before * (1.0f / kExpected));
+    if (end.word == INT_MAX && least == -INFINITY) {
+      list_words<true>(-INFINITY, lowest);
+    } else {
+      list_words<false>(fmaxf(least_logit(least), end.logit), lowest);
+    }
+    best_of_list(end, lowest, least, words);
+    if (words[0].exists()) return;
+    words[0] = best_before(end, least);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            if (!place.is_after(z[i], column + i)) continue;
-            const float own = weight(z[i]);
-            words.add(own);
-            race.enter(z[i], column + i, exponent(z[i]), own, seeds_);
-          }
-        },
-        [&] { race.share(); });
-    return join_(Tested{words, race.best}, [](Tested& mine, const Tested& other) {
-      mine.words.join(other.words);
-      mine.best.join(other.best);
+    for (int n = 1; n < kBests; ++n) words[n] = {};
+  }
+
+  // Returns a logit that is no larger than those of the words with exponents of at least `least`.
+  __device__ __forceinline__ float least_logit(float least) const {
+    const float logit = maximum_ + (least - 0.1f) / inverse_temperature_;
+    return fmaf(fabsf(logit), -0x1p-22f, logit);
+  }
+
+  // Lists the words whose scores are higher than `lowest`, and some others. With kAll, there is no
+  // least logit.
+  template <bool kAll>
+  __device__ __forceinline__ void list_words(float least_logit, float lowest) {
+    if (is_listed_) {
+      join_.wait();  // until all blocks have read the last list
+      if (threadIdx.x == 0) list_->count = 0;
+      __syncthreads();
+    }
+    is_listed_ = true;
+    // A word of weight w exceeds a score s only if its noise has v < -log(1 - v) < w exp(-s). The
+    // random bits are v in units of 2^-32; the bound is rounded up.
+    const float log2_reach = fmaf(lowest, -kLog2e, 32.0f + 0x1p-10f);
+    slice_.template for_each<false>([&](int column, const float (&z)[kVec]) {
+      if (!kAll && largest_of(z) < least_logit) return;
+      uint32_t halves[kVec];
+      random_upper_halves(seeds_, static_cast<uint32_t>(column), halves);
+      bool are_listed[kVec];
+      bool any = false;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float bound = exp2_fast(fmaf(z[i] - maximum_, scale_, log2_reach));
+        are_listed[i] = static_cast<float>(halves[i]) - 0x1p16f < bound;
+        any = any || are_listed[i];
+      }
+      if (!any) return;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (!are_listed[i] || (!kAll && z[i] < least_logit)) continue;
+        const int place = atomicAdd(&list_->count, 1);
+        if (place < kMostListed) list_->words[place] = {finite(z[i]), column + i};
+      }
     });
+    join_.wait();
+  }
+
+  // Returns the word with the highest score of those before `end`, with exponents of at least
+  // `least`. This takes longer than a list.
+  __device__ __forceinline__ Best best_before(Place end, float least) {
+    const float least_of_logits = fmaxf(least_logit(least), end.logit);
+    Best best;
+    slice_.template for_each<false>([&](int column, const float (&z)[kVec]) {
+      if (largest_of(z) < least_of_logits) return;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const Best word = scored({finite(z[i]), column + i}, end, -INFINITY, least);
+        if (word.exists()) best.join(word);
+      }
+    });
+    return join_(best, [](Best& mine, const Best& other) { mine.join(other); });
+  }
+
+  // Returns a word with its score, or none if it does not exceed `lowest` or does not count.
+  __device__ __forceinline__ Best scored(Place place, Place end, float lowest, float least) const {
+    const float z = place.logit;
+    if (!(weight(z) > 0.0f && exponent(z) >= least && end.is_after(z, place.word))) return {};
+    const uint32_t bits = random_word(seeds_, static_cast<uint32_t>(place.word));
+    const float score = exponent(z) + gumbel(uniform(bits));
+    if (!(score > lowest)) return {};
+    return {score, place.word, z};
+  }
+
+  // Finds what find_best does among the words that are listed; none if they are too many.
+  template <int kBests>
+  __device__ __forceinline__ void best_of_list(Place end, float lowest, float least,
+                                               Best (&words)[kBests]) const {
+    constexpr int kEach = kMostListed / kWarpSize;
+    Best own[kEach];
+    int total = 0;
+    for (int rank = 0; rank < join_.blocks(); ++rank) {
+      const int count =
+          __float_as_int(join_.read(reinterpret_cast<const float*>(&list_->count), rank));
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int number = static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize - total;
+        if (number < 0 || number >= min(count, kMostListed)) continue;
+        const Place& place = list_->words[number];
+        own[i].logit = join_.read(&place.logit, rank);
+        own[i].word = __float_as_int(join_.read(reinterpret_cast<const float*>(&place.word), rank));
+      }
+      total += count;
+    }
+#pragma unroll
+    for (Best& word : own) {
+      word =
+          word.exists() && total <= kMostListed ? scored(word.place(), end, lowest, least) : Best{};
+    }
+#pragma unroll
+    for (int n = 0; n < kBests; ++n) {
+      Best best;
+#pragma unroll
+      for (const Best& word : own) {
+        if (n > 0 &&
+            !(words[n - 1].exists() && words[n - 1].place().is_after(word.logit, word.word))) {
+          continue;
+        }
+        best.join(word);
+      }
+      words[n] = best.of_lanes();
+    }
+  }
+
+  // Finds the words before each of the words, which come one before another in that order; of one
+  // that does not exist none. Without kCounts the words are not counted.
+  template <bool kCounts>
+  __device__ __forceinline__ Tested test(const Best (&words)[kPivots]) {
+    Tested tested;
+    float above[kPivots];  // the next logit above a word's
+#pragma unroll
+    for (int p = 0; p < kPivots; ++p) {
+      // No word has more than the largest number.
+      above[p] = words[p].logit < FLT_MAX ? from_ordered(ordered(words[p].logit) + 1) : NAN;
+    }
+    slice_.template for_each<false>([&](int column, const float (&z)[kVec]) {
+      // The least logits before the words of those that have the vector's first column. In the
+      // vector of such a word, equal logits before it are missed.
+      float least[kPivots];
+#pragma unroll
+      for (int p = 0; p < kPivots; ++p) {
+        least[p] = column + kVec <= words[p].word ? words[p].logit : above[p];
+      }
+      bool any = false;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) any = any || z[i] >= least[0];
+      if (!any) return;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float own = weight(finite(z[i]));
+#pragma unroll
+        for (int p = 0; p < kPivots; ++p) {
+          if (z[i] >= least[p]) tested.words[p].add(own);
+        }
+      }
+    });
+#pragma unroll
+    for (int p = 0; p < kPivots; ++p) {
+      int first;
+      float z[kVec];
+      if (!words[p].exists() || !slice_.find(words[p].word, &first, z)) continue;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (first + i < words[p].word && finite(z[i]) == words[p].logit) {
+          tested.words[p].add(weight(words[p].logit));
+        }
+      }
+    }
+    if constexpr (kCounts) {
+      return join_(tested, [](Tested& mine, const Tested& other) {
+#pragma unroll
+        for (int p = 0; p < kPivots; ++p) mine.words[p].join(other.words[p]);
+      });
+    }
+    struct Weights {
+      float weights[kPivots] = {};
+    } weights;
+#pragma unroll
+    for (int p = 0; p < kPivots; ++p) weights.weights[p] = tested.words[p].weight;
+    weights = join_(weights, [](Weights& mine, const Weights& other) {
+#pragma unroll
+      for (int p = 0; p < kPivots; ++p) mine.weights[p] += other.weights[p];
+    });
+#pragma unroll
+    for (int p = 0; p < kPivots; ++p) tested.words[p] = {0, weights.weights[p]};
+    return tested;
   }
 
   // Returns the weight of the first `top_k` words. In the order of `ordered`, fewer than top_k
@@ -258,7 +422,7 @@ class Row {
     }
     const Before above = words_from(high);
     // Words still missing from the top_k have the last pivot's logit, and so its weight.
-    const float last = __int_as_float(low ^ ((low >> 31) & INT_MAX));
+    const float last = from_ordered(low);
     const auto missing = static_cast<float>(top_k - above.count);
     return missing > 0.0f ? fmaf(missing, weight(last), above.weight) : above.weight;
   }
@@ -268,16 +432,18 @@ class Row {
     return (z - maximum_) * inverse_temperature_;
   }
 
-  __device__ __forceinline__ float weight(float z) const { return exp_fast(exponent(z)); }
+  __device__ __forceinline__ float weight(float z) const {
+    return exp2_fast((z - maximum_) * scale_);
+  }
 
   // Returns how many words are at least each of the pivots, in the order of `ordered`.
   __device__ __forceinline__ Counts counts_from(const int (&pivots)[kPivots]) {
     Counts found;
     slice_.template for_each<false>([&](int, const float (&z)[kVec]) {
-      if (ordered(largest_of(z)) < pivots[0]) return;  // the smallest pivot
+      if (ordered(finite(largest_of(z))) < pivots[0]) return;  // the smallest pivot
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const int own = ordered(z[i]);
+        const int own = ordered(finite(z[i]));
 #pragma unroll
         for (int p = 0; p < kPivots; ++p) found.counts[p] += own >= pivots[p] ? 1 : 0;
       }
@@ -293,10 +459,10 @@ class Row {
   __device__ __forceinline__ Before words_from(int least) {
     Before words;
     slice_.template for_each<false>([&](int, const float (&z)[kVec]) {
-      if (ordered(largest_of(z)) < least) return;
+      if (ordered(finite(largest_of(z))) < least) return;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        if (ordered(z[i]) >= least) words.add(weight(z[i]));
+        if (ordered(finite(z[i])) >= least) words.add(weight(finite(z[i])));
       }
     });
     return join_(words, [](Before& mine, const Before& other) { mine.join(other); });
@@ -304,33 +470,53 @@ class Row {
 
   const RowSlice<T, kVec>& slice_;
   ClusterJoin& join_;
+  List* list_;
+  bool is_listed_ = false;
   uint2 seeds_;
   float inverse_temperature_;
+  float scale_;
   float maximum_ = 0.0f;
+  float weight_ = 0.0f;
+};
+
+struct Shared {
+  float join[ClusterJoin::kFloats];
+  alignas(16) List list;
 };
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kMaxBlockThreads) sample_rows(SampleArgs args) {
-  extern __shared__ __align__(16) float shared[];
+  extern __shared__ __align__(16) unsigned char bytes[];
+  auto* const shared = reinterpret_cast<Shared*>(bytes);
   const int cluster = args.spread.cluster;
   const int64_t row = blockIdx.x / cluster;
   const int rank = cluster > 1 ? cluster_rank() : 0;
-  ClusterJoin join(shared, cluster);
-  const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread,
-                                shared + ClusterJoin::kFloats);
+  ClusterJoin join(shared->join, cluster);
+  const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread, shared + 1);
   const float* const filters = args.filters + row * kFilters;
   const float inverse_temperature = filters[kInverseTemperature];
   const bool draws = inverse_temperature > 0.0f;
-  Row<T, kVec> of_row(slice, join, args.seeds[row], draws ? inverse_temperature : 1.0f);
-  const Drawn drawn = draws ? of_row.template draw<true>() : of_row.template draw<false>();
-  Best best = drawn.best;
-  const bool exists = drawn.sum.weight > 0.0f;  // false if the weight is NaN
-  if (args.is_filtered && draws && exists) best = of_row.first_kept(drawn, filters, args.features);
-  if (rank == 0 && threadIdx.x == 0) args.tokens[row] = exists ? best.word : kNone;
+  if (threadIdx.x == 0) shared->list.count = 0;
+  Row<T, kVec> of_row(slice, join, &shared->list, args.seeds[row],
+                      draws ? inverse_temperature : 1.0f);
+  int token = kNone;
+  if (of_row.begin() > 0.0f) {  // false if the weight is NaN
+    if (!draws) {
+      token = of_row.largest();
+    } else if (args.is_filtered) {
+      token = of_row.best_kept({filters[kShare], filters[kLeast], static_cast<int>(filters[kTopK])},
+                               args.features);
+    } else {
+      token = of_row.best();
+    }
+  }
+  if (rank == 0 && threadIdx.x == 0) args.tokens[row] = token;
   join.finish();
 }
 
 struct Kernel {
+  static constexpr int kSharedBytes = sizeof(Shared);
+
   template <typename T, int kVec>
   static auto of() {
     return sample_rows<T, kVec>;

@@ -45,19 +45,7 @@ __global__ void __launch_bounds__(kMaxBlockThreads) top_log_probs_rows(TopArgs a
   ClusterJoin join(shared, cluster);
   const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread,
                                 shared + ClusterJoin::kFloats);
-  RowWeight sum;
-  slice.template for_each<true>([&](int, const float (&z)[kVec]) {
-    const float most = largest_of(z);
-    if (most > sum.maximum) sum.raise(most, 1.0f);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) sum.weight += exp_fast(z[i] - sum.maximum);
-  });
-  sum = join(sum, [](RowWeight& mine, RowWeight other) {
-    const float most = fmaxf(mine.maximum, other.maximum);
-    mine.raise(most, 1.0f);
-    other.raise(most, 1.0f);
-    mine.weight += other.weight;
-  });
+  const RowWeight sum = weight_of_row(slice, join, kLog2e);
   const bool exists = sum.weight > 0.0f;  // false if the weight is NaN
   const float log_weight = exists ? logf(sum.weight) : NAN;
   if (writes) {
@@ -77,7 +65,7 @@ __global__ void __launch_bounds__(kMaxBlockThreads) top_log_probs_rows(TopArgs a
       for (int i = 0; i < kVec; ++i) {
         // Values beyond the row are no words.
         const bool is_word = column + i >= 0 && column + i < args.features;
-        const Place place = {z[i], column + i};
+        const Place place = {finite(z[i]), column + i};
         if (is_word && place.is_after(last.logit, last.word)) next.join({place});
       }
     });
@@ -92,6 +80,8 @@ __global__ void __launch_bounds__(kMaxBlockThreads) top_log_probs_rows(TopArgs a
 }
 
 struct Kernel {
+  static constexpr int kSharedBytes = ClusterJoin::kFloats * int{sizeof(float)};
+
   template <typename T, int kVec>
   static auto of() {
     return top_log_probs_rows<T, kVec>;

@@ -392,6 +392,7 @@ const Entry kEntries[] = {
     {"cp.async.wait_group 0", wait_groups<0>},
     {"cp.async.wait_group 1", wait_groups<1>},
     {"cp.async.wait_group 2", wait_groups<2>},
+    {"cp.async.wait_group 3", wait_groups<3>},
     {"cp.async.wait_all", [](Operand*) { copy_all(fiber()); }},
     {"bar.sync %0, %1",
      [](Operand* o) { barrier(read<int>(o[0]), read<int>(o[1])); }},

@@ -119,6 +119,15 @@ def test_every_one_of_many_equal_logits_can_be_drawn():
 
 
 @pytest.mark.gpu
+def test_min_p_keeps_words_that_are_seldom_the_best_of_all():
+    # In a fifth of the rows the words of highest scores are others.
+    logits = np.full((8, 3000), -0.75)
+    logits[:, 7::30] = 0.0
+    for options in (dict(min_p=0.5), dict(min_p=0.5, top_p=0.01), dict(min_p=1.0, top_k=50)):
+        assert_same_tokens(put(logits, jnp.float32), **options)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("words", [5, 4099, 17000])
 def test_log_probabilities_are_those_of_xla(words):
     for dtype in ("float32", "bfloat16"):
