@@ -78,6 +78,15 @@ def gpu_state() -> dict[str, str]:
     return dict(zip(_GPU_FIELDS, values, strict=True))
 
 
+def topology() -> str:
+    """Returns how the GPUs are linked, as nvidia-smi prints it."""
+    try:
+        command = ["nvidia-smi", "topo", "-m"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi: {error}"
+
+
 def run_tags(arguments: Sequence[str]) -> Result:
     """Returns tags of the code that a run measures; of a local path only the file's name."""
     return {

@@ -5,7 +5,9 @@ images for each. The share is the slowest single device's time over that of all 
 devices at the same time, each with its own step and no sums, separates the cost of the host from that of
 the sums. Tensor parallel: forward and gradients of an mlp whose hidden features are split, and the time
 of one device that has them all. Context parallel: forward and gradients of attention over one long
-sequence, by each method of `context_parallel_attention`.
+sequence, by each method of `context_parallel_attention`. `--scaling` times whole programs on 1, 2, 4 and
+8 devices instead, and draws a picture; `--tiny` runs them on a CPU's virtual devices; `--paper` prints
+what more GPUs would do.
 """
 
 import argparse
@@ -27,7 +29,13 @@ import jaxfused
 from benchmarks.report import results
 from benchmarks.run import timing
 from benchmarks.run.case import gradient_in_jax
-from benchmarks.whole import end_to_end, end_to_end_jax, parallel_context
+from benchmarks.whole import (
+    end_to_end,
+    end_to_end_jax,
+    parallel_context,
+    parallel_paper,
+    parallel_scaling,
+)
 from examples.vit.model import MODELS
 
 NAME = "parallel"
@@ -48,8 +56,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--no-context", action="store_true", help="leave out the long sequence")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY)
+    parser.add_argument(
+        "--scaling", nargs="*", metavar="NAME", help="whole programs; names are parts of theirs"
+    )
+    parser.add_argument("--devices", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on any devices")
+    parser.add_argument("--paper", action="store_true", help="only print the estimates")
     options = parser.parse_args(arguments)
+    if options.paper:
+        print(parallel_paper.table(parallel_paper.rows()))
+        return 0
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if options.scaling is not None and (options.tiny or jax.default_backend() == "gpu"):
+        return _scaling(options)
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         print(
             f"{NAME}: this needs two NVIDIA GPUs at least, but JAX sees {jax.device_count()} of"
@@ -74,6 +93,32 @@ def main(arguments: Sequence[str]) -> int:
     measure(options.models, options.variants, options.layers, save)
     if not options.no_context:
         parallel_context.measure(save)
+    return 0
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    """Measures whole programs on several numbers of devices, and draws them."""
+    counts = sorted(count for count in options.devices if count <= jax.device_count())
+    section: Row = {
+        "date": results.now(),
+        "machine": {
+            "versions": results.versions(),
+            "gpu_before": results.gpu_state(),
+            "topology": results.topology(),
+        },
+        "devices": counts,
+        "scaling": [],
+    }
+    kind = jax.devices()[0].device_kind
+
+    def save(name: str, row: Row) -> None:
+        section[name].append(row)
+        path = results.save_section(options.out, kind, "parallel_scaling", section)
+        parallel_scaling.draw(kind, section[name], path.with_name(path.stem + "-scaling.png"))
+        print(parallel_scaling.line(row), flush=True)
+
+    sizes = parallel_scaling.TINY if options.tiny else parallel_scaling.FULL
+    parallel_scaling.measure(sizes, counts, options.scaling, save)
     return 0
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 import chex
 import jax
@@ -40,6 +41,7 @@ from benchmarks.whole import (
     end_to_end_report,
     parallel,
     parallel_context,
+    parallel_hlo,
     pipeline,
 )
 from examples.classify.convnext import ConvNeXtSize
@@ -797,3 +799,44 @@ def test_training_from_files_is_held_against_its_parts(tmp_path, monkeypatch, ca
     flags = ["--model", "vit-digits", "--image-size", "8", "--batch-size", "4", "--workers", "0"]
     assert pipeline.main([*flags, "--out", str(tmp_path)]) == 0
     assert "of the slower (must be 0.95)" in capsys.readouterr().out
+
+
+def test_received_bytes_are_read_in_the_program():
+    hlo = """
+body.1 (p: f32[8]) -> f32[8] {
+  %permute = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
+}
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %sums = (f32[8]{0}, /*index=1*/bf16[4]{0}) all-reduce(%a, %b), to_apply=%add
+  %gathered = (f32[4]{0}, f32[16]{0}) all-gather-start(%c), dimensions={0}
+  %part = bf16[4]{0} reduce-scatter(%d), dimensions={0}, to_apply=%add
+  %loop = (f32[8]) while(%t), condition=%c, body=%body.1, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+    assert parallel_hlo.received_bytes(hlo, 4) == {
+        "collective-permute": 3 * 32.0,
+        "all-reduce": 2 * 0.75 * (32 + 8),
+        "all-gather": 0.75 * 64,
+        "reduce-scatter": 3 * 8.0,
+    }
+    assert parallel_hlo.received_bytes(hlo, 1) == {}
+
+
+@pytest.mark.exhaustive
+def test_scaling_runs_tiny_programs_and_draws_them(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
+    flags = ["--tiny", "--out", str(tmp_path), "--scaling"]
+    assert parallel.main([*flags]) == 0
+    [path] = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text())["benchmarks"]["parallel_scaling"]["scaling"]
+    assert len(rows) >= 12 and not [row for row in rows if "error" in row]
+    assert all(row["used"] == 1 for row in rows if row["gpus"] == 1)
+    assert {row["kind"] for row in rows} == {"weak", "strong"}
+    assert [*tmp_path.glob("*-scaling.png")] and "gated_mlp sequence" in capsys.readouterr().out
+
+
+def test_paper_is_the_page(capsys):
+    """docs/scaling.md has the table that the function computes."""
+    assert parallel.main(["--paper"]) == 0
+    page = Path(__file__).parents[2] / "docs" / "scaling.md"
+    assert capsys.readouterr().out.strip() in page.read_text()
