@@ -175,7 +175,7 @@ def measure(
                 alone = scale * row["milliseconds"] if alone is None else alone
                 ideal = alone if workload.kind == "weak" else alone / count
                 row["used"] = ideal / row["milliseconds"]
-            if workload.paper is not None:
+            if workload.paper is not None and sizes is FULL:
                 paper = workload.paper(count)
                 row["paper"] = dict(
                     collectives=1e3 * paper.collectives,
