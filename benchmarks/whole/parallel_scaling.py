@@ -373,7 +373,13 @@ def _language_model(sizes: Sizes, mesh: Any) -> Program:
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
     def step(params: Any, state: Any, text: jax.Array) -> tuple[Any, Any]:
-        grads = jax.grad(lambda p: loss(p, {"text": text}, jax.random.key(0)))(params)
+        def of_parts(params: Any) -> jax.Array:
+            # Each parameter is gathered whole: XLA would split activations as the parameters are.
+            whole = NamedSharding(mesh, P())
+            params = jax.tree.map(lambda p: jax.lax.with_sharding_constraint(p, whole), params)
+            return loss(params, {"text": text}, jax.random.key(0))
+
+        grads = jax.grad(of_parts)(params)
         grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, shardings)
         return optimizer.step(grads, state, params, max_norm=1.0)
 
