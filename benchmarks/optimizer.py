@@ -34,7 +34,7 @@ _SAMPLES = 6
 
 
 def _block(width: int, hidden: int, depth: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Returns the arrays of a layer of ViT, or of `depth` layers as one stack."""
+    """Returns the shapes of the parameters of a ViT layer, or of `depth` stacked layers."""
     shapes: dict[str, tuple[int, ...]] = {
         "norm1": (width,),
         "norm1_bias": (width,),
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _side_by_side(other: Path, arguments: Sequence[str]) -> int:
-    """Runs this program with the other package, with this one, and with the other again."""
+    """Runs this benchmark on the other checkout, on this one, and on the other again."""
     place = arguments.index("--beside")
     rest = [*arguments[:place], *arguments[place + 2 :]]
     here = Path(__file__).parents[1]
@@ -194,7 +194,7 @@ def _line(figure: dict[str, Any]) -> str:
 
 
 def _measure(tree: str, row: Row, *, with_optax: bool, listed: int) -> dict[str, Any]:
-    """Measures microseconds of a step's kernels, ours and Optax's, and our rate."""
+    """Returns microseconds of a step's kernels, ours and Optax's, and terabytes per second of ours."""
 
     def ours(grads: Any, params: Any, state: Any) -> Any:
         return row.ours.step(grads, state, params, **row.how)
@@ -220,7 +220,7 @@ def _measure(tree: str, row: Row, *, with_optax: bool, listed: int) -> dict[str,
 
 
 def _longest(kernels: Sequence[tuple[str, float]], count: int) -> list[str]:
-    """Lists the kernels that take longest; kernels whose names differ by a number count as one."""
+    """Returns a line for each of the longest kernels; names that differ by a number count as one."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for name, microseconds in kernels:
         times[re.sub(r"[_.]\d+$", "", name)].append(microseconds)
@@ -234,7 +234,7 @@ def _longest(kernels: Sequence[tuple[str, float]], count: int) -> list[str]:
 def _of_step(
     step: Callable[..., Any], init: Callable[[Any], Any], shapes: Any
 ) -> tuple[float, list[tuple[str, float]]]:
-    """Returns the median of a few steps' kernel time, and the kernels of one step.
+    """Returns the median kernel time of a step in microseconds, and the kernels of the last step.
 
     Each step continues from the results of the one before.
     """
@@ -253,7 +253,7 @@ def _of_step(
 
 
 def _random(shapes: Any, seed: int) -> Any:
-    """Repeats one random vector, because a random program for each shape would take long to compile."""
+    """Returns arrays that repeat one random vector: a program for each shape would compile too long."""
     vector = jax.random.normal(jax.random.key(seed), (2**20,), jnp.float32)
     return jax.tree.map(
         lambda shape: jnp.resize(vector, (int(np.prod(shape)),)).reshape(shape),

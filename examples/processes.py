@@ -24,7 +24,7 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Waits at the end until all processes get here; an ExampleError of one is raised in all."""
+    """Waits at its end until all processes arrive; an ExampleError in one is raised in all."""
     error = None
     try:
         yield
@@ -36,7 +36,7 @@ def together() -> Iterator[None]:
 def in_step(
     batches: Iterator[Batch], stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Batch]:
-    """Yields `batches` as long as all processes have theirs and none was told to stop.
+    """Yields `batches` while every process has its next one and none was told to stop.
 
     Args:
       batches: this process's part of each batch.
@@ -71,10 +71,10 @@ _READY, _STOPPED, _FAILED = range(3)
 
 
 def _votes(outcome: object) -> jax.Array | None:
-    """Returns the outcome of all processes as one vote for each device; None for a single process.
+    """Gathers the votes of all processes, one a device, with `outcome` as this process's vote.
 
-    All processes must call this equally often. The call does not wait for the others; reading the votes
-    does.
+    Returns None for a single process. The call is a collective: all processes must make it the same
+    number of times. It does not wait for the others; reading the votes does.
     """
     if jax.process_count() == 1:
         return None

@@ -6,8 +6,8 @@ The gelus and silu are x S(x) with S(x) + S(-x) = 1. With the tail T(|x|) = S(-|
 
     relu(x) - |x| T(|x|),
 
-without a difference of nearly equal numbers on either side of 0, and the derivative of |x| T(|x|)
-with respect to |x| is the derivative for negative x, and 1 minus it for positive x.
+without a difference of nearly equal numbers on either side of 0. With d the derivative of |x| T(|x|)
+with respect to |x|, the activation's derivative is d for negative x, and 1 - d for positive x.
 """
 
 import math
@@ -25,7 +25,7 @@ NAMES = (
 ARITHMETIC = (
     "relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid", "hard_tanh",
 )  # fmt: skip
-"""The activations without an exponential, for which a cost model counts no evaluation."""
+"""Activations without an exponential, for which a cost model counts no evaluation."""
 
 _GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
 """Factor of x in the exponent: 0.5 (1 + tanh(z)) is the logistic function of 2 z."""
@@ -156,7 +156,7 @@ def activation_and_derivative(
 
 
 class Functions(NamedTuple):
-    """Functions by which an epilogue evaluates activations: of float32, for a dtype of the result."""
+    """Functions (name, float32 x, dtype of the result) by which an epilogue evaluates activations."""
 
     activation: Callable[[str | None, jax.Array, Any], jax.Array]
     activation_and_derivative: Callable[
@@ -168,7 +168,7 @@ IN_KERNELS = Functions(activation, activation_and_derivative)
 
 
 def _distance(x: jax.Array) -> jax.Array:
-    """Returns |x|, at most `_FAR`, where every tail is 0: infinity times 0 would be NaN."""
+    """Returns |x| clipped to `_FAR`. Every tail is 0 there, and infinity times 0 would be NaN."""
     return jnp.minimum(jnp.abs(x), _FAR)
 
 
@@ -206,7 +206,7 @@ _EXPM1 = tuple(1.0 / math.factorial(power) for power in range(1, 8))
 
 
 def _expm1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns exp(x) - 1 and exp(x) of the lesser of x and 0, near which the difference cancels."""
+    """Returns exp(z) - 1 and exp(z) for z = min(x, 0); a series replaces the difference near 0."""
     negative = jnp.minimum(x, 0.0)
     exponential = jnp.exp2(_LOG2_E * jnp.maximum(negative, -_FAR))
     near = jnp.maximum(negative, -0.5)
@@ -219,7 +219,7 @@ _TANH = (0.9999999674, -0.333327915, 0.133188188, -0.05258626, 0.0163104039)
 
 
 def _tanh(x: jax.Array, tail: jax.Array) -> jax.Array:
-    """Returns 1 - 2 tail with x's sign, or a polynomial near 0, where that difference cancels."""
+    """Returns tanh(x): 1 - 2 tail with x's sign, or a polynomial near 0, where that cancels."""
     squared = jnp.minimum(x * x, 1.0)
     near = x * _polynomial(_TANH, squared)
     far = jnp.where(x < 0.0, 2.0 * tail - 1.0, 1.0 - 2.0 * tail)
@@ -242,7 +242,7 @@ def _mish_gate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the tail T(distance) of the activation called `name`."""
+    """Returns the tail T(distance), see the top of this file, of the activation called `name`."""
     match name:
         case "gelu_erf":
             return _normal_tail(distance, dtype)
@@ -254,7 +254,7 @@ def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array:
-    """Returns minus the derivative of T at `distance`, given T(distance) as `tail`."""
+    """Returns -T'(distance) for the activation's tail T, given T(distance) as `tail`."""
     if name == "gelu_erf":
         squared = distance * distance
         return jnp.exp2((-0.5 * _LOG2_E) * squared - 0.5 * math.log2(2.0 * math.pi))

@@ -1,9 +1,9 @@
-"""Continuous batching over pages: one program decodes a token of every text, and texts come and go.
+"""Continuous batching with a paged cache: one program decodes a token of every running text.
 
-Keys and values lie in pages of one pool. Texts that begin alike share the pages of what they have in
-common, also with texts that ended before. A prompt is read in chunks of one size, with a decoded token
-between two chunks, so that long prompts do not delay other texts. If the pool runs out of pages, the
-text that came last gives up its own, and is read again when there is room.
+A text is a request: a prompt and its answer. Texts with a common prefix share its pages, also with texts
+that have ended. Prompts are prefilled in chunks of one size, with a decoded token between two chunks, so
+that long prompts do not delay other texts. If the pool runs out of pages, the text that came last is
+preempted: it frees its pages, and is prefilled again when there is room.
 """
 
 import collections
@@ -23,62 +23,62 @@ from examples.lm.model import LanguageModel
 from examples.lm.steps import Sampling, State, programs
 
 _LEAST_WIDTH = 512
-"""Tokens of the narrowest page table; each wider table has twice as many as the one before."""
+"""Tokens that the narrowest page table covers; each wider table covers twice as many."""
 
 
 @dataclass(eq=False)
 class Text:
-    """A prompt and the tokens that follow it."""
+    """A request: a prompt and the tokens that are generated after it."""
 
     prompt: Sequence[int]
     most: int
-    """Largest number of tokens that may follow."""
+    """Largest number of tokens to generate."""
     sampling: Sampling = field(default_factory=Sampling)
     tokens: list[int] = field(default_factory=list)
     finish: Literal["stop", "length", "cancelled"] | None = None
     known: int = 0
-    """Tokens of the prompt that lay in pages of other texts, so that they were not read."""
+    """Number of tokens of the prompt that were not prefilled, because other texts' pages held them."""
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A text that is being continued; also the name of its pages."""
+    """A running text; the allocator uses this object as the key of its pages."""
 
     text: Text
     number: int
-    """Number of texts that were given a slot earlier."""
+    """Order of admission: a slot that starts later has a larger number."""
     begin: list[int]
-    """Tokens that are read before the next one is drawn: the prompt, and what an earlier slot drew."""
+    """Tokens to prefill: the prompt, and the tokens generated before the text was preempted."""
     read: int = 0
     """Number of tokens whose keys and values are in the pages."""
     recorded: int = 0
-    """Number of tokens that the allocator was told."""
+    """Number of tokens that were reported to the allocator."""
 
 
 class _Computed(NamedTuple):
-    """Tokens that a program draws."""
+    """Tokens that a launched program samples."""
 
     step: int
     """Number of the step that started the program."""
     tokens: jax.Array
     """Last token of each slot, [slots]."""
     slots: list[tuple[int, _Slot]]
-    """Slots whose token is new, with their numbers."""
+    """Slots with a new token, as (index, slot)."""
 
 
 class Engine:
-    """Continues texts by a model.
+    """Generates text by continuous batching.
 
     Args:
-      model: continues them.
+      model: the language model.
       ends: tokens after which a text is over.
-      slots: texts that are continued at once; others wait.
-      length: tokens of a prompt and its answer, at most; fewer if the pool is smaller.
-      chunk: tokens of a prompt that are read at once.
+      slots: largest number of texts that run at once; others wait.
+      length: largest number of tokens of a prompt and its answer; fewer if the pool is smaller.
+      chunk: tokens of a prompt that are prefilled at once.
       pages: pages of the pool; None for as many as `slots` texts of `length` tokens fill.
       page_size: tokens of a page.
-      batch_invariant: whether a text's tokens are bit for bit those that it has alone. Room for a whole
-        text is then kept from its start, so that texts wait rather than give up their pages, only whole
+      batch_invariant: whether a text's tokens are bit for bit those that it has alone. Pages for a
+        whole text are then reserved at its start, so that texts wait and are never preempted. Only whole
         chunks of prompts are shared, and attention does not divide a head's keys among SMs.
     """
 
@@ -149,10 +149,9 @@ class Engine:
         self._release(text)
 
     def step(self) -> list[tuple[Text, int]]:
-        """Reads a chunk of a prompt, decodes a token of each text, and returns tokens as (text, token).
+        """Prefills a chunk of a prompt, decodes a token of each text, and returns (text, token) pairs.
 
-        The tokens are those of the previous step, so that the device computes while the host reads
-        them.
+        The tokens are those of the previous step, so that the host reads them while the device computes.
         """
         self._steps += 1
         self._admit()
@@ -163,7 +162,7 @@ class Engine:
         ]
         self._read_chunk()
         self._make_room(ready)
-        # Some of these texts may have ended, or lost their pages to others.
+        # Some of these texts may have ended or been preempted.
         self._decode_all([(i, slot) for i, slot in ready if self._slots[i] is slot])
         is_new = bool(self._computed) and self._computed[-1].step == self._steps
         while self._computed and not (is_new and self._computed[0].step == self._steps):
@@ -185,12 +184,12 @@ class Engine:
                 )
 
     def _started(self, text: Text) -> _Slot | None:
-        """Returns a slot for a text, with pages for what is to be read; None if there are too few."""
+        """Returns a slot for a text, with the pages for its prefill; None if there are too few pages."""
         slot = _Slot(text, next(self._numbers), [*text.prompt, *text.tokens])
         known = self._allocator.start(slot, slot.begin)
         whole = len(slot.begin)
         if self._batch_invariant:
-            # A token's bits depend on its chunk, so the shared beginning is cut to whole chunks.
+            # A token's bits depend on its chunk, so only whole chunks of a prefix are shared.
             unit = math.lcm(self._chunk, self._allocator.page_size)
             self._allocator.free(slot)
             known = self._allocator.start(slot, slot.begin[: known // unit * unit + 1])
@@ -201,7 +200,7 @@ class Engine:
         except jaxfused.OutOfPages:
             self._allocator.free(slot)
             return None
-        # Each other text may soon need one more page; without them this text would lose its own.
+        # Each other text may soon need one more page; without these, this text would be preempted.
         if self._allocator.available < others and not self._batch_invariant:
             self._allocator.free(slot)
             return None
@@ -211,7 +210,7 @@ class Engine:
         return slot
 
     def _read_chunk(self) -> None:
-        """Reads the next chunk of the oldest text whose prompt is not read completely."""
+        """Prefills the next chunk of the oldest text whose prefill is not complete."""
         unread = [
             (i, slot)
             for i, slot in enumerate(self._slots)
@@ -240,7 +239,7 @@ class Engine:
             self._computed.append(_Computed(self._steps, tokens, [(i, slot)]))
 
     def _make_room(self, ready: Sequence[tuple[int, _Slot]]) -> None:
-        """Reserves a place for each next token; if pages run out, the newest texts lose theirs."""
+        """Reserves room for each text's next token; if pages run out, the newest texts are preempted."""
         for i, slot in ready:
             while self._slots[i] is slot and not self._reserve_next(slot):
                 if self._computed:
@@ -251,7 +250,7 @@ class Engine:
                 self._waiting.appendleft(last.text)
 
     def _reserve_next(self, slot: _Slot) -> bool:
-        """Reserves the place of a slot's next token; returns False if there is no page for it."""
+        """Reserves room for a slot's next token; returns False if there is no page for it."""
         try:
             self._allocator.reserve(slot, slot.read + 1 - slot.recorded)
         except jaxfused.OutOfPages:
@@ -259,7 +258,7 @@ class Engine:
         return True
 
     def _decode_all(self, ready: list[tuple[int, _Slot]]) -> None:
-        """Reads the last token of these slots, and draws the next."""
+        """Decodes one step of these slots: feeds in their last tokens and samples the next."""
         if not ready:
             return
         lengths = np.zeros(len(self._slots), np.int32)
@@ -277,7 +276,7 @@ class Engine:
         self._computed.append(_Computed(self._steps, tokens, ready))
 
     def _table(self, names: Sequence[_Slot | None]) -> np.ndarray:
-        """Returns the pages of slots, in a table of one of few widths."""
+        """Returns the page table of the slots, padded to one of a few widths."""
         table = self._allocator.table(names)
         width = self._width
         if not self._batch_invariant:
@@ -305,12 +304,12 @@ class Engine:
                 self._release(text)
 
     def _record(self, slot: _Slot) -> None:
-        """Tells the allocator which tokens are in a slot's pages, as far as the host knows them."""
+        """Reports to the allocator the tokens in a slot's pages that the host has read."""
         text, done = slot.text, slot.recorded
         start = len(text.prompt)
         answered = text.tokens[max(done - start, 0) : max(slot.read - start, 0)]
         if self._batch_invariant:
-            # A prompt must not reuse decoded tokens, whose bits differ from those of its own chunks.
+            # Decoded tokens differ in bits from prefilled ones, so a prompt must not reuse them.
             answered = [-1] * len(answered)
         tokens = [*text.prompt[done : slot.read], *answered]
         self._allocator.written(slot, tokens)

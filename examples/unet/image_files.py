@@ -1,7 +1,7 @@
-"""Reads and writes image files of a prediction; the whole image need never be in memory.
+"""Reads and writes the image files of a prediction.
 
-`.npy` files of any size are read through a memory map and written row by row. PNG is written row by row,
-too; PNG and the other formats are read by Pillow, which decodes an image as a whole.
+`.npy` files of any size are read through a memory map. Pillow reads the other formats, and decodes a
+whole image at once. `.npy` and PNG files are written row by row.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from examples.images import read_image
 
 
 def open_image(path: Path, channels: int) -> np.ndarray:
-    """Returns the image, uint8 [H, W, channels]; for `.npy` a view that reads what is indexed.
+    """Returns the image, uint8 [H, W, channels]; for `.npy` a memory map, read when it is indexed.
 
     Args:
       path: of the file; an `.npy` file holds uint8 [H, W] or [H, W, channels].
-      channels: 1 or 3. Grey serves as three channels, and Pillow's formats convert both ways.
+      channels: 1 or 3. Grey is repeated three times; Pillow also converts colours to grey.
 
     Raises:
       ExampleError: the file is missing, unreadable, of another dtype or shape.

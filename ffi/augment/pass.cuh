@@ -12,7 +12,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 32;   // rows and columns of a block's tile of the result
 constexpr int kPixels = 4;  // pixels of a quad, adjacent in a row
 constexpr int kQuads = kTile / kPixels;
-constexpr int kHeld = 2 * kPixels;           // pixels of a thread, of two rows
+constexpr int kHeld = 2 * kPixels;           // pixels of a thread, in two rows
 constexpr int kBlocks = 8, kBlurBlocks = 5;  // blocks of a byte pass for which an SM has registers
 constexpr int kMapSize =
     19;  // matrix 9, window 4, radius 2, size of the image 2 and of the result 2
@@ -30,11 +30,11 @@ enum class Type { kUint8, kFloat32, kBfloat16, kFloat16 };
 struct Room {
   int box;     // pixels of the image
   int middle;  // values filtered along rows only
-  int region;  // values of the result before the blur
+  int region;  // the result's values before the blur
   int table;   // weights of pixels along rows and columns
 };
 
-// Divides numbers from 0 to 2^31 - 1.
+// Divisor of integers from 0 to 2^31 - 1; it multiplies and shifts instead of dividing.
 class Divider {
  public:
   Divider() = default;
@@ -77,7 +77,7 @@ struct Args {
   bool sharpens;         // whether the image is blended with its blur, which sharpens edges
   Room room;
   int64_t bytes;   // bytes of all images
-  bool has_words;  // whether four adjacent pixels of an image are whole words
+  bool has_words;  // whether each quad of an image's pixels starts at a multiple of 4 bytes
   const void* x;
   const float* maps;        // [images, kMapSize]
   const float* rows;        // [images, steps, kStepSize]
@@ -109,7 +109,7 @@ struct Map {
     return values[6] == 0.0f && values[7] == 0.0f && values[8] == 1.0f;
   }
 
-  // Computes the position in the image of a pixel of the result.
+  // Computes where a pixel of the result lies in the image.
   __device__ __forceinline__ void move(int row, int column, float* x, float* y) const {
     if (is_affine()) {
       move_by(values, row, column, x, y);
@@ -144,7 +144,7 @@ struct Image {
   const T* pixels;
   int width;
 
-  // Adds `weight` times a pixel.
+  // Adds `weight` times a pixel to `sums`, channel by channel.
   __device__ __forceinline__ void add(int row, int column, float weight,
                                       float (&sums)[kChannels]) const {
     const T* pixel = pixels + (int64_t{row} * width + column) * kChannels;
@@ -176,8 +176,7 @@ __device__ __forceinline__ float kernel_at(float distance, int interpolation) {
   return d < 2.0f ? ((-0.5f * d + 2.5f) * d - 4.0f) * d + 2.0f : 0.0f;
 }
 
-// Weights of the pixels along one axis for a position: those inside the window, and inside the
-// image.
+// Interpolation weights, along one axis, of the pixels around a position.
 struct Axis {
   float place, inverse_radius, reach;
   float first, last, count;  // ends of the window, and length of the image
@@ -193,11 +192,12 @@ struct Axis {
     const float radius = map.radius(axis, args.widest);
     inverse_radius = 1.0f / radius;
     reach = radius * (interpolation == kBicubic ? 2.0f : 1.0f);
-    // Far from the image all pixels are fill, so the position is clipped.
+    // Far outside the image all pixels are the fill colour, so clipping changes no result.
     place = fminf(fmaxf(position, -reach - 2.0f), count + reach + 1.0f);
   }
 
-  // Returns a pixel's weight, or 0 if it shows no part of the image; adds the weight to `total`.
+  // Returns a pixel's weight, or 0 outside the image or its window. Adds the weight to `total`,
+  // except for pixels outside the window if `drops`.
   __device__ __forceinline__ float seen(float pixel, float* total) const {
     const float weight = kernel_at((pixel - place) * inverse_radius, interpolation);
     const bool in_window = pixel >= first && pixel <= last;

@@ -751,7 +751,7 @@ struct Rows {
     return (kWarpSize * pitch + 15) / 16 * 16;
   }
 
-  // Returns the offset of the 16 bytes that are at `byte` without the gaps.
+  // Returns the offset in shared memory of the 16 bytes at offset `byte` in global memory.
   __device__ __forceinline__ int place(int byte) const {
     return pitch == row ? byte : byte / row * pitch + byte % row;
   }
@@ -791,8 +791,7 @@ __device__ __forceinline__ void store_rows(const ImageArgs& args, const Rows& ro
   }
 }
 
-// Number of pixels that a lane has at a time; with few classes, a single pixel would be too little
-// to load.
+// Pixels that a lane computes at a time; with few classes, one pixel would be too small a load.
 template <int kMost>
 constexpr int kPixels = kMost <= 4   ? 4
                         : kMost <= 8 ? 2

@@ -28,7 +28,7 @@ struct BackwardArgs {
   void* dx;
   // [segments * segment_blocks, features] each; nullptr for a gradient that is not needed
   float* gradients[kParameters];
-  float2* row_terms;  // [rows]; only between the two kernels for long rows
+  float2* row_terms;  // [rows]; passed between the two kernels for long rows
   int rows;           // rows of one segment
   int segments;
   int segment_blocks;
@@ -36,8 +36,7 @@ struct BackwardArgs {
   NormOptions options;
   int team_size;
   int stages;
-  // Used by backward_few_rows only; backward_flat_rows stores the rows of a tile here.
-  int teams;  // teams of a block
+  int teams;  // teams of a block in backward_few_rows; rows of a tile in backward_flat_rows
   // Used by backward_few_rows only.
   int column_blocks;  // blocks of columns of one segment
   int row_splits;     // blocks of a cluster, which share the rows of a block of columns
@@ -104,7 +103,7 @@ __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float 
                                               float (&dh)[kVec]) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    // Rounded here: a product fused into g - mean(g) would leave a residue where both are equal.
+    // The product is rounded first: an FMA would leave a residue where g equals mean(g).
     const float g = __fmul_rn(dz[i], scale[i]) - terms.y;
     dh[i] = (g - centred[i] * terms.x) * rstd;
   }
@@ -1049,8 +1048,8 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     if (done) return ffi::Error::Success();
   }
 
-  // An SM has few blocks, since more of them leave more sums to add up. A block has as many teams
-  // as shared memory allows with two stages of the ring, or with one if two fit no team.
+  // Few blocks run on an SM, since each block leaves partial sums to add up. A block has as many
+  // teams as shared memory allows with two stages of the ring, or with one if two fit no team.
   BackwardPlan plan;
   Launch launch;
   int teams = 0;
@@ -1117,7 +1116,7 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
   } else if (staged) {
     args.segment_blocks = std::min(args.rows, blocks_of_segment(1));
   } else if (wide) {
-    // Each block leaves its own sums, which cost more than its rows if it has only a few.
+    // Each block writes partial sums. They cost more than the block's rows if it has only a few.
     const int enough = divide_up(2 * device.multiprocessors, segments * wide_column_blocks);
     args.segment_blocks = std::min(
         {args.rows, blocks_of_segment(1), std::max(divide_up(args.rows, kFewestWideRows), enough)});

@@ -1,5 +1,6 @@
-// Muon's momentum for the leaves of a tree, updated in place. The kernels also write the matrices
-// to orthogonalise, stacked and of one shape, with their transposes and their sums of squares.
+// Muon's momentum for leaves of one shape, or its transpose, updated in place. The kernels also
+// write the operands of the orthogonalisation: the stack of all matrices, their transposes, and the
+// sum of squares of each matrix.
 
 #include <string>
 
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
   }
 }
 
-// Adds up the tiles' sums of each matrix, which has a block.
+// Adds up the sums of squares of a matrix's tiles; each block has one matrix.
 __global__ void __launch_bounds__(kLeafThreads)
     add_squares(const __grid_constant__ MomentumArgs args) {
   const MomentumLeaf& leaf = args.leaves[leaf_at<&MomentumLeaf::first_matrix>(args, blockIdx.x)];
@@ -170,7 +171,7 @@ ffi::Error check_leaf(const std::string& name, const ffi::AnyBuffer& array, int6
 }
 
 // Updates the momenta. `arrays` has each leaf's gradient and momentum, and `results` the same
-// momentum buffer. `rows` are the rows of each leaf's matrices, a side of `wide`.
+// momentum buffers. `rows` has the rows of each leaf's matrices: the short or long side of `wide`.
 ffi::Error muon_momentum(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::RemainingArgs arrays,
                          ffi::Result<ffi::AnyBuffer> wide, ffi::Result<ffi::AnyBuffer> tall,
                          ffi::Result<ffi::AnyBuffer> squares, ffi::Result<ffi::AnyBuffer> partial,

@@ -1,5 +1,5 @@
-// Attention of a few new tokens of each sequence to keys and values in a cache, in one piece or in
-// pages, of 16 bits or of 8.
+// Attention of a few new tokens of each sequence to a contiguous or paged cache of keys and values,
+// of 16 or 8 bits.
 //
 // A warp reads a tile of 16 keys of a head straight from memory into the registers that tensor
 // cores take as operands, and the next tile while it computes. Nothing passes through shared
@@ -19,8 +19,8 @@
 namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLowest = -1e30f;  // the maximum of no logits
-constexpr int kRows = 16;          // of a unit at most
+constexpr float kLowest = -1e30f;  // maximum of a row without logits
+constexpr int kRows = 16;          // largest unit: queries of a key head that a warp computes
 constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of this
 
 struct CacheArgs {
@@ -41,7 +41,7 @@ struct CacheArgs {
   int layer_pages;
   int layers;
   int page_size;
-  int page_shift;  // its logarithm, or -1 for a size that is no power of two
+  int page_shift;  // log2 of page_size, or -1 if that is no power of two
   int most_pages;
   int tokens;
   int key_heads;
@@ -49,7 +49,7 @@ struct CacheArgs {
   int row_tiles;  // units of a key head
   int unit_rows;  // rows of a unit that are stored
   float scale;
-  float cap;  // 0 for none
+  float cap;  // soft cap of the logits, 0 for none
   float inverse_cap;
   bool is_half;  // whether query and output are float16, not bfloat16
 
@@ -68,12 +68,12 @@ __device__ __forceinline__ float2 pair_of(uint32_t bits, bool is_half) {
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
-// A power of two from its exponent.
+// Returns 2^exponent.
 __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((exponent + 127) << 23);
 }
 
-// The rows of a unit, in tiles of 8, as operands B.
+// Queries of a unit in tiles of 8 rows, as B operands of the tensor cores.
 template <typename V, int kHead, int kTiles>
 struct Queries {
   using Tile = KeyTile<V, kHead>;
@@ -81,8 +81,8 @@ struct Queries {
 
   uint32_t operands[kTiles][kSteps][2];
 
-  // Loads the rows, and returns in `factors` by what the products of the rows 2 q and 2 q + 1 of
-  // each tile are multiplied.
+  // Loads the rows. Sets `factors` to the multipliers of the logits of rows 2 q and 2 q + 1 of each
+  // tile.
   __device__ __forceinline__ void load(const CacheArgs& args, int sequence, int head, int first,
                                        float (&factors)[kTiles][2]) {
     constexpr bool kWidens = kKeptBytes<V> == 1;
@@ -103,7 +103,7 @@ struct Queries {
       }
       float factor = args.scale * kLog2e;
       if constexpr (kWidens) {
-        // bfloat16 has larger numbers than float16: the row is divided by a power of two.
+        // The row is divided by a power of two, because bfloat16 may overflow float16.
         float most = 0.0f;
 #pragma unroll
         for (const auto& step : operands[n]) {
@@ -178,7 +178,7 @@ struct Output {
   }
 };
 
-// Where the two groups of 8 keys of a tile are, none of which crosses a page's end.
+// Places of a tile's two groups of 8 keys; neither group crosses the end of a page.
 struct TilePlace {
   int page[2];
   int within[2];
@@ -208,7 +208,7 @@ class Unit {
     }
   }
 
-  // Computes the part of a sequence that has its tiles from `begin` to `stop`.
+  // Computes part `number`: attention of a sequence to its tiles of keys from `begin` to `stop`.
   __device__ __forceinline__ void part(int sequence, int begin, int stop, int number) {
     sequence_ = sequence;
     length_ = args_.sequences.lengths[sequence];
@@ -217,7 +217,7 @@ class Unit {
     queries.load(args_, sequence, head_, first_row_, factors);
     Output<V, kHead, kTiles> output;
     float maximum[kTiles][2], sum[kTiles][2];
-    int end[kTiles][2];  // beyond the keys that a row sees
+    int end[kTiles][2];  // end (exclusive) of the keys that a row sees
     const int offset = args_.sequences.offsets[sequence];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -231,7 +231,7 @@ class Unit {
     }
     uint32_t unit_bits = 0x0d800000u;  // 2^-100; the output is in units of this power of two
 
-    // No row sees a part only of the tiles between these keys.
+    // Tiles between safe_start and safe_end need no mask: every row sees all their keys.
     const int safe_end = min(offset + first_row_ / args_.group + 1, length_);
     const int window = args_.sequences.window,
               last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
@@ -274,7 +274,7 @@ class Unit {
 
       float rescaling = 1.0f, key_scale[2], value_scale[2];
       if constexpr (kScaled) {
-        // Lanes with q of 2 and 3 have the scales of the values, which the unit is at least.
+        // The unit is at least the largest scale of the values; lanes with q of 2 and 3 hold these.
         const uint32_t own = q_ < 2 ? 0u : __float_as_uint(scale) & 0x7fffffffu;
         const uint32_t most = __reduce_max_sync(kAllLanes, own);
         const uint32_t bits = min((most + 0x7fffffu) & 0x7f800000u, 0x7e800000u);
@@ -360,7 +360,7 @@ class Unit {
     return __uint_as_float((254u << 23) - power_bits);
   }
 
-  // Whether a row that sees no key from `end` on sees this one.
+  // Whether a row sees `key`; `end` is the end of its keys by position.
   __device__ __forceinline__ bool is_seen(int key, int end) const {
     const int window = args_.sequences.window;
     return key < min(end, length_) && (window == 0 || key >= end - window);
@@ -372,7 +372,7 @@ class Unit {
     return args_.cap * kLog2e * (1.0f - __fdividef(2.0f, e + 1.0f));
   }
 
-  // Finds a tile. Of one behind the last page, which nothing is loaded from, the place is wrong.
+  // Returns a tile's place. It is wrong behind the last page, where nothing is loaded from.
   __device__ __forceinline__ TilePlace place_of(int tile) const {
     TilePlace place;
     const int key = tile * kTileKeys;
@@ -391,12 +391,12 @@ class Unit {
     return place;
   }
 
-  // Returns an id of a page that there is.
+  // Returns the index of a page in the pool, clipped to the pages of the layer.
   __device__ __forceinline__ uint32_t page_of(int page) const {
     return first_page_ + min(max(page, 0), args_.layer_pages - 1);
   }
 
-  // Finds the first row of each group of 8 keys.
+  // Computes the offset of each group of 8 keys, in units of kUnitBytes.
   __device__ __forceinline__ void set_rows(const TilePlace& place, uint32_t (&rows)[2]) const {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
@@ -439,7 +439,7 @@ class Unit {
     }
   }
 
-  // Loads the scales of keys g and g + 8 in lanes with q of 0 and 1, and those of their values.
+  // Loads the scales of keys g and g + 8 (lanes with q 0 and 1) and of their values (q 2 and 3).
   __device__ __forceinline__ float load_scale(const TilePlace& place, int tile) const {
     const int group = q_ % 2;
     const uint32_t page = page_of(group == 0 ? place.page[0] : place.page[1]);
@@ -460,7 +460,7 @@ class Unit {
   int first_page_;
   uint32_t page_stride_;  // in units of kUnitBytes, as is the next one
   uint32_t place_stride_;
-  // What the lane reads of page 0: its part of the first row of a group.
+  // Addresses of the lane's part of a group's first row, in page 0.
   const uint8_t* key_;
   const uint8_t* value_;
   const float* scale_ = nullptr;
@@ -501,10 +501,10 @@ __global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
 }
 
 constexpr int kMergeThreads = 256;
-// Parts that a warp loads at a time.
+// Number of parts that a warp loads at a time.
 constexpr int kTogether = 4;
 
-// What a warp has merged: a lane has kHead / 32 columns of the output.
+// Output that a warp has merged; a lane holds kHead / 32 columns of it.
 template <int kHead>
 struct Merged {
   static constexpr int kColumns = kHead / 32;
@@ -529,7 +529,7 @@ __device__ __forceinline__ void load_columns(const float* from, float (&columns)
   unpack(vector, columns);
 }
 
-// Merges the parts of rows; kWarps warps share a row and take its parts in turn.
+// Merges the parts of rows; kRowWarps warps share a row and take its parts in turn.
 template <int kHead, int kRowWarps>
 __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 32 : kMergeThreads)
     merge_cached_parts(const __grid_constant__ CacheArgs args) {
@@ -543,7 +543,7 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   const int64_t of_batch = of_unit / args.units();
   const int row = unit % args.row_tiles * args.unit_rows + row_of_unit;
   const int head = unit / args.row_tiles;
-  // Rows beyond the last one belong to none of the blocks with several warps for a row.
+  // If several warps share a row, the block has no other row, so all its threads return here.
   if (of_batch >= args.sequences.batch || row >= args.rows()) return;
   const int sequence = static_cast<int>(of_batch);
   const TileList list(args.sequences);
@@ -603,7 +603,8 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   }
 }
 
-// Launches the merge with as many warps for a row as a sequence may have parts.
+// Launches the merge with 1, 8 or 32 warps for each row: the more, the more parts a sequence has if
+// all sequences are equally long.
 template <int kHead>
 ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream) {
   const int parts = args.sequences.slots / args.sequences.batch + 2;

@@ -32,7 +32,7 @@ class Rule:
     """Function from the step's number, from 1 up, to the rule for each leaf at this step.
 
     Scalars that the leaves share must be computed outside of the leaf rule: XLA rounds a division by a
-    scalar differently if each leaf computes the scalar, and the numbers would no longer be Optax's.
+    scalar differently if each leaf computes the scalar, and results would differ from Optax's.
     """
     kernel: KernelRule
     """The same formula in the form that the kernels take."""
@@ -51,7 +51,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """Formula that `step` runs by kernels; None if there is none."""
     kernel_update: Callable[..., tuple[Any, Any]] | None = None
     """Function (grads, state, params, max_norm=, why=) -> (updates, state): `update` by kernels, with
-    clipping to a norm. None if there are no kernels, or those of a recipe."""
+    clipping to a norm. None if there are no kernels, or if a recipe has them."""
 
     def step(
         self,
@@ -205,7 +205,7 @@ def fuse(
 
     Args:
       make_rule: constants -> the optimizer's formula for one leaf.
-      constants: the numbers of the formula that may be traced.
+      constants: the formula's constants, which may be traced.
       like: Optax's optimizer of the same arguments; its `init` makes the state, whose first element
         holds the moments of the rule.
       learning_rate: a constant, or a schedule whose count is in the state's last element.
@@ -240,12 +240,12 @@ def from_optax(
 
 
 class Hyperparameters(NamedTuple):
-    """An optimizer's hyperparameters at one step, with the values of schedules."""
+    """An optimizer's hyperparameters at one step, with schedules evaluated."""
 
     learning_rate: Any
     weight_decay: Any
     constants: tuple[Any, ...]
-    """The constants of the rule."""
+    """Constants of the rule, such as b1 and b2."""
 
 
 class Leaves(NamedTuple):
@@ -273,7 +273,7 @@ class Recipe:
     coding: Callable[[jax.Array], jax.Array] | None
 
     def hyperparameters(self, state: Any) -> Hyperparameters:
-        """Returns the numbers of the step that starts from `state`."""
+        """Returns the hyperparameters of the step that starts from `state`."""
         decay = self.weight_decay
         return Hyperparameters(
             _at(self.learning_rate, state[-1]),
@@ -403,6 +403,6 @@ def _at(value: optax.ScalarOrSchedule, state: Any) -> Any:
 
 @contextlib.contextmanager
 def _optax_promotions() -> Iterator[None]:
-    """Allows JAX's default promotions in this context, so that the numbers are Optax's."""
+    """Allows JAX's default promotions in this context, so that results equal Optax's."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

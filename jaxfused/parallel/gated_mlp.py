@@ -1,4 +1,4 @@
-"""parallel.gated_mlp: the gated perceptron whose hidden features devices share."""
+"""parallel.gated_mlp: the gated MLP with its hidden features split over devices."""
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -38,7 +38,7 @@ def gated_mlp(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""`jaxfused.gated_mlp` of hidden features that devices share, with its sums beside its products.
+    r"""`jaxfused.gated_mlp` with hidden features split over devices; collectives overlap its products.
 
     .. math::
         y = \sum_\text{devices} \bigl(\text{activation}(x w_\text{gate} + b_\text{gate})
@@ -48,7 +48,7 @@ def gated_mlp(
       x: [..., T, D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name`
         all operands are a device's own; else, under `jax.jit`, whole ones.
       w_gate: [D, F], split by its columns.
-      w_up: [D, F], split alike; it may not be in one array with w_gate, whose columns devices share.
+      w_up: [D, F], split alike. Unlike in `jaxfused.gated_mlp`, w_gate may not hold its columns too.
       w_down: [F, E], split by its rows.
       axis_name: the mesh axis that splits the hidden features.
       sequence_parallel: whether it splits the tokens of x, y and residual too.

@@ -1,4 +1,4 @@
-"""parallel.mlp: the perceptron whose hidden features devices share."""
+"""parallel.mlp: the MLP with its hidden features split over devices."""
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -30,7 +30,7 @@ def mlp(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""`jaxfused.mlp` of hidden features that devices share, with its sums beside its products.
+    r"""`jaxfused.mlp` with hidden features split over devices; collectives overlap its products.
 
     .. math::
         y = \sum_\text{devices} \text{activation}(x w_1 + b_1) w_2 + b_2 + \text{residual}

@@ -1,4 +1,4 @@
-"""The perceptron whose hidden features devices share, with its sums beside its products.
+"""The MLP with its hidden features split over devices; collectives overlap its products.
 
 With whole rows on each device, the last product is taken in parts of the rows: the sum of one part over
 the devices runs while the next is multiplied. With shared rows, they travel in a ring, and the sums of

@@ -1,4 +1,4 @@
-"""parallel.qkv_projection: queries, keys and values of heads that devices share."""
+"""parallel.qkv_projection: queries, keys and values with heads split over devices."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def qkv_projection(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    r"""`jaxfused.qkv_projection` of heads that devices share, with its all-gather beside its products.
+    r"""`jaxfused.qkv_projection` with heads split over devices; its all-gather overlaps its products.
 
     .. math::
         q = \text{rope}(\text{rms\_norm}(x w_q + b_q, \text{q\_scale})), \quad

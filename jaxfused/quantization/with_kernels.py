@@ -1,4 +1,4 @@
-"""with_kernels: quantised kernels, as a checkpoint has them, in the layers of a model."""
+"""with_kernels: puts a checkpoint's quantised weights into the linear layers of a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +16,8 @@ def with_kernels(
 ) -> Any:
     """Puts quantised kernels into the linear layers of a model, as `jaxfused.quantize_params` does.
 
-    What is made of a checkpoint by `jaxfused.quantization.load` so runs in a module. Biases stay those
-    of the model: they are its parameters.
+    Weights that `jaxfused.quantization.load` reads from a checkpoint thus run in a module. Biases remain
+    the model's own, because they are its parameters.
 
     Args:
       module_or_params: an nnx module, whose parameters may be shapes (as `nnx.eval_shape` makes them, so
@@ -26,7 +26,7 @@ def with_kernels(
         "blocks/0/qkv".
 
     Returns:
-      A new module or tree; what was passed stays as it is.
+      A new module or tree; module_or_params is not changed.
 
     Raises:
       ValueError: a path is that of no linear layer, or a kernel has another shape.

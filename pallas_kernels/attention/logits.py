@@ -40,7 +40,7 @@ def saved_length(query_count: int) -> int:
 
 
 def forward_results(shape: Shape, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns what a forward makes: the output [B, T, N, V], and its log-sum-exp [B, N, R]."""
+    """Returns the shapes of a forward's results: output [B, T, N, V], log-sum-exp [B, N, R]."""
     batch, query_count, _, heads, _, _, value_size = shape
     return (
         jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
@@ -56,7 +56,7 @@ class Operands(NamedTuple):
     sinks: Any = None
     """Sink logits [N], float32."""
     query_lengths: Any = None
-    """Queries of each batch entry [B], int32; the next two fields have the same form."""
+    """Number of queries of each batch entry [B], int32; the next two fields are int32 [B], too."""
     key_lengths: Any = None
     query_offset: Any = None
     query_segments: Any = None
@@ -65,11 +65,11 @@ class Operands(NamedTuple):
     explicit: Any = None
     """Mask [B or 1, N or 1, T or 1, S or 1], int8, 1 where a query may attend to a key."""
     dropout_seeds: Any = None
-    """Seeds [2, B, N], uint32; a kernel cannot tell which shard of the batch or heads it computes."""
+    """Seeds [2, B, N], uint32: an operand, as a kernel cannot tell which shard of B or N it computes."""
     pattern_heads: Any = None
     """Index in the pattern of each head's mask [N], int32; None if all heads share one."""
     reads: tuple[Any, ...] = ()
-    """Arrays that the functions of score and place read, each [B or 1, N or 1, T or 1, S or 1]."""
+    """Arrays that `score` and `allows` of `Logits` read, each [B or 1, N or 1, T or 1, S or 1]."""
 
     def extent(self, mask: BlockMask, batch_idx: Index) -> Extent:
         """Returns the extent of a batch entry, in a kernel."""
@@ -96,7 +96,7 @@ class Operands(NamedTuple):
             return pad(array, {i: n for i, n in blocks.items() if array.shape[i] != 1})
 
         def pad_read(array):
-            """Pads by repeating the last numbers; of others, such as 0, a function may be NaN."""
+            """Pads by repeating the last values: a function may be NaN for others, such as 0."""
             blocks = ((2, query_block), (3, key_block))
             missing = {axis: -array.shape[axis] % block for axis, block in blocks}
             widths = [(0, 0)] * 2 + [
@@ -134,7 +134,7 @@ class Bits(NamedTuple):
     first_row: Index
 
     def words(self, rows: int, layout: Any) -> list[jax.Array]:
-        """Loads the words of `rows` rows, each word as one number a row."""
+        """Loads the words of `rows` rows; each array of the list has one word of every row."""
         place = pl.ds(self.first_row, rows)
         return [
             plgpu.load(self.gmem.at[self.number, i, place], layout=layout, optimized=False)
@@ -157,7 +157,7 @@ class Tile:
     bits: "Bits | list[jax.Array] | None" = None
     """Bits of the pairs that the mask's pattern allows, or their words; None without a pattern."""
     early: tuple[tuple[Any, jax.Array], ...] = ()
-    """References to arrays, each with the part that is loaded already."""
+    """Pairs of an array's reference and the part of it that is already loaded."""
 
     @property
     def query_axis(self) -> int:
@@ -188,7 +188,7 @@ class Tile:
         return ref[word, self.batch, self.head]
 
     def vector(self, ref, axis: int) -> jax.Array:
-        """Loads a part of [B or 1, T or S] along queries (axis 0) or keys (axis 1) for a whole tile."""
+        """Loads the tile's queries (axis 0) or keys (axis 1) of `ref`, [B, T or S], as a whole tile."""
         dimension = axis ^ self.query_axis
         start = self.query_start if axis == 0 else self.key_start
         values = plgpu.load(
@@ -199,7 +199,7 @@ class Tile:
         return lax.broadcast_in_dim(values, self.shape, [dimension])
 
     def matrix(self, ref) -> jax.Array:
-        """Loads a part of [B or 1, N or 1, T or 1, S or 1] for the whole tile; rows must be queries."""
+        """Loads the tile's part of `ref`, [B or 1, N or 1, T or 1, S or 1]; rows must be queries."""
         values, axes = self.read(ref), self.axes(ref)
         if len(axes) == 2:
             return values
@@ -208,11 +208,11 @@ class Tile:
         return lax.broadcast_in_dim(values, self.shape, axes)
 
     def axes(self, ref) -> tuple[int, ...]:
-        """Returns the axes of the tile along which [B or 1, N or 1, T or 1, S or 1] varies."""
+        """Returns the axes along which `ref` is not broadcast: its last two unless of length 1."""
         return tuple(axis for axis in (0, 1) if ref.shape[2 + axis] > 1)
 
     def read(self, ref) -> jax.Array:
-        """Loads a part of [B or 1, N or 1, T or 1, S or 1] along its `axes`; rows must be queries."""
+        """Loads the tile's part of `ref` along its `axes`, not broadcast; rows must be queries."""
         for known, part in self.early:
             if known is ref:
                 return part
@@ -229,7 +229,7 @@ class Tile:
         return plgpu.load(ref.at[tuple(index)], layout=layout, optimized=False)
 
     def loaded(self, reads: Sequence[Any]) -> Any:
-        """Returns the tile with the arrays without a column axis that its mask and functions read.
+        """Returns the tile after loading its bits, and those of `reads` that all columns share.
 
         Loads take longer than their use, so they start before the tile's products.
         """
@@ -310,7 +310,7 @@ class Logits:
         return self.score is not None or self.allows is not None
 
     def pads_keys(self, key_block: int) -> bool:
-        """Whether XLA must pad bias or mask [.., S]: `key_block` does not divide S, but 64 does."""
+        """True if XLA must pad bias or mask [.., S]: `key_block` does not divide S, but 64 does."""
         count = self.mask.key_count
         return self.has_matrices and count % key_block > 0 and count % WGMMA_ROWS == 0
 
@@ -329,7 +329,7 @@ class Logits:
 
     @property
     def multiplier(self) -> float:
-        """Factor that `logits` leaves out, so that it is applied when the maximum is subtracted."""
+        """Factor that `logits` leaves out; it is applied when the maximum is subtracted."""
         if self.score is not None:
             return LOG2E
         if self.soft_cap is None and not self.has_bias and self.scale > 0:
@@ -339,7 +339,7 @@ class Logits:
     def logits(
         self, products: jax.Array, tile: Tile, operands: Operands, extent: Extent, masked: bool
     ) -> jax.Array:
-        """Returns the logits in base 2 divided by `multiplier`, -inf where the mask, if any, forbids."""
+        """Returns the logits in base 2 divided by `multiplier`; if `masked`, -inf at masked elements."""
         x = products
         if self.score is not None:
             x = self.scored(self.scores(x, tile, operands), tile, operands)
@@ -384,7 +384,7 @@ class Logits:
             return products * self.scale
         return self.soft_cap * _tanh(products * (self.scale / self.soft_cap))
 
-    # --- functions of score and place ---------------------------------------------------------
+    # --- functions that change or mask logits -------------------------------------------------
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -401,7 +401,7 @@ class Logits:
         return x
 
     def scored(self, scores: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
-        """Returns the function of the scores, without its `shift` if it has one."""
+        """Returns `score` of the scores, without the part that `shift` returns."""
         assert self.score is not None
         reads = self.score_reads(operands)
         separated = self.score.separated(tile, reads, self.limits)
@@ -426,14 +426,14 @@ class Logits:
     def derivatives_of_score(
         self, which: Sequence[int], products: jax.Array, tile: Tile, operands: Operands
     ) -> list[Part]:
-        """Returns the derivatives of the logits by the score (0), or by a read that has a gradient."""
+        """Returns derivatives of the logits with respect to the score (0) or a read with a gradient."""
         assert self.score is not None
         score = functools.partial(self.scores, products, tile, operands)
         reads = self.score_reads(operands)
         return self.score.derivatives(which, tile, reads, self.limits, score)
 
     def derivative(self, products: jax.Array, tile: Tile, operands: Operands) -> jax.Array | None:
-        """Returns the derivative of the logits by the products; None if it is `scale`."""
+        """Returns the derivative of the logits with respect to the products; None if it is `scale`."""
         derivative = None if self.soft_cap is None else self.derivative_of_capped(products)
         if self.score is None or self.score.is_additive:
             return derivative

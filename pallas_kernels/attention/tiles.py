@@ -31,8 +31,8 @@ class Place(NamedTuple):
     key_blocks: Callable[[Index, Index], Blocks]
     """Function from a range of the tile's queries to the blocks of keys that they visit."""
     first: jax.Array
-    """First visited block of keys, or first entry of the tile's list of blocks if there are lists. The
-    tile visits [first, stop) from the last to the first."""
+    """Start of the range [first, stop) of blocks of keys, or of entries of the tile's list if there are
+    lists. The tile visits the range from its end to its start."""
     stop: jax.Array
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2], or None."""
@@ -45,13 +45,13 @@ class Place(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Blocks of keys that a consumer's rows of a tile visit; visit i is to block last - i.
+    """Blocks of keys that one consumer visits for its rows of a tile; visit i is to block last - i.
 
     If the tile's rows reach different keys, its first blocks may belong to other consumers' rows only.
     """
 
     skipped: jax.Array
-    """Blocks of the tile that come before the first visit."""
+    """Number of the tile's blocks that come before this consumer's first visit."""
     count: jax.Array
     last: jax.Array
     full_first: jax.Array
@@ -70,7 +70,7 @@ class Visits(NamedTuple):
 
 
 class ListedVisits(NamedTuple):
-    """`Visits` of a tile with a list of its blocks of keys, all of which all consumers visit."""
+    """`Visits` of a tile with a list of blocks of keys; each consumer visits all of them."""
 
     at: Place
     full: Blocks | None
@@ -224,9 +224,9 @@ class KeyPlace(NamedTuple):
     batch_idx: jax.Array
     key_head_idx: jax.Array
     first_head_idx: jax.Array
-    """First of the visited query heads."""
+    """Index of the first visited query head."""
     shared_head_idx: jax.Array
-    """Head of the results, in which each share of a key head counts as a head."""
+    """Index of the head of the results, in which each share of a key head has a head of its own."""
     start: jax.Array
     """Index of the first key."""
     extent: Extent

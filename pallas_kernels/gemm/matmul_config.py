@@ -16,25 +16,25 @@ class MatmulConfig:
     tile_m: int = 128
     """Rows of a warpgroup's accumulators."""
     tile_n: int = 192
-    """Columns of a warpgroup's accumulators; several products in one pass over a divide them equally."""
+    """Columns of a warpgroup's accumulators, split equally among products that share a pass over `a`."""
     stages: int = 4
     """Pipeline stages: tiles of the operands in flight or in use."""
     ping_pong: bool = True
     """True if the consumers hold different output tiles; false if they hold halves of one tile of twice
     the height."""
     cluster: int = 1
-    """CTAs, one below the other, that share the tiles of b: each multicasts a part of them to all."""
+    """CTAs of a cluster, with tiles below each other; each multicasts a part of b's tiles to all."""
     epilogue_columns: int = 64
     """Columns of a chunk, the part of a tile that the epilogue processes at a time."""
     read_slots: int = 1
-    """Load stages: chunks of each matrix that the epilogue reads; all are filled ahead of it."""
+    """Load stages of the epilogue: chunks that it prefetches of each matrix that it reads."""
     write_slots: int = 1
-    """Store stages: chunks of each matrix that the epilogue writes."""
+    """Store stages of the epilogue, in chunks of each matrix that it writes."""
     band: int = 8
     """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
     pads_columns: bool = False
-    """True if XLA first pads b's width to whole blocks of columns. A WGMMA then takes all of a tile's
-    columns and not one block of them, which pays for many rows."""
+    """True if XLA first pads b's width to whole blocks of columns. A WGMMA then covers all of a tile's
+    columns, not one block of them. With many rows this saves more than the copy costs."""
 
     def __post_init__(self) -> None:
         if self.tile_m % 64 or self.tile_n % 8 or self.tile_n > 256:

@@ -62,7 +62,7 @@ class RowConfig:
     def why_unfit(
         self, rows: int, features: int, element_bytes: int, sums: bool = False
     ) -> str | None:
-        """Returns None if rows of `features` can be spread this way, else the rule that they break.
+        """Returns None if the config can run rows of `features`, else the rule that they break.
 
         `element_bytes` adds up the itemsizes of all matrices that are read; with `sums` the kernel adds
         up columns too (see `RowTiles.store_partial`).
@@ -101,7 +101,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Tiles of a [rows, features] matrix whose rows are cut into `segments` equal runs.
+    """Tiles of a [rows, features] matrix whose rows are divided into `segments` of equal length.
 
     The grid is `(ctas,)`; a CTA stays inside one segment.
     """
@@ -146,7 +146,7 @@ class RowTiles:
 
     @property
     def stays_in_segment(self) -> bool:
-        """True if each tile holds rows of one segment alone, as vectors that differ by segment need."""
+        """True if no tile has rows of two segments, so that it can use a vector of its segment."""
         return not self.config.row_per_warp or self.rows // self.segments >= self.config.lines
 
     def layout(self, itemsize: int) -> plgpu.Layout:
@@ -207,7 +207,7 @@ class RowTiles:
         return pl.ds(chunk * self.chunk_width, self.chunk_width)
 
     def per_chunk(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Returns `f` for each column block, computed once and kept, or on every call."""
+        """Returns `f`, evaluated once for each column block if the tile is kept, else on every call."""
         return self._kept(f) if self.config.keeps_tile else f
 
     def _kept(self, f: Callable[[int], Any]) -> Callable[[int], Any]:

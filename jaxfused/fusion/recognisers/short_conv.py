@@ -32,11 +32,11 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 
 class Window(NamedTuple):
-    """A shifted part of an array: along an axis its entry t is the source's entry t + shift, or 0."""
+    """A shifted part of an array: along an axis, its entry t is entry t + shift of the source, or 0."""
 
     source: Value
     axis: int | None
-    """Axis of the shift; None if it is the source itself."""
+    """Axis of the shift; None if the window is the source itself, not shifted."""
     shift: int
     first: int
     """First entry of the source that is not replaced by zero."""
@@ -44,7 +44,7 @@ class Window(NamedTuple):
     """End (exclusive) of the source's entries that are not replaced by zero."""
 
     def has_all(self, length: int) -> bool:
-        """Returns whether a window of this length has zeros only for entries outside of the source."""
+        """Returns whether a window of this length keeps every entry of the source that it covers."""
         if self.axis is None:
             return True
         size = self.source.shape[self.axis]
@@ -60,7 +60,7 @@ class _Taps:
     x: Value
     axis: int
     weights: dict[int, Value]
-    """Weights by the shift of their window."""
+    """Weight of each window, by the window's shift."""
     bias: Value | None
 
 
@@ -87,7 +87,7 @@ _FEWEST, _MOST = 2, 8
 
 
 def _longest(value: Value) -> _Taps | None:
-    """Returns the last sum of windows that a product is part of, or None."""
+    """Returns the longest sum of windows that contains a product, or None."""
     best: _Taps | None = None
     for _ in range(_LONGEST):
         found = _taps(value)
@@ -150,7 +150,7 @@ def _of_one_array(
 
 
 def _windows(value: Value) -> Iterator[Window]:
-    """Yields the value as a window of itself, then of each array before slices and pads of one axis."""
+    """Yields the value as a window of itself, then of each array that is sliced or padded to it."""
     axis: int | None = None
     value = core(value)
     window = Window(value, None, 0, 0, 0)

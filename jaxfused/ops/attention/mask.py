@@ -18,9 +18,9 @@ class Mask:
 
     Query t stands at position p = t + offset among the keys, and the offset is 0 where none is given.
     Position and lengths allow each query one interval of keys. Its ends do not decrease with t among the
-    queries within their length. So two rows tell a kernel about a block of them: keys before the first
-    row's start or from the last row's stop on are masked for the whole block, and keys from the last
-    row's start to the first row's stop for none of it.
+    queries within their length. So a kernel needs only the first and the last row of a block of queries:
+    keys before the first row's start or from the last row's stop on are masked in all rows, and keys
+    from the last row's start to the first row's stop in none.
     """
 
     is_causal: bool = field(default=False, metadata={"static": True})
@@ -38,14 +38,14 @@ class Mask:
     explicit: jax.Array | None = None
     """Booleans that broadcast to [B, N, T, S], True where a query may attend to a key."""
     query_offset: jax.Array | None = None
-    """Positions [B] of the first query."""
+    """Positions [B] of the first query among the keys."""
     pattern: Pattern | None = field(default=None, metadata={"static": True})
-    """Combined mask objects of a call, at positions to which `query_offset` is not added."""
+    """Combined mask objects of a call; `query_offset` is not added to the positions that they see."""
     pattern_heads: jax.Array | None = None
     """Indices [N] of each head's mask in the pattern; None if all heads share one."""
 
     def key_interval(self, query: jax.Array, key_count: int) -> tuple[jax.Array, jax.Array]:
-        """Returns (start, stop), [B or 1, T], of the keys that position and length allow queries [T]."""
+        """Returns (start, stop), [B or 1, T]: the keys of each query by position and lengths alone."""
         position = query[None]
         if self.query_offset is not None:
             position = position + self.query_offset[:, None]
@@ -76,7 +76,7 @@ class Mask:
         return allowed if self.explicit is None else allowed & self.explicit
 
     def limited_to(self, allowed: jax.Array) -> "Mask":
-        """Returns the same mask where `allowed`, [B or 1, N or 1, T or 1, S or 1], is true too."""
+        """Returns the mask with one more condition: `allowed`, [B or 1, N or 1, T or 1, S or 1]."""
         return replace(self, explicit=allowed if self.explicit is None else self.explicit & allowed)
 
     def without_pattern(self) -> "Mask":

@@ -23,9 +23,9 @@ from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 _FEWEST_ROWS, _MOST_ROWS = 16, 512
-"""Least and greatest number of rows of a tile, which is otherwise near a group's mean."""
+"""Limits of a tile's rows, which are otherwise about as many as a group has on average."""
 _SYMBOLIC_ROWS = 128
-"""Rows of a tile where the number of all rows is symbolic."""
+"""Rows of a tile if lhs has a symbolic number of rows."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,19 @@ def gradients(
 
 
 class _Tile(NamedTuple):
-    """Part of one group's rows, or several such parts if the fields have an axis."""
+    """A tile of rows of one group, or several tiles if the fields have an axis."""
 
     group: jax.Array
     """Index of the tile's matrix."""
     first: jax.Array
-    """Index of the row from which the tile is cut, early enough for all its rows to exist."""
+    """Index of the first row that is loaded, clipped so that the tile does not pass the last row."""
     start: jax.Array
-    """Index of the group's first row in the tile; rows before it are another tile's."""
+    """Index of the first row that the tile computes; loaded rows before it belong to another tile."""
     end: jax.Array
-    """Index after the group's last row in the tile."""
+    """Index after the last row that the tile computes."""
 
     def own_rows(self, height: int) -> jax.Array:
-        """Returns a mask [height, 1], True for the tile's rows that are its group's."""
+        """Returns a mask [height, 1] of the loaded rows, True for those that the tile computes."""
         row = self.first + jnp.arange(height, dtype=jnp.int32)[:, None]
         return (row >= self.start) & (row < self.end)
 
@@ -116,7 +116,7 @@ def _over_tiles(
     sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows).astype(jnp.int32)
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    # The groups from `offset` on have a matrix; their bounds are a start and the ends of all.
+    # Groups from `offset` on have a matrix. Their bounds are the start of the first and the end of each.
     index = offset.reshape(()).astype(jnp.int32) + jnp.arange(groups + 1, dtype=jnp.int32)
     bounds = ends[jnp.clip(index, 0, sizes.shape[0])]
     counts = (jnp.diff(bounds) + (height - 1)) // height
@@ -138,7 +138,7 @@ def _over_tiles(
 
 
 def tile_height(rows: int, groups: int) -> int:
-    """Returns the number of rows of a tile, about as many as a group has."""
+    """Returns the number of rows of a tile, about as many as a group has on average."""
     if is_symbolic(jax.ShapeDtypeStruct((rows,), jnp.int32)):
         return _SYMBOLIC_ROWS
     mean = max(1, rows // max(groups, 1))

@@ -1,4 +1,4 @@
-"""New tokens written into a KVCache by XLA's scatters, or by the stage of the kernel that does all."""
+"""Appends new tokens to a KVCache, by XLA's scatters or by one fused kernel."""
 
 import functools
 from collections.abc import Mapping
@@ -26,24 +26,24 @@ class Arrays(NamedTuple):
     """Operands of an append; those after `lengths` may be None."""
 
     kept_key: Any
-    """[B, S, K, H], or [L, B, S, K, H] of a stack; the next one has the values."""
+    """Cached keys [B, S, K, H], or [L, B, S, K, H] of all layers; `kept_value` has the values."""
     kept_value: Any
     key: Any
-    """[B, T, K, H]; the next one [B, T, K, V]."""
+    """New keys [B, T, K, H]; `value` is [B, T, K, V]."""
     value: Any
     lengths: Any
-    """[B] int32, the tokens before these."""
+    """Number of tokens in the cache before the new ones, int32 [B]."""
     counts: Any
-    """[B] int32, how many of the T tokens there are."""
+    """Number of valid tokens among the T, int32 [B]; None for all."""
     sequences: Any
-    """[B] int32, which sequences of the cache the tokens belong to; None for all in order."""
+    """Index in the cache of each sequence, int32 [B]; None for all in order."""
     layer: Any
-    """[] int32."""
+    """Index of the layer in a cache of all layers, int32 []."""
     key_scale: Any
-    """float32, of each token and head, like `kept_key` without H; or [K] of each head, as given."""
+    """Scales of an 8-bit cache, float32: per token and head, like `kept_key` without H, or [K]."""
     value_scale: Any
     cos: Any
-    """float32 [B, T, R/2] or [T, R/2], the rotation of the keys; None where nothing is rotated."""
+    """Cosines of the keys' rotation, float32 [B, T, R/2] or [T, R/2]; None without rotation."""
     sin: Any
 
 
@@ -52,17 +52,17 @@ class Options:
     """Static options of an append."""
 
     dtype: Any
-    """The dtype of what is kept, also where the cache holds the bits of it."""
+    """Dtype of the cached numbers, even if the cache holds their bits in another one."""
     is_ring: bool
     interleaved: bool
     scales_tokens: bool
-    """Whether there is a scale of each token and head, which is chosen."""
+    """True if each token and head gets a scale of its own, computed from its values."""
 
 
 def cache_axes(arrays: Any) -> str:
-    """Returns the letters of a cache's axes but for features, by the `layer` and `sequences` of a stage.
+    """Returns the letters of a cache's axes except for features, given `layer` and `sequences`.
 
-    Sequences that are chosen by index may be on any device.
+    Sequences chosen by index may be on any device, so their axis is not split as the batch is.
     """
     layers = "" if arrays.layer is None else "l"
     return layers + ("b" if arrays.sequences is None else "c") + "sk"
@@ -71,9 +71,9 @@ def cache_axes(arrays: Any) -> str:
 def places(
     lengths: jax.Array, counts: jax.Array | None, tokens: int, capacity: int, is_ring: bool
 ) -> jax.Array:
-    """Returns the place of each new token, [B, T]; unwritten tokens have places beyond S.
+    """Returns the index along S at which to write each new token, [B, T]; from S on, it is dropped.
 
-    No two tokens of a sequence have the same place.
+    No two tokens of a sequence have the same index.
     """
     token = jnp.arange(tokens, dtype=jnp.int32)[None]
     place = lengths[:, None] + token
@@ -89,7 +89,7 @@ def places(
 
 
 def append_xla(arrays: Arrays, options: Options) -> Results:
-    """Returns keys, values and, where they are chosen, the scales of both, by XLA's scatters."""
+    """Returns the cache's keys, values and their scales per token, if any, after XLA's scatters."""
     batch, tokens = arrays.key.shape[:2]
     capacity = arrays.kept_key.shape[-3]
     every = jnp.arange(batch, dtype=jnp.int32)
@@ -132,7 +132,7 @@ def append_xla(arrays: Arrays, options: Options) -> Results:
 def _as_kept(
     new: jax.Array, scale: jax.Array | None, bits: Any, options: Options
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns new tokens in the cache's dtype, and their scales [B, T, K] where they are chosen."""
+    """Returns new tokens in the cache's dtype, and their scales [B, T, K] if `scales_tokens`."""
     if scale is None:
         return new.astype(options.dtype), None
     given = None if options.scales_tokens else scale[None, None, :, None]
@@ -143,7 +143,7 @@ def _as_kept(
 
 @dataclass(frozen=True)
 class Append:
-    """Computes what `append_xla` does, in the memory of the cache."""
+    """Stage that computes `append_xla` in place."""
 
     options: Options
 
@@ -174,7 +174,7 @@ class Append:
         return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
 
     def estimate(self, device, able, *operands) -> Estimate:
-        """Returns what an H200 showed for 64 sequences: XLA takes 10 to 12 us in 8 bits, 4 in floats."""
+        """Returns the order on an H200 (64 sequences): XLA takes 10 to 12 us in 8 bits, 4 in floats."""
         del device, able
         arrays = Arrays(*operands)
         if arrays.key_scale is None and arrays.cos is None:
@@ -243,7 +243,7 @@ class Append:
 
 
 def append(arrays: Arrays, options: Options, implementation: str | None) -> Results:
-    """Returns what `append_xla` does, by the fastest implementation or the named one."""
+    """Returns the results of `append_xla`, by the fastest implementation or the named one."""
     stage = Append(options)
     run = Runner(implementation, dispatch.current_device(arrays.key, arrays.kept_key))
     if run.choice(stage, *arrays).implementation == "xla":
@@ -263,7 +263,7 @@ def _append_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[Results,
 
 
 def _append_bwd(run: Runner, options: Options, arrays: Arrays, dresults: Any) -> Any:
-    """Differentiates XLA's scatters."""
+    """Returns the gradients of XLA's scatters."""
     del run
     return gradients_in_xla(lambda arrays: append_xla(arrays, options), arrays, dresults)
 

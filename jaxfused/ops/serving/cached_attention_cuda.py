@@ -1,4 +1,4 @@
-"""Attention to a cache, in pages or in one piece, by the kernel of ffi/serving/cached_attention.cu."""
+"""Attention to a paged or contiguous cache, by the kernel of ffi/serving/cached_attention.cu."""
 
 from typing import Any, NamedTuple
 
@@ -11,26 +11,26 @@ from jaxfused.runtime import cuda_library
 
 HEAD_SIZES = (64, 128)
 MOST_ROWS = 64
-"""Queries of a key head at most."""
+"""Largest number of queries of a key head."""
 ROWS_OF_A_READ = 16
-"""Rows that read the keys together."""
+"""Largest number of queries of a key head for which a warp reads the keys once."""
 _WARPS = 16
-"""Warps of an SM, at most."""
+"""Largest number of warps of an SM."""
 
 
 class Cache(NamedTuple):
     """Arrays of a cache; all but `key` may be None."""
 
     key: Any
-    """[P, S, K, H] or [K, P, S, H]; or [P, S, 2 K, H] with keys at even heads and values at odd ones."""
+    """Pages of keys, [P, S, K, H] or [K, P, S, H]; or [P, S, 2 K, H] with values at the odd heads."""
     value: Any
     key_scale: Any
-    """float32, like `key` without H; an axis may have length 1. For caches of 8 bits alone."""
+    """Scales of an 8-bit cache, float32, shaped like `key` without H; an axis may have length 1."""
     value_scale: Any
     table: Any
-    """[B, n] int32, the pages of each sequence; None where sequence b has page b."""
+    """Page table, int32 [B, n]; None if sequence b has page b alone."""
     layer: Any = None
-    """[] int32: page 0 is page `layer * layer_pages`; None for 0."""
+    """Index of the layer, int32 []. Its pages start at page `layer * layer_pages`; None for layer 0."""
 
 
 def why_unsupported(
@@ -50,12 +50,12 @@ def why_unsupported(
     Args:
       compute_capability: of the GPU.
       dtype: of the queries.
-      kept: the dtype of what is kept.
+      kept: dtype of the cached keys and values.
       rows: queries of a key head: new tokens times the query heads that share it.
       head_size: H.
       value_size: V.
-      page_size: places of a page.
-      most_pages: pages that a sequence has at most.
+      page_size: tokens of a page.
+      most_pages: largest number of pages of a sequence.
       is_combined: whether keys and values lie in one array.
     """
     if reason := cuda_library.why_unfit(compute_capability):
@@ -97,9 +97,10 @@ def forward(
     soft_cap: float | None,
     multiprocessors: int,
 ) -> jax.Array:
-    """Returns the output like queries [B, T, K, G, H]; see `Arrays` of paged_stages for the operands.
+    """Returns the attention output, of the shape and dtype of the queries [B, T, K, G, H].
 
-    `kept` is the dtype whose bits are kept, and `layer_pages` the pages of a layer, None for all.
+    `Arrays` of paged_stages describes the operands. `kept` is the dtype of the cached numbers, even if
+    the cache holds their bits in another one. A layer has `layer_pages` pages; None for all.
     """
     cuda_library.register()
     batch, tokens, key_heads, group, size = query.shape
@@ -114,7 +115,7 @@ def forward(
     )
 
     def operand(array: jax.Array | None, dtype: Any) -> jax.Array:
-        # Like the query, because in a `jax.shard_map` all operands must vary over the same axes.
+        # Made like the query, because in a `jax.shard_map` all operands must vary over the same axes.
         return jnp.zeros_like(query, shape=(0,), dtype=dtype) if array is None else array
 
     layer = None if cache.layer is None else cache.layer.reshape(1)

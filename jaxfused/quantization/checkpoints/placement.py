@@ -1,4 +1,4 @@
-"""Placement of a checkpoint's arrays: weights by a sharding, and their scales as the weights."""
+"""Places a checkpoint's arrays on devices; scales are split as their weights are."""
 
 import math
 from collections.abc import Callable
@@ -13,20 +13,21 @@ from jaxfused.runtime.packing import WORD_BLOCK
 from jaxfused.runtime.quantized_array import QuantizedArray, assembled
 
 Placing = Sharding | Callable[[str, tuple[int, ...]], Sharding | None]
-"""A sharding, or a function of a name and a shape that returns one or None."""
+"""Sharding of all tensors, or a function (name, shape) -> sharding of that tensor, or None to leave the
+tensor where it is."""
 
 
 def placed_tensor(op: str, name: str, array: jax.Array, sharding: Placing | None) -> jax.Array:
-    """Places an array by a sharding."""
+    """Returns the array, moved to the devices of its sharding if it has one."""
     where = _where(op, name, array.shape, sharding)
     return array if where is None else jax.device_put(array, where)
 
 
 def placed(op: str, name: str, layer: QuantizedLayer, sharding: Placing | None) -> QuantizedLayer:
-    """Places a layer by the sharding of its weights [..., D, F].
+    """Returns a layer with all its arrays split as its weights [..., D, F] are.
 
     Raises:
-      ValueError: a shard would cut a group of weights that share a scale, or a word of them.
+      ValueError: weights that share a scale or a packed word would be on different shards.
     """
     array = layer.array
     where = _where(op, name, array.shape, sharding)
@@ -41,7 +42,7 @@ def placed(op: str, name: str, layer: QuantizedLayer, sharding: Placing | None) 
     def put(part: jax.Array | None, *axes: Any) -> jax.Array | None:
         if part is None:
             return None
-        # All shards share an axis of size 1.
+        # An axis of size 1 is replicated.
         fitting = (a if n > 1 else None for a, n in zip(axes, part.shape, strict=True))
         return jax.device_put(part, NamedSharding(where.mesh, PartitionSpec(*fitting)))
 
@@ -79,7 +80,7 @@ def _where(op: str, name: str, shape: tuple[int, ...], sharding: Placing | None)
 def _check_whole(
     op: str, name: str, array: QuantizedArray, where: NamedSharding, of_inputs: Any, of_outputs: Any
 ) -> None:
-    """Checks that shards have whole groups, and whole elements or blocks of words of the values."""
+    """Checks that no group of a scale, and no values that are packed together, are split over shards."""
     together = WORD_BLOCK if array.values.dtype == jnp.int32 else array.packed
     for what, axes, axis in (("inputs", of_inputs, -2), ("outputs", of_outputs, -1)):
         names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
