@@ -157,6 +157,11 @@ CODES = (
     Codes.of(70, 512, 200, Q(64, 1, 3), "nf4", {"group_size": 128}),
     Codes.of(70, 512, 200, Q(128, 3, 2), "nf4", {"group_size": 16}, "float16"),
 )
+LARGE = (
+    Case.of(530, 1280, 392, Q(256, 2, 3, 4), "int4", {"group_size": 32}),
+    Case.of(300, 1024, 648, Q(128, 3, 3, 4), "int8", {"group_size": 64}),
+    Codes.of(270, 1632, 200, Q(256, 2, 3, 3), "e2m1", {"group_size": 32, "exponents": True}),
+)
 TILES = (
     Case.of(130, 400, 200, T(128, 192, 3, epilogue_columns=32)),
     Case.of(200, 256, 264, T(64, 128, 3, False, epilogue_columns=32), "int4", {"group_size": 128}),
@@ -186,17 +191,7 @@ def test_tiles_are_accurate_in_the_interpreter(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        *MANY_ROWS,
-        *CODES,
-        Case.of(530, 1280, 392, Q(256, 2, 3, 4), "int4", {"group_size": 32}),
-        Case.of(300, 1024, 648, Q(128, 3, 3), "int8", {"group_size": 64}),
-        Codes.of(270, 1632, 200, Q(256, 2, 3, 3), "e2m1", {"group_size": 32, "exponents": True}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", (*MANY_ROWS, *CODES, *LARGE), ids=str)
 def test_tiles_and_codes_are_accurate_on_gpu(case):
     case.check()
     operands = case.operands()
@@ -220,7 +215,7 @@ def test_every_code_and_exponent_is_its_number_on_gpu(rows, book):
         np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (y, right)))
 
 
-@parametrize("case", (*FEW_ROWS, *MANY_ROWS, *CODES, *TILES), quick=(5, 21), ids=str)
+@parametrize("case", (*FEW_ROWS, *MANY_ROWS, *CODES, *TILES, *LARGE), quick=(5, 21), ids=str)
 def test_kernels_lower_for_cuda(case):
     operands = jax.eval_shape(case.operands)
     suffix = {T: "", Q: "_tiles", C: "_few_rows"}[type(case.config)]
