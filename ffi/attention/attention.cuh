@@ -32,6 +32,7 @@ struct LogitsOperand {
   int64_t strides[4];
 };
 
+// Shapes: B batch, T queries, S keys, N query heads, K key heads, H head size, V value size.
 struct AttentionArgs {
   const void* q;  // [B, T, N, H]
   const void* k;  // [B, S, K, H]

@@ -29,7 +29,7 @@ struct Statistics {
 struct BackwardArgs : AttentionArgs {
   const void* dout;              // [B, T, N, V]
   const Statistics* statistics;  // [B, N, T padded]
-  // [B, N, T padded]: correction of delta, from the sum of the gradients of a row's logits.
+  // Corrected delta minus the sum of the gradients of a row's logits, [B, N, T padded].
   const float* missing;
   Statistics* corrected;  // [B, N, T padded], with the corrected delta
   int statistics_rows;
@@ -38,7 +38,7 @@ struct BackwardArgs : AttentionArgs {
   void* dv;
   float* dbias;  // gradient of the bias, in its shape
   int bias_shape[4];
-  int stages;  // blocks of columns in shared memory, 1 or 2
+  int stages;  // pipeline stages, each of a block of columns: 1 or 2
 };
 
 enum class Gradient { kQuery, kKeyAndValue, kKey, kValue };
@@ -454,7 +454,7 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
       }
     }
 
-    // The tile becomes a matrix in shared memory, whose rows and columns are summed as needed.
+    // The tile becomes a matrix in shared memory, summed along axes where the bias has length 1.
     __syncthreads();
     auto* matrix = reinterpret_cast<float*>(shared_memory);
     for_elements<1, kColumnTiles>([&](int, int j, int e) {

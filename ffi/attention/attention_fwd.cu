@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHead, kPlain>::kThreads, 2)
                               args.head_size);
     auto v = head_of<const T>(args.v, at.batch, key_head, args.key_heads, args.key_count,
                               args.value_size);
-    // What lies beyond the length is read as zeros, since a weight of 0 times NaN is NaN.
+    // Keys and values beyond the length are read as zeros, since a weight of 0 times NaN is NaN.
     k.rows = v.rows = extent.keys;
     const Bounds bounds = column_bounds<false>(args, extent, at.batch, first, first + Shape::kRows);
     const int stop = divide_up(bounds.stop, kColumns);

@@ -1,5 +1,5 @@
-// A pass over uint8 images, perhaps with a blur and steps after it. A block copies the pixels that
-// its tile depends on into shared memory, if they fit.
+// A pass over uint8 images, optionally with a blur and steps after it. A block copies the pixels
+// that its tile depends on into shared memory, if they fit.
 #pragma once
 
 #include "augment/block.cuh"

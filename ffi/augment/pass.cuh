@@ -85,10 +85,10 @@ struct Args {
   int statistics_size;
   const float* blurs;  // [images, 2 reach_y + 1 + 2 reach_x + 1], or nullptr
   void* y;             // [images, out_height, out_width, channels]
-  // [images, tiles, kSums], or nullptr: the sum of gray, least and largest values of three
-  // channels, taken before the step that needs statistics.
+  // The sum of gray, and least and largest values of three channels, before the step that needs
+  // statistics: [images, tiles, kSums], or nullptr.
   float* sums;
-  int* counts;  // [images, colours, 256]: number of pixels of each level, or nullptr
+  int* counts;  // number of pixels of each level, [images, colours, 256], or nullptr
 };
 
 // An image's map in shared memory.

@@ -264,7 +264,7 @@ __device__ __forceinline__ void stage(const Args& args, const Box& box, uint32_t
     const uint8_t* from = static_cast<const uint8_t*>(args.x) + box.corner +
                           (first_line * args.width + 4 * quad) * kChannels;
     uint32_t* to = words + first_line * box.pitch + 4 * quad;
-    uint32_t seen[kPixels];  // all bits for a visible pixel, else none
+    uint32_t seen[kPixels];  // all bits set for a visible pixel, else none
 #pragma unroll
     for (int k = 0; k < kPixels; ++k) seen[k] = kWhole || (first <= k && k <= last) ? ~0u : 0u;
     const auto shown = [&](uint32_t pixel, int k) { return (pixel & seen[k]) | (fill & ~seen[k]); };
@@ -422,7 +422,7 @@ struct Table {
   uint32_t* words;
 
   __device__ int& first(int i) const { return reinterpret_cast<int*>(words)[i]; }
-  // Sum of the weights of pixels that show the image; the rest is fill.
+  // Sum of the weights of pixels inside the image; the rest is fill.
   __device__ float& share(int i) const { return reinterpret_cast<float*>(words)[entries + i]; }
   __device__ float& weight(int i, int tap) const {
     return reinterpret_cast<float*>(words)[(2 + tap) * entries + i];

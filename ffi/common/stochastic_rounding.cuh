@@ -39,13 +39,13 @@ __device__ __forceinline__ uint32_t random_word(uint2 seeds, uint32_t pair) {
   return halves_mixed(products_mixed(halves_mixed(seeds.x ^ pair), seeds.y));
 }
 
-// Sets the upper halves of random_word of kCount neighbours, a power of two, from `first` on; the
-// lower halves have other bits.
+// Sets the upper halves of random_word for kCount indices, a power of two, from `first` on. The
+// lower halves differ from random_word's.
 template <int kCount>
 __device__ __forceinline__ void random_upper_halves(uint2 seeds, uint32_t first,
                                                     uint32_t (&words)[kCount]) {
-  // The last mix changes lower halves only. Neighbours that start at a multiple of kCount differ in
-  // bits that the first mix only keeps.
+  // The last mix changes lower halves only. From a multiple of kCount on, indices differ
+  // in bits that the first mix only keeps.
   if (first % kCount == 0) {
     const uint32_t mixed = halves_mixed(seeds.x ^ first);
 #pragma unroll

@@ -1,7 +1,7 @@
-// Misaligned rows, which do not start at multiples of 16 bytes. A tile is as many consecutive rows
-// as form a 16-byte aligned piece of memory. A block copies a tile through shared memory in
-// vectors, for rows of any width; in shared memory a thread owns single columns of a row, or words
-// of two.
+// Access to misaligned rows: those that do not start at multiples of 16 bytes. A tile is as many
+// consecutive rows as form a 16-byte aligned piece of memory. A block copies a tile through shared
+// memory in vectors, for rows of any width; in shared memory a thread owns single columns of a row,
+// or words of two.
 #pragma once
 
 #include <numeric>

@@ -37,7 +37,7 @@ struct ConvArgs : ConvOperands {
   Strips strips;
 };
 
-struct WeightsArgs : WeightsOperands {  // each blockIdx.x has a part of the sums
+struct WeightsArgs : WeightsOperands {  // each blockIdx.x writes a part of the sums
   Strips strips;
 };
 
@@ -68,7 +68,7 @@ struct Kernel {
   }
 };
 
-// Loads that fetch a row of weights, each with two taps of two channels.
+// Loads for a row of weights; each fetches two taps of two channels.
 template <typename K>
 constexpr int kPairs = (K::kWidth + 1) / 2;
 
@@ -145,13 +145,13 @@ class RowsInRegisters {
     if (2 * K::lane() >= pixels_.channels) pixels_.end = 0;
   }
 
-  // Requests the rows from `row` on that are before `end`.
+  // Starts to load kRows rows from `row` on; those from `end` on are zeros.
   __device__ __forceinline__ void request(int row, int end) {
 #pragma unroll
     for (int s = 0; s < kRows; ++s) load(row + s, end, next_[s]);
   }
 
-  // Unpacks the rows that were requested first.
+  // Unpacks the oldest requested rows.
   __device__ __forceinline__ void take(float (&out)[kRows][kPixels][2]) {
 #pragma unroll
     for (int s = 0; s < kRows; ++s) {

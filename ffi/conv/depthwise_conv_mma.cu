@@ -45,7 +45,7 @@ constexpr int kSlots = kThreads / kOctets;
 // Bytes between the planes of the two octets: adjacent lanes store adjacent octets of a column,
 // which must be in different banks.
 constexpr int kSkew = 128 / kOctets;
-// Quads that a thread requests ahead of their tile.
+// Quads of the next tile that a thread copies ahead of time.
 constexpr int kRounds = 3;
 constexpr int kRequestedBytes = kRounds * 4 * kThreads * 16;
 
@@ -316,12 +316,12 @@ __device__ __forceinline__ void load_input(const Tiling& tiling, const ConvShape
                 });
 }
 
-// Returns the shared address of a vector that this thread has requested.
+// Returns the shared address of a vector that this thread copies ahead.
 __device__ __forceinline__ uint32_t requested_at(uint32_t requested, int round, int column) {
   return requested + ((round * 4 + column) * kThreads + threadIdx.x) * 16;
 }
 
-// Requests the input of a tile. Each thread requests the vectors that it will transpose itself.
+// Starts the copies of a tile's input. Each thread copies the vectors that it transposes itself.
 template <typename T>
 __device__ __forceinline__ void request_input(const Tiling& tiling, const ConvShape& shape,
                                               const void* x, const Place& place, int width,
@@ -346,7 +346,7 @@ __device__ __forceinline__ void request_input(const Tiling& tiling, const ConvSh
   }
 }
 
-// Waits for the requested vectors, and transposes them into planes.
+// Waits for the copies of request_input, and transposes them into planes.
 template <typename T, typename S>
 __device__ __forceinline__ void transpose_input(const Tiling& tiling, const uint32_t* quads,
                                                 const Part& part, uint32_t requested,
@@ -789,7 +789,7 @@ int bits_of(int64_t number) {
   return -1;
 }
 
-// Returns the most matrix rows in the same banks, summed over the halves of a tile's blocks.
+// Returns bank conflicts: the most matrix rows in the same banks, over both halves of a tile.
 int conflicts(const Tiling& tiling, int row_step) {
   int found = 0;
   for (int half = 0; half < 2; ++half) {

@@ -3,7 +3,7 @@
 // gradient.
 //
 // A thread owns a vector of columns, keeps their biases and their sums of gradients in registers,
-// and walks down the rows. A block leaves one partial sum for each column; these are added up
+// and walks down the rows. A block writes one partial sum for each column; these are added up
 // afterwards, always in the same order.
 
 #include "common/activation.cuh"
@@ -23,7 +23,7 @@ constexpr int kBackwardRows = 2;
 struct Branch {
   const void* in;   // [rows, features]: the product, or the preactivation in the backward
   Parameter bias;   // absent in the backward, whose input contains the bias
-  void* out;        // the preactivation or nullptr; its gradient in the backward
+  void* out;        // forward: preactivation or nullptr; backward: its gradient
   float* partials;  // [blocks along the rows, features], or nullptr
 };
 

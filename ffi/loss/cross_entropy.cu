@@ -3,7 +3,7 @@
 // A row is reduced to five numbers (see Statistic), from which XLA computes the loss of a token.
 // The gradient of a row follows from these numbers and from the logits:
 //
-//   dlogits = pull softmax(logits) - push target - spread,
+//   dlogits = pull softmax(logits) - push target - spread   (coefficients: see RowGradient),
 //
 // so a kernel that is given the cotangent of the losses writes it while the row is still in shared
 // memory, which a cluster of blocks shares for a long row, or in the L2.
@@ -32,18 +32,18 @@ constexpr int kElsewhere = -2;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMaxClusterBlocks = 8;
 constexpr int kMaxThreads = 512;
-constexpr int kMaxKeepingThreads = 256;  // threads of a block that keeps its part of a row
+constexpr int kMaxKeepingThreads = 256;  // most threads of a block that keeps its row
 // Rows that an SM's shared memory should hold: while one is summed, the others are in flight.
 constexpr int kRowsInFlight = 3;
 constexpr int kWarpRowThreads = 256;  // threads of a block whose warps have rows of their own
 constexpr int kPlaces = kMaxClusterBlocks * kMaxThreads / kWarpSize;
 // Vectors of a thread whose loads are in flight together, for rows that are not in shared memory.
 constexpr int kUnroll = 4;
-// Parts of a row in shared memory: the first is used while the others are in flight.
+// Parts in which a row is copied to shared memory: one is read while later ones are in flight.
 constexpr int kParts = 4;
 
-// The numbers of a row, in the order of memory. kPicked is the sum of target * (logit - maximum),
-// with the labels as given, and kMean the mean of (logit - maximum).
+// Statistics of a row, in their order in memory. kPicked is the sum of target * (logit - maximum),
+// before smoothing, kMean the mean of (logit - maximum), and kTotal the sum of the targets.
 enum Statistic { kMaximum, kLogSum, kPicked, kMean, kTotal, kStatistics };
 
 // The labels: one class for each row, or a distribution over the classes.
@@ -70,15 +70,14 @@ struct LossArgs {
   const void* logits;
   Labels labels;
   LossOptions options;
-  // [rows], cotangents of the losses. In the backward [rows, 3]: cotangents of kLogSum, and
-  // negative ones of kPicked and of kMean divided by the number of classes.
+  // Cotangents. Forward: of the losses, [rows]. Backward, [rows, 3]: of kLogSum, minus that of
+  // kPicked, and minus that of kMean divided by the number of classes.
   const float* coefficients;
   float* statistics;  // [rows, kStatistics]; read in the backward
   void* dlogits;
   int64_t rows;
   int features;
-  // In the forward, the limit on a row's vectors in a block; in the backward, the threads of a
-  // team.
+  // Forward: most vectors of a row in a block. Backward: threads of a team.
   int slice;
   // In the forward, the number of blocks that share a row; in the backward, the number of teams.
   int cluster;
@@ -191,7 +190,7 @@ class RowAdder {
     sums_.sums[Sums::kExp] += sum_of(powers);
   }
 
-  // Adds soft labels (`shares`) of the logits just added. A 0 cancels even an infinite distance.
+  // Adds soft labels (`shares`) of the logits just added; 0 times an infinite distance is 0.
   template <int kSize>
   __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
                                            const float (&shares)[kSize]) {
@@ -464,7 +463,7 @@ class RowReader {
 // Coefficients of the gradient of a row.
 struct RowGradient {
   Exponent exponent;
-  float pull;    // factor of exp(logit)
+  float pull;    // factor of 2^exponent.power(logit)
   float push;    // factor of the target
   float spread;  // subtracted from each class
 
@@ -496,7 +495,7 @@ struct RowGradient {
   }
 };
 
-// Stores those values of vector `j` that belong to the row; `out` is the place of its first vector.
+// Stores those values of vector `j` that belong to the row; `out` points to its first vector.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>& reader,
                                                  const RowVectors<kVec>& vectors, int features,
@@ -692,12 +691,13 @@ enum class Mode {
   kResident,    // keeps the row in shared memory
 };
 
-// Threads of a block, and below the blocks that must fit the registers of an SM.
+// Threads of a block.
 constexpr int row_threads(bool warp, Mode mode) {
   if (warp) return kWarpRowThreads;
   return mode == Mode::kResident ? kMaxKeepingThreads : kMaxThreads;
 }
 
+// Blocks that must fit the registers of an SM.
 constexpr int row_blocks(Form form, bool warp, Mode mode) {
   if (form == Form::kGeneral) return 2;
   if (warp) return mode == Mode::kTwice ? 2 : 4;
@@ -739,8 +739,8 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
   Join join_warps(reinterpret_cast<float*>(shared), join_barriers, cluster);
   if (!kWarp) shared += Join::kFloats * sizeof(float);
 
-  // The warp keeps the vectors from `warp_j` on, or the thread reads those from `first_j` on in
-  // steps of `threads`. Both end at `ends_at`.
+  // If resident, the warp keeps the vectors from `warp_j` on. Otherwise the thread reads those from
+  // `first_j` on in steps of `threads`. `ends_at` is the end of both.
   const int warp_j = rank * args.slice + (kWarp ? 0 : warp * turns * kWarpSize);
   const int lane_j = warp_j + threadIdx.x % kWarpSize;
   const int first_j = rank * args.slice + thread;
@@ -879,8 +879,8 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
           for_each_group(part, write_group, write);
           if (row + step < args.rows) fetch(part, next_vectors, next_end);
         }
-        // In groups, the thread that has just stored the label's vector corrects the label's class,
-        // so that no vector is searched for it.
+        // Groups are written without the label. The thread that stored the label's vector now
+        // stores the label's class again, so that no vector is searched for it.
         if (kGroup > 1 && label >= 0 && label < args.features) {
           const int ahead = (vectors.shift + label) / kVec - lane_j;
           if (ahead >= 0 && ahead < turns * kWarpSize && ahead % kWarpSize == 0) {
@@ -916,7 +916,7 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
 
 constexpr int kBackwardThreads = 256;
 
-// Each team of threads has a part of a row, with a few vectors per thread.
+// Each team of threads has a part of a row, with kUnroll vectors per thread.
 template <typename T, int kVec, Form kForm>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_rows(const __grid_constant__ LossArgs args) {
@@ -1124,7 +1124,7 @@ ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Devic
 template <typename T, int kVec, Form kForm>
 ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Device& device,
                           cudaStream_t stream) {
-  // Smoothing has its own kernel only in the mode that most of its calls use.
+  // kSmooth is compiled only for blocks that keep their row; elsewhere kGeneral replaces it.
   constexpr Form kOtherForm = kForm == Form::kSmooth ? Form::kGeneral : kForm;
   const int vectors = most_vectors(args.features, kVec);
   const bool gradient = args.dlogits != nullptr;

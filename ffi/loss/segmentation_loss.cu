@@ -5,9 +5,8 @@
 // logits pass through shared memory, so that they are read and written in whole cache lines; warps
 // are independent until the end. For many classes, a warp has a pixel.
 //
-// Blocks leave their sums to be added up, always in the same order: by the first block of a cluster
-// that has the whole image, or afterwards. The gradient follows from the cotangents of the sums,
-// pixel by pixel.
+// The sums of an image's blocks are added in a fixed order: in the cluster that has the whole
+// image, or by the caller. The gradient follows from the cotangents of the sums, pixel by pixel.
 
 #include "common/handler.h"
 #include "common/mma.cuh"
@@ -27,7 +26,7 @@ constexpr int kFewClasses = 24;
 // Pixels of a lane whose loads are in flight together.
 constexpr int kUnroll = 4;
 constexpr int kMostClasses = 256;
-// An image's sums begin with those of its pixels' weights and losses; three for each class follow.
+// Sums of an image over its pixels' weights and weighted losses; three for each class follow.
 constexpr int kOverall = 2;
 
 enum class LabelType : int { kInt32, kUint8, kFloat32 };
@@ -35,7 +34,7 @@ enum class LabelType : int { kInt32, kUint8, kFloat32 };
 // Coefficients that turn a mask's sums into its loss, and the factor of its gradient.
 struct LossArgs {
   float cross_entropy_weight, dice_weight, smooth;
-  float tversky_alpha, tversky_beta, tversky_rest;  // the rest completes them to 1
+  float tversky_alpha, tversky_beta, tversky_rest;  // rest: 1 - alpha - beta
   float scale;
 };
 
@@ -50,7 +49,7 @@ struct ImageArgs {
   int64_t pixels;
   int classes;
   float* partials;          // forward: [images, blocks, sums]
-  int cluster;              // blocks that add up their sums, leaving one set for each image
+  int cluster;              // blocks of an image that add up their sums; 1: none do
   const float* cotangents;  // backward: [images, sums]
   void* dlogits;
   LossArgs loss;  // for a mask's loss and gradient in one kernel
@@ -117,7 +116,7 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
   if (args.ignores && label == args.ignore_index) result.counts = false;
   result.label = static_cast<float>(label);
   result.weight = args.weights == nullptr ? 1.0f : args.weights[place];
-  // A pixel that does not count must not be NaN either.
+  // A pixel that does not count must add 0, even if its values are NaN.
   if (!result.counts) {
     result.weight = 0.0f;
     result.label = 0.0f;
@@ -129,7 +128,7 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
   return result;
 }
 
-// Probabilities of a pixel's classes, their shares of the label (targets), and the pixel's loss.
+// Probabilities and targets (`shares`) of a lane's classes of a pixel, and the pixel's loss.
 template <int kOwn>
 struct Terms {
   float probabilities[kOwn];
@@ -299,7 +298,7 @@ constexpr int kMaskPixels = 8;
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
-// Distance by which a share may lie below 0 or above 1; equal to SHARE_TOLERANCE of
+// Distance by which a float label may lie below 0 or above 1; equal to SHARE_TOLERANCE of
 // jaxfused/ops/loss/segmentation_loss_xla.py.
 constexpr float kShareTolerance = 1e-3f;
 
@@ -317,14 +316,14 @@ struct MaskPixels {
   uint32_t counts = (1u << kVec) - 1;
 };
 
-// Adjacent pixels as in memory. Nothing waits for them here, so that the loads of several vectors
-// are in flight together.
+// Adjacent pixels as loaded. The constructor uses no loaded value, so that the loads of several
+// vectors are in flight together.
 template <typename T, int kVec>
 struct MaskBits {
   static constexpr int kPart = kVec * sizeof(T) <= 16 ? kVec : 16 / sizeof(T);
   static constexpr int kLabelPart = kVec < 4 ? kVec : 4;
   Vector<T, kPart> logits[kVec / kPart];
-  int labels[kVec];  // classes; or bytes, four to a word or single
+  int labels[kVec];  // classes, bits of floats, or bytes (four to a word if kVec is 8)
 
   __device__ __forceinline__ MaskBits(const ImageArgs& args, int64_t place) {
 #pragma unroll
@@ -394,7 +393,7 @@ __device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
   if (args.weights != nullptr) load_as_float<float>(args.weights + place, 0, pixels.weights);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    // A pixel that does not count must not be NaN either.
+    // A pixel that does not count must add 0, even if its values are NaN.
     if (pixels.counts >> i & 1) continue;
     pixels.logits[i] = pixels.labels[i] = pixels.weights[i] = 0.0f;
   }
@@ -592,7 +591,7 @@ __global__ void __launch_bounds__(kMaskSumsThreads, 2)
   if (threadIdx.x < kMaskSums) args.partials[place * kMaskSums + i] = sum;
 }
 
-// Derivatives of the loss by three of the sums.
+// Derivatives of an image's loss by its sums of losses, overlaps and predictions.
 struct Pulls {
   float of_loss, of_overlap, of_predicted;
 };
@@ -664,7 +663,7 @@ __global__ void __launch_bounds__(kMaskGradientThreads, 5)
   load_and_differentiate<T, kVec, kFocal, kPlain>(args, pulls, blockIdx.y * args.pixels + pixel);
 }
 
-// Returns an image's loss from its sums, and sets `pulls`.
+// Returns an image's loss from its sums, and sets `pulls` to its derivatives.
 __device__ __forceinline__ float loss_of(const LossArgs& args, const float (&sums)[kMaskSums],
                                          Pulls* pulls) {
   const auto [total, losses, overlap, predicted, present] = sums;
@@ -797,7 +796,7 @@ constexpr int kPixels = kMost <= 4   ? 4
                         : kMost <= 8 ? 2
                                      : 1;
 
-// A pixel's label and weight as in memory; nothing waits for them here.
+// A pixel's label and weight as loaded; the constructor does not wait for them.
 struct TruthBits {
   int label = 0;
   float weight = 1.0f;
@@ -1089,7 +1088,7 @@ ffi::Error with_lanes(int classes, const F& f) {
 }
 
 // Calls `f` with the pixels of a vector, whether the loss is focal, and whether the pixels are
-// plain. All images must start at the same alignment.
+// plain. Vectors need every image to start at a whole vector.
 template <typename F>
 ffi::Error with_mask(const ImageArgs& args, const F& f) {
   const bool aligned = args.pixels % kMaskPixels == 0 &&

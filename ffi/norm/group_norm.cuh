@@ -1,13 +1,13 @@
 // Shared by the forward and the backward of group_norm: how images are spread over blocks and
 // threads, and how sums of many parts are merged in a fixed order.
 //
-// Each direction takes two passes over an image. The first leaves sums of every slice in global
+// Each direction takes two passes over an image. The first writes sums of every slice to global
 // memory, the second merges them and writes. A slice is a run of neighbouring pixels with all their
-// channels, and a block has one slice of one image. The images are taken in chunks that a second
-// read finds in L2: a launch does the second pass over a chunk and the first pass over the next
-// one, by alternating blocks, so that the two passes run at the same time. The second pass walks
-// through a slice from its end, since what was read last is likely to be in L2. Where an image is
-// one slice, its block does both passes at once.
+// channels, and a block has one slice of one image. The images are taken in chunks, small enough
+// for a second read to hit L2: a launch does the second pass over a chunk and the first pass over
+// the next one, by alternating blocks, so that the two passes run at the same time. The second pass
+// walks through a slice from its end, since what was read last is likely to be in L2. Where an
+// image is one slice, its block does both passes at once.
 //
 // A thread owns the same channels (one vector) in every `rows`-th pixel of its slice:
 //
@@ -33,7 +33,7 @@ constexpr int kMaxThreads = 1024;
 // Largest number of sums in all slices of an image that the second pass merges itself. More are
 // merged by a launch of their own, so that not every block reads them all.
 constexpr int kMostSums = 4096;
-// Columns per block of such a launch; each warp merges one.
+// Columns per block of the launch that merges them; each warp merges one.
 constexpr int kMergedColumns = 8;
 // Division by a number known before the launch. Dividend times divisor must be less than 2^32.
 struct Divider {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void merge_parts(const Crew<kBarrier>& crew, int sums
   const int thread = crew.thread;
   const int shift = __ffs(lanes) - 1;
   const int lane = thread & (lanes - 1);
-  const int last_of_warp = (thread & 31) >> shift;  // index of its sum in its warp
+  const int last_of_warp = (thread & 31) >> shift;  // index of the thread's sum in its warp
   for (int sum = thread >> shift; sum - last_of_warp < sums; sum += crew.threads >> shift) {
     Sums own = {};
     if (sum < sums) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ void advance(int64_t& offset, int64_t by) {
 }
 
 // A thread's vectors of one or several arrays, step by step. 64 bytes are in flight; each vector
-// that is consumed makes room for the next load. load(offset) returns the vectors of a step.
+// that is consumed is replaced by the next load. load(offset) returns the vectors of a step.
 template <typename Vectors>
 class Stream {
   static constexpr int kTogether = sizeof(Vectors) < 32 ? 4 : 2;

@@ -141,7 +141,7 @@ class Steps {
   Stream<Pair> stream_;
 };
 
-// Merges a crew's sums over a slice. One thread passes dscale and dbias of a channel to
+// Merges a slice's sums over a Crew's threads. One thread passes dscale and dbias of a channel to
 // store_channel(channel, sums) and, if `has_groups`, a group's sums for dx to store_group(group,
 // sums). The calling thread is in row `row` and has the channels from `channel` on.
 template <int kVec, int kBarrier, typename StoreChannel, typename StoreGroup>
@@ -302,7 +302,7 @@ using BackwardCrews = Crews<320, 256, 320, 2, 8 * 1024>;
 // Slices' sums of a group that a thread loads at once.
 constexpr int kSumsTogether = 22;
 
-// Adds up the channels' sums of all blocks. Each block merges some of the channels, while the crews
+// Adds up the channels' sums of all blocks. Each block merges some of the channels, while the warps
 // that write results are still busy.
 __device__ __forceinline__ void merge_parameters_once(const BackwardArgs& args,
                                                       const Crew<kSumsBarrier>& crew) {

@@ -124,10 +124,9 @@ struct Differences {
   }
 };
 
-// Merges the sums of a crew's threads over a slice, which are sums of differences from a shift. One
-// thread passes the moments of each group to store(group, moments). The calling thread has `steps`
-// pixels of row `row`, in the channels from `channel` on. The first `extra` rows have one step more
-// than the others.
+// Merges the Differences of a crew's threads over a slice. One thread passes the moments of each
+// group to store(group, moments). The calling thread has `steps` pixels of row `row`, in the
+// channels from `channel` on. The first `extra` rows have one step more than the others.
 template <int kVec, int kBarrier, typename Store>
 __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, const Images& images,
                                                   const Plan& plan, int row, int channel, int steps,

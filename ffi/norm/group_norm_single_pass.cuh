@@ -44,7 +44,7 @@ struct Ring {
   int barriers_at;
   int sum_threads, write_threads;
   int write_rows;  // pixels that the third crew reads at a time
-  // [images + 1]: blocks that have stored their sums of each image, and of all images.
+  // Numbers of blocks that have stored their sums of each image, and of all: [images + 1].
   unsigned* counters;
 };
 

@@ -26,9 +26,9 @@ struct BackwardArgs {
   Parameter bias;
   Parameter pre_bias;
   void* dx;
-  // [segments * segment_blocks, features] each; nullptr for a gradient that is not needed
+  // Sums over each block's rows, [segments * segment_blocks, features]; nullptr if not needed
   float* gradients[kParameters];
-  float2* row_terms;  // [rows]; passed between the two kernels for long rows
+  float2* row_terms;  // row_terms() of all rows, from one kernel to the next for long rows
   int rows;           // rows of one segment
   int segments;
   int segment_blocks;
@@ -46,8 +46,7 @@ struct BackwardArgs {
   }
 };
 
-// Prepares an element for the sums over its row: centred = u - mean, and dz from dy; h has
-// pre_bias.
+// Computes centred = u - mean of a vector, and turns dy (in `dz`) into dz; h includes pre_bias.
 template <int kVec>
 __device__ __forceinline__ void prepare(const NormOptions& options, float mean, float rstd,
                                         const float (&h)[kVec], const float (&scale)[kVec],
@@ -66,8 +65,8 @@ __device__ __forceinline__ void prepare(const NormOptions& options, float mean, 
   }
 }
 
-// Adds an element to sum(g centred) of its row and sum(dz xhat) of its column, and to sum(g) and
-// sum(dz) if kSums and kGradients exceed 1.
+// Adds a vector to sum(g centred) of its row and to sum(dz xhat) of its columns. If kSums > 1, also
+// to sum(g) of its row; if kGradients > 1, also to sum(dz) of its columns.
 template <int kVec, int kSums, int kGradients>
 __device__ __forceinline__ void add_to_sums(float rstd, const float (&scale)[kVec],
                                             const float (&dz)[kVec], const float (&centred)[kVec],
@@ -861,7 +860,7 @@ struct AddBlocksArgs {
 };
 
 constexpr int kAddThreads = 32;  // threads along the columns
-constexpr int kAddSlices = 16;   // slices of the parts
+constexpr int kAddSlices = 16;   // threads that share a column's parts
 
 // Block (x, segment, parameter) adds up kAddThreads vectors of columns of one gradient.
 template <int kVec>
@@ -1048,8 +1047,8 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     if (done) return ffi::Error::Success();
   }
 
-  // Few blocks run on an SM, since each block leaves partial sums to add up. A block has as many
-  // teams as shared memory allows with two stages of the ring, or with one if two fit no team.
+  // Few blocks run on an SM, since another kernel must add up each block's sums. A block has as
+  // many teams as shared memory allows with two stages of the ring, or with one if two fit no team.
   BackwardPlan plan;
   Launch launch;
   int teams = 0;

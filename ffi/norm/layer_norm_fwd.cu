@@ -39,7 +39,7 @@ constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   return chain == Chain::kPlain && !mean ? 5 : 4;
 }
 
-// A thread's values of a row: in float32, or as T in half the registers if T is exact.
+// A thread's values of a row: in float32, or as T (16 bits: half the registers) if T is exact.
 template <typename T, int kVec, int kVectors, bool kPacked>
 class RowValues {
  public:
@@ -75,7 +75,7 @@ class RowValues {
 template <typename T, Chain kChain, bool kResidual, bool kMean>
 struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
-  // Whether T is exact for the values to normalise: x itself, or a sum rounded like x, or its relu.
+  // Whether T holds the values to normalise exactly: x, or a sum rounded to T, or its relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
   // Whether scale and bias are in registers. With values in float32, both together would spill.
   static constexpr bool kHoldsScale = kChain != Chain::kGeneral;
@@ -780,10 +780,10 @@ ForwardPlan plan_forward(const ForwardArgs& args, int elements) {
   }
 }
 
-// Threads of a team from which short runs pay: smaller teams lose more by reloading parameters.
+// Fewest threads of a team for which short runs pay off: smaller teams reload parameters more.
 constexpr int kWideTeam = 128;
 
-// Returns ForwardArgs::run for one team, if L2 does not hold the matrices. Blocks that each take a
+// Returns ForwardArgs::run in rows per team, for matrices larger than L2. Blocks that each take a
 // short run keep all SMs busy and the rows in flight close together in memory. But every block
 // reloads the parameters, which costs most if few blocks are resident or if they go to shared
 // memory.

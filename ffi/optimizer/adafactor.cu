@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kLeafThreads)
 constexpr int kMomentThreads = 1024;
 
 // Updates the second moments of a matrix's rows and columns from their sums of squares, and sums
-// the moments whose mean normalises. Each matrix has a block.
+// the moments (of rows or columns) whose mean normalises. Each matrix has a block.
 __global__ void __launch_bounds__(kMomentThreads)
     update_moments(const __grid_constant__ FactoredArgs args) {
   const FactoredScalars s = *reinterpret_cast<const FactoredScalars*>(args.scalars);

@@ -42,7 +42,7 @@ struct alignas(16) Scalars {
   float eps, eps_root;
   float moment_weight;  // weight of the moment in the numerator of Adam's step
   float inverse_bias2;
-  float gradient_weight;  // weight of the gradient there, for Nesterov's momentum
+  float gradient_weight;  // weight of the gradient in that numerator (Nesterov)
   float max_norm;
   float inverse_loss_scale;
   float average_decay, one_minus_average_decay;
@@ -51,9 +51,9 @@ struct alignas(16) Scalars {
 constexpr int kScalars = sizeof(Scalars) / sizeof(float);
 
 // LAMB takes two passes, because the norms of a whole leaf are needed between the moments and the
-// parameters. The second pass recomputes the direction: from the moments that the first pass has
-// written if these are float32, else from the gradient, because a second moment that was rounded to
-// 0 in 16 bits would give another direction than the one whose norm was computed.
+// parameters. The second pass recomputes the direction. kLambWrite takes the moments that
+// kLambMoments has written in float32. kLambWhole, after kLambNorms, starts from the gradient,
+// since a second moment rounded to 0 in 16 bits would give another direction than the norms are of.
 enum class Rule { kAdam, kAdam8Bit, kLion, kSgd, kLambMoments, kLambWrite, kLambNorms, kLambWhole };
 
 __host__ __device__ constexpr bool takes_norms(Rule rule) {
@@ -75,7 +75,7 @@ __host__ __device__ constexpr bool is_moment(int stream) {
 template <int... kStream>
 constexpr uint32_t kBits = ((1u << kStream) | ...);
 
-// Streams that a rule can read, and below those that it writes.
+// Streams that a rule can read.
 __host__ __device__ constexpr uint32_t streams_read(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
@@ -92,6 +92,7 @@ __host__ __device__ constexpr uint32_t streams_read(Rule rule) {
   }
 }
 
+// Streams that a rule can write.
 __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
@@ -136,7 +137,7 @@ __device__ __forceinline__ bool is_present(const Leaves& leaves, int stream) {
 
 struct StepArgs {
   const Scalars* scalars;
-  const float* stats;        // sum of squares of all gradients, and non-zero if one is not finite
+  const float* stats;        // sum of squares of all gradients; non-zero if one is not finite
   const float2* norms;       // squared norms of each leaf's parameter and direction
   float2* partial_norms;     // the same for each warp and tile
   const LeafRandom* random;  // for each leaf, if anything is rounded at random

@@ -1,7 +1,6 @@
-// Matrices in float8 and their transposes from one read. A product and its gradients need both,
-// since they sum along the last axis of their operands.
-//
-// Their rows end in zeros, up to a multiple of 16 bytes.
+// Quantises matrices to float8 and transposes them in one read. A product and its gradients need
+// both forms, since they sum along the last axis of their operands. Zeros pad the rows of the
+// results to a multiple of 16 bytes.
 //
 // A tile has 128 rows and 64 columns. A thread reads 8 adjacent values, writes them in float8 in
 // the same order, and stores them in shared memory, from which 8 rows of a column become 8 bytes.
@@ -35,7 +34,7 @@ struct Sources {
 };
 
 struct QuantizeArgs {
-  Sources sources;        // concatenated columns, or an activated gate and its factor
+  Sources sources;        // matrices to concatenate by columns, or a gate and its factor
   int ends[kMaxSources];  // end of each source's columns
   const float* largest;   // magnitudes whose maximum sets the scale
   int largest_count;
@@ -43,11 +42,11 @@ struct QuantizeArgs {
   float slope_steps;    // code of a derivative of 1
   bool from_end;        // whether blocks start with the last rows, which L2 may still hold
   float* scale;         // [1], or nullptr
-  uint8_t* values;      // [rows, pitch], zeros behind the columns, or nullptr
-  uint8_t* transposed;  // [columns, row_pitch], zeros behind the rows, or nullptr
-  float* sums;          // [row blocks of 128, columns]: column sums, or nullptr
-  float* found;         // [tiles]: a tile's largest magnitude before scaling, or nullptr
-  int8_t* slope;        // [rows, pitch]: codes of the activation's derivative, or nullptr
+  uint8_t* values;      // quantised matrix, [rows, pitch], or nullptr
+  uint8_t* transposed;  // its transpose, [columns, row_pitch], or nullptr
+  float* sums;          // column sums of every 128 rows, or nullptr
+  float* found;         // each tile's largest magnitude before scaling, or nullptr
+  int8_t* slope;        // codes of the activation's derivative, [rows, pitch], or nullptr
   int rows;
   int columns;
   int pitch;
@@ -103,8 +102,8 @@ struct Tile {
 // Offsets of a tile's words in shared memory. Word `word` of row `row` is at
 //   (row ^ word % 2) * kWords + (word ^ row / 8 ^ row / 2 % 2),
 // so that neither writes nor reads have bank conflicts. A warp writes every other word of four
-// rows, and reads two adjacent words of one row of each group of 8. What does not depend on the
-// pass or the row in a group is computed once.
+// rows, and reads two adjacent words of one row of each group of 8. Terms that depend on neither
+// the pass nor the row in a group are computed once.
 struct Places {
   int written, written_swizzle;  // the first row and word that a thread writes
   int read[2], read_step;        // the first row that it reads
@@ -677,9 +676,9 @@ struct LargestArgs {
   float least;
 };
 
-// Finds the largest magnitude of the sources in each block. With `kBounds` it finds a bound on the
-// activation's magnitude for inputs up to the sources' maximum: the activation grows above 0, and
-// below 0 its magnitude is at most `least`.
+// Finds the largest magnitude among each block's values of the sources. With `kBounds` it finds a
+// bound on the activation's magnitude for inputs up to the sources' maximum: the activation grows
+// above 0, and below 0 its magnitude is at most `least`.
 template <typename T, bool kBounds>
 __global__ void __launch_bounds__(kLargestThreads) largest_kernel(LargestArgs args) {
   const uint32_t bits = largest_of_block(largest_of_thread<T, kBounds>(args.sources));

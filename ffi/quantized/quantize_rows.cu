@@ -1,6 +1,6 @@
-// Rows in int8 or float8, with a scale for each: the largest magnitude of a row becomes the largest
-// number of the dtype. A warp has a short row, a block a long one, which it reads again from the
-// cache once the scale is known.
+// Quantises rows to int8 or float8, with a scale for each: the largest magnitude of a row becomes
+// the largest number of the dtype. A warp has a short row, a block a long one, which it reads again
+// from the cache once the scale is known.
 #include <cstdint>
 #include <string>
 

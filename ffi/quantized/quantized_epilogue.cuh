@@ -32,7 +32,7 @@ struct QuantizedEpilogue {
   Activation activation;
 };
 
-// Loads the values from `offset` on; only `count` of them exist.
+// Loads up to kEpilogueVec values from `offset` on, of which `count` exist.
 __device__ __forceinline__ void load_existing(const Parameter& from, int64_t offset, int count,
                                               bool aligned, float (&out)[kEpilogueVec]) {
   with_type(from.dtype, [&](auto type) {

@@ -140,8 +140,8 @@ class Copies {
     }
   }
 
-  // Starts the copies of a group of steps. Zero points are single bytes, which cp.async cannot
-  // copy: they wait in registers until store_zero_points.
+  // Starts the copies of one step for each sum warp. Zero points are single bytes, which cp.async
+  // cannot copy: they wait in registers until store_zero_points.
   __device__ __forceinline__ void start(int first_step, int slot) {
     uint8_t* stage = memory_ + slot * place_.stage_bytes;
     const uint32_t shared = shared_address(stage);
@@ -193,7 +193,7 @@ class Copies {
   const float* scale_;
   const int8_t* zero_point_;
   int groups_of_step_;
-  int x_copy_, first_row_, pass_rows_, x_offset_;  // 16 bytes that it copies of several rows
+  int x_copy_, first_row_, pass_rows_, x_offset_;  // the thread's part of x
   const T* x_;
   int8_t zeros_[kPasses] = {};
 };
@@ -591,8 +591,8 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
           : choose<__nv_bfloat16>(weights, static_cast<int>(row_tiles), args.sum_warps);
   Device device = {};
   RETURN_IF_ERROR(current_device(&device));
-  // An SM runs two blocks if two stages of each fit its shared memory, with what it reserves per
-  // block. Blocks with the most rows use too many registers for that.
+  // An SM runs two blocks if two stages of each fit its shared memory, with what CUDA reserves
+  // per block. Blocks with the most rows use too many registers for that.
   const int half = device.shared_bytes / 2 - kReservedBytes;
   const bool are_two = row_tiles < 8 && half / chosen.stage_bytes >= 2;
   const int shared = are_two ? half : device.shared_bytes;

@@ -34,8 +34,8 @@ struct RowSpread {
 };
 
 // The vectors of a row that belong to this block. Threads of all blocks take turns, so that a
-// thread's vectors do not depend on how many blocks there are. Turns in which every thread has a
-// vector that holds nothing but the row are whole. Vectors of up to `kept` whole turns are copied
+// thread's vectors do not depend on how many blocks there are. A turn is whole if every thread has
+// a vector that holds only values of the row. Vectors of up to `kept` whole turns are copied
 // to shared memory and stay there; the others are read from the L2 again.
 template <typename T, int kVec>
 class RowSlice {
@@ -122,7 +122,7 @@ class RowSlice {
     async_copies_commit();
   }
 
-  // The place of a turn outside shared memory; behind the last turn is the first.
+  // The place of a turn outside shared memory; after the last turn comes the first.
   __device__ __forceinline__ int turn_place(int turn) const {
     return place_of(turn < turns_ ? turn : 0);
   }
@@ -289,7 +289,7 @@ ffi::Error launch_in_vectors(Args args, int64_t rows, cudaStream_t stream) {
 }
 
 // Launches Kernel::of<T, kVec>() over the rows of `logits`, in vectors of 16 bytes where they are
-// aligned. Its blocks have Kernel::kSharedBytes of shared memory beside those of the vectors.
+// aligned. Its blocks have Kernel::kSharedBytes of shared memory in addition to the vectors'.
 template <typename Kernel, typename Args>
 ffi::Error launch_over_rows(ffi::AnyBuffer logits, Args args, cudaStream_t stream) {
   const int64_t rows = logits.dimensions()[0];

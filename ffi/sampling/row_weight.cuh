@@ -30,7 +30,7 @@ struct RowWeight {
     maximum = to;
   }
 
-  // Adds logits. Of infinite ones the weight becomes infinite, unless kClips.
+  // Adds logits. An infinite one makes the weight infinite, unless kClips.
   template <bool kClips, int kVec>
   __device__ __forceinline__ void add(const float (&logits)[kVec], float scale) {
     const float most = largest_of(logits);
@@ -50,7 +50,7 @@ struct RowWeight {
   }
 };
 
-// Makes the first pass over a row.
+// Makes the first pass over a row, which yields its maximum and weight.
 template <typename T, int kVec>
 __device__ __forceinline__ RowWeight weight_of_row(const RowSlice<T, kVec>& slice,
                                                    ClusterJoin& join, float scale) {

@@ -2,11 +2,11 @@
 //
 // A cluster of blocks reads a row once from memory and keeps it in shared memory. The first pass
 // finds the largest logit and the sum of the weights, while the row arrives. From the sum follows a
-// score that about kExpected words exceed: the second pass lists them. The best of them is the
-// token unless a filter leaves it out; then it is the best of those before it, in the order of
-// falling logits, and so on. So the list gives the next words that may have to be tested. The third
-// pass tests several of them at once: it finds how many words are before each and what they weigh.
-// Nothing is sorted, and the row's words are never stored again.
+// score that about kExpected words (columns of the row) exceed: the second pass lists them. The
+// best of them is the token unless a filter leaves it out; then it is the best of those before it,
+// in the order of falling logits, and so on. So the list gives the next words that may have to be
+// tested. The third pass tests several of them at once: it finds how many words are before each and
+// what they weigh. Nothing is sorted, and the row's words are never stored again.
 #include <cfloat>
 #include <climits>
 #include <cmath>
@@ -25,7 +25,7 @@ constexpr int kNone = -1;  // the token of a row without a distribution
 // Words that a list is expected to have, by Poisson's distribution, and those that it has room for.
 constexpr float kExpected = 24.0f;
 constexpr int kMostListed = 64;
-// Words that are tested in one pass, and logits that each logit is compared with in one.
+// Words that a pass tests, and pivots that a counting pass compares each logit with.
 constexpr int kPivots = 3;
 
 // Columns of `filters`, a row's sampling options in float32; kTopK is a whole number.
@@ -90,7 +90,7 @@ struct Best {
   }
 };
 
-// A block's words of the list, in no order; the number may be larger than what there is room for.
+// A block's words of the list, in no order. `count` includes words that did not fit.
 struct List {
   Place words[kMostListed];
   int count;
@@ -111,7 +111,7 @@ struct Before {
   }
 };
 
-// The words before each of several words.
+// Number and weight of the words before each tested word.
 struct Tested {
   Before words[kPivots];
 };
@@ -125,7 +125,7 @@ struct Filters {
   int top_k;
 };
 
-// A row.
+// A row of logits, and the passes over it.
 template <typename T, int kVec>
 class Row {
  public:
@@ -207,9 +207,9 @@ class Row {
   }
 
  private:
-  // Finds, of the words before `end`, which weigh `weight_before`, the one with the highest score
-  // (words[0]), of the words before that the best one (words[1]), and so on, as far as they are
-  // known; there is a first one. Only words whose exponents are at least `least` count.
+  // Finds the word before `end` with the highest score (words[0]), the best one before that one
+  // (words[1]), and so on, as far as the list has them; words[0] always exists. The words before
+  // `end` weigh `weight_before`. Only words whose exponents are at least `least` count.
   template <int kBests>
   __device__ __forceinline__ void find_best(Place end, float weight_before, float least,
                                             Best (&words)[kBests]) {
@@ -334,8 +334,8 @@ class Row {
     }
   }
 
-  // Finds the words before each of the words, which come one before another in that order; of one
-  // that does not exist none. Without kCounts the words are not counted.
+  // Sums the weights of the words before each of `words` and, with kCounts, counts them. Each of
+  // `words` comes before the previous one; for one that does not exist, results mean nothing.
   template <bool kCounts>
   __device__ __forceinline__ Tested test(const Best (&words)[kPivots]) {
     Tested tested;

@@ -1,4 +1,4 @@
-// Log-probabilities of one token and of the most likely ones of each row, as
+// Computes the log-probabilities of one token and of the most likely ones of each row, as
 // jaxfused/ops/sampling/top_log_probs_xla.py states them.
 //
 // A cluster of blocks keeps a row in shared memory, as in sample.cu. Each pass after the first

@@ -20,7 +20,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 struct Side {
   const void* tokens;  // [tokens, heads, size]
   void* pages;
-  float* scale;  // of each place, if it is chosen; else [heads]; nullptr where nothing is quantised
+  float* scale;  // of each place and head if args.chooses, else [heads]; nullptr for floats
   Strides strides;
   int size;
 };
@@ -30,9 +30,9 @@ struct AppendArgs {
   Side value;
   const float* cos;  // [angles, pairs], nullptr where nothing is rotated
   const float* sin;
-  const int* lengths;  // [sequences], before the new tokens; of a ragged batch with them
-  const int* counts;   // [sequences] tokens that there are, or nullptr; or the ragged rows' bounds
-  const int* sequences;  // [1] how many there are, of a ragged batch, or nullptr for all
+  const int* lengths;    // [sequences]: tokens before the new ones; ragged batch: including them
+  const int* counts;     // [sequences]: valid new tokens, or nullptr for all; ragged: row bounds
+  const int* sequences;  // [1]: number of sequences of a ragged batch, or nullptr for all
   const int* table;      // [sequences, most_pages], nullptr for page b of sequence b
   const int* layer;      // [1] or nullptr
   Strides scale_strides;
@@ -51,7 +51,7 @@ struct AppendArgs {
   Kept kept;
   bool interleaved;
   bool is_ring;
-  bool chooses;  // a scale for each place and head
+  bool chooses;  // whether to compute a scale for each place and head
 };
 
 // Returns the page and the place of a token, with page -1 for one that is not written; whole warps
@@ -67,7 +67,7 @@ __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
     position = args.lengths[sequence] + t;
     if (t >= count || position < 0) return {-1, 0};
     if (args.is_ring) {
-      // Of more tokens than there are places the last ones stay.
+      // If there are more tokens than places, only the last ones are written.
       if (t < count - args.page_size) return {-1, 0};
       position %= args.page_size;
     }
@@ -84,13 +84,13 @@ __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
     position = token - args.counts[sequence + 1] + args.lengths[sequence];
     if (token < args.counts[0] || token >= args.counts[used] || position < 0) return {-1, 0};
   }
-  // A division takes longer than all the rest of this.
+  // The division is avoided where possible: it takes longer than the rest of this function.
   const int slot = position < args.page_size ? 0 : position / args.page_size;
   if (slot >= args.most_pages) return {-1, 0};
   int page = sequence;
   if (args.table != nullptr) {
     page = args.table[sequence * args.most_pages + slot];
-    // Sequences, unlike pages, count from the end if they are negative.
+    // Except in a ragged batch, a negative entry counts from the end.
     if (args.sequence_tokens > 0 && page < 0) page += args.layer_pages;
   }
   const int first = first_page(args.layer, args.layer_pages, args.layers);
@@ -98,8 +98,7 @@ __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
   return {first + page, position - slot * args.page_size};
 }
 
-// Loads a value of T at `place`, rounded to T after the rotation by the token's angles if it has
-// one.
+// Loads value `column` of a head. If the token's angles rotate it, the result is rounded to T.
 template <typename T>
 __device__ __forceinline__ float rotated(const AppendArgs& args, const T* head, int column,
                                          int token) {

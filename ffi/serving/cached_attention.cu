@@ -20,7 +20,7 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowest = -1e30f;  // maximum of a row without logits
-constexpr int kRows = 16;          // largest unit: queries of a key head that a warp computes
+constexpr int kRows = 16;          // rows of the largest unit: a warp's queries of a key head
 constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of this
 
 struct CacheArgs {
@@ -32,7 +32,7 @@ struct CacheArgs {
   const int* table;  // [batch, most_pages], nullptr for page b of sequence b
   const int* layer;  // [1], nullptr for 0
   const float* sinks;
-  float* parts;  // [slots + batch, units, unit_rows, head size]
+  float* parts;  // outputs times sums, [slots + batch, units, unit_rows, head size]
   float2* sums;  // [slots + batch, units, unit_rows]: maximum and sum of exponentials, base 2
   void* output;  // like the query
   Sequences sequences;
@@ -360,7 +360,7 @@ class Unit {
     return __uint_as_float((254u << 23) - power_bits);
   }
 
-  // Whether a row sees `key`; `end` is the end of its keys by position.
+  // Whether a row sees `key`; `end` is one past the row's position.
   __device__ __forceinline__ bool is_seen(int key, int end) const {
     const int window = args_.sequences.window;
     return key < min(end, length_) && (window == 0 || key >= end - window);
@@ -372,7 +372,7 @@ class Unit {
     return args_.cap * kLog2e * (1.0f - __fdividef(2.0f, e + 1.0f));
   }
 
-  // Returns a tile's place. It is wrong behind the last page, where nothing is loaded from.
+  // Returns a tile's place. It is wrong past the last page, from which nothing is loaded.
   __device__ __forceinline__ TilePlace place_of(int tile) const {
     TilePlace place;
     const int key = tile * kTileKeys;

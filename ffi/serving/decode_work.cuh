@@ -4,8 +4,8 @@
 // The work is a list of tiles of 16 keys: those of the first sequence, of the next one, and so on.
 // A slot takes as many consecutive tiles as any other, whatever sequences they belong to, and has a
 // warp for each unit: a key head and 16 of the rows, which are its queries. What a slot computes
-// for one sequence is a part of that sequence; since both are in order, part number (slot +
-// sequence) is of no other slot and sequence.
+// for one sequence is a part of that sequence; since both only grow along the list, (slot +
+// sequence) numbers the parts uniquely.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ constexpr int kLeastTiles = 2;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Sequences {
-  const int* lengths;  // [batch] keys of each
-  const int* offsets;  // [batch] position of the first query among the keys
-  const int* counts;   // [batch] queries that there are, or nullptr for all
+  const int* lengths;  // keys of each sequence, [batch]
+  const int* offsets;  // position of the first query among the keys, [batch]
+  const int* counts;   // queries of each sequence, [batch], or nullptr for all
   int batch;
   int window;  // keys that a query sees with its own, 0 for all
   int slots;
@@ -58,7 +58,7 @@ struct TileList {
     int before = 0;
     for (int first = 0;; first += 32) {
       const int own = first + lane < sequences.batch ? sequences.tiles(first + lane) : 0;
-      int until = own;  // with the lanes before this one
+      int until = own;  // tiles of this lane's sequence and of the lanes before it
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {
         const int other = __shfl_sync(kAllLanes, until, max(lane - lanes, 0));

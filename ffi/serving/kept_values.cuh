@@ -13,7 +13,7 @@
 #include "common/mma.cuh"
 #include "common/mma_bytes.cuh"
 
-// What is kept: a type of 16 bits, int8_t, E4m3 or E5m2.
+// Bytes of a cached value of type V: a type of 16 bits, int8_t, E4m3 or E5m2.
 template <typename V>
 constexpr int kKeptBytes = std::is_same_v<V, __half> || std::is_same_v<V, __nv_bfloat16> ? 2 : 1;
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ uint2 widened(uint32_t word) {
   }
 }
 
-// Loads kBytes, 8 or 16, that are used only once. With kMaybe, what does not exist is zeros.
+// Loads kBytes, 8 or 16, that are used only once. With kMaybe, they are zeros unless `exists`.
 template <int kBytes, bool kMaybe>
 __device__ __forceinline__ void load_words(const uint8_t* from, uint32_t* to, bool exists) {
   using Words = std::conditional_t<kBytes == 16, uint4, uint2>;
@@ -124,8 +124,8 @@ struct ValueTile {
 
   uint32_t rows[2][2][kChunks * kWords];
 
-  // The first of the neighbouring columns that lanes g have of a chunk. Product i takes as rows g
-  // and g + 8 of A the columns 2 i and 2 i + 1 from here on, counted over all chunks.
+  // The first of the adjacent columns of a chunk that lanes with this g have. Product i takes as
+  // rows g and g + 8 of A the columns 2 i and 2 i + 1 from here on, counted over all chunks.
   static __device__ __forceinline__ int column(int chunk, int g) {
     return (chunk * 8 + g) * kValues;
   }

@@ -1,5 +1,5 @@
-// Pages of a cache: blocks of places in one array, of which each sequence has some. A cache in one
-// piece is a page for each sequence.
+// Pages of a cache: blocks of places in one array, of which each sequence has some. A
+// contiguous cache has one page for each sequence.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 #include "common/handler.h"
 
-// What is kept: numbers of 16 or 32 bits as they are, or of 8 bits with scales.
+// Values of a cache: numbers of 16 or 32 bits as they are, or of 8 bits with scales.
 enum class Kept : int32_t { kFloats, kInt8, kE4m3, kE5m2 };
 
 // Distances in elements.
@@ -31,7 +31,7 @@ inline ffi::Error check_integers(std::string_view name, const ffi::AnyBuffer& x,
   return check_dtype(name, x, ffi::DataType::S32);
 }
 
-// Checks the pages of each sequence, [batch, pages]; sets how many there are, 1 without a table.
+// Checks a table of pages, [batch, pages]. Sets the pages of a sequence: 1 without a table.
 inline ffi::Error check_table(const ffi::AnyBuffer& table, int64_t batch, int64_t* most_pages) {
   *most_pages = 1;
   if (is_absent(table)) return ffi::Error::Success();
@@ -56,7 +56,7 @@ inline bool has_bytes(const ffi::AnyBuffer& x) {
 }
 
 // Returns the first page of a layer, of layers that follow each other; negative numbers count from
-// the last one. A layer that there is not gives -1.
+// the last one. Returns -1 for a layer that does not exist.
 __device__ __forceinline__ int first_page(const int* layer, int layer_pages, int layers) {
   if (layer == nullptr) return 0;
   const int number = *layer < 0 ? *layer + layers : *layer;

@@ -1,7 +1,7 @@
-// Selected elements of a dense product x @ y^T, each the dot product of a row of x and a row of y.
+// Computes selected elements of x @ y^T, each the dot product of a row of x and a row of y.
 //
-// A team of threads takes several of them, whose loads are in flight together. Places outside of
-// the product are zeros.
+// A team of threads computes several elements, whose loads are in flight together. Elements outside
+// of the product are zeros.
 #include <climits>
 
 #include "common/handler.h"
