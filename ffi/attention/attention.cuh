@@ -41,13 +41,13 @@ struct AttentionArgs {
   float scale;
   float soft_cap;            // 0 means no cap
   int left, right;           // a query at p attends to p - left <= s <= p + right
-  const int* query_lengths;  // [B]; this pointer and all that follow may be null
+  const int* query_lengths;  // [B]; may be null, like all pointers below
   const int* key_lengths;
   const int* query_offset;    // [B]: query t has position p = t + offset
   const int* query_segments;  // [B, T]
   const int* key_segments;    // [B, S]
-  // [B, blocks of queries, 4]: bounds, in blocks, of the keys of the same segments; then the same
-  // with queries and keys swapped.
+  // Bounds, in blocks, of the keys of the same segments for each block of queries; then with
+  // queries and keys swapped: [B, blocks, 4].
   const int4* key_bounds;
   const int4* query_bounds;
   LogitsOperand bias;

@@ -31,7 +31,7 @@ struct BackwardArgs : AttentionArgs {
   const Statistics* statistics;  // [B, N, T padded]
   // Corrected delta minus the sum of the gradients of a row's logits, [B, N, T padded].
   const float* missing;
-  Statistics* corrected;  // [B, N, T padded], with the corrected delta
+  Statistics* corrected;  // statistics with the corrected delta, [B, N, T padded]
   int statistics_rows;
   void* dq;
   void* dk;

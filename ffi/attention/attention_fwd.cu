@@ -10,7 +10,7 @@
 namespace {
 
 struct ForwardArgs : AttentionArgs {
-  const float* sinks;  // [N], or absent
+  const float* sinks;  // logits without a key or value, [N], or nullptr
   void* out;           // [B, T, N, V]
   float* lse;          // [B, N, T]
   int key_stages;      // blocks of K in shared memory, 1 or 2

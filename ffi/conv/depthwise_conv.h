@@ -14,7 +14,7 @@ struct ConvShape {
 struct WeightsOperands {
   ConvShape shape;
   const void *x, *dy;
-  float* sums;    // [parts, taps + 1, channels]; the last tap is the gradient of the bias
+  float* sums;    // gradients of taps, then of the bias: [parts, taps + 1, channels]
   int64_t parts;  // parts of the sums, which the caller adds
 };
 

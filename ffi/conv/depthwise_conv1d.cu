@@ -44,7 +44,7 @@ struct BackwardArgs {
   const void* other;     // another gradient of x to add to dx, or nullptr
   void* dx;
   void* dz;     // gradient of the residual, or nullptr
-  float* sums;  // [images * pieces, taps + 1, channels]; the last tap is the gradient of the bias
+  float* sums;  // gradients of taps, then of the bias: [images * pieces, taps + 1, channels]
   Activation activation;
 };
 

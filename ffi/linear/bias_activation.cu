@@ -21,10 +21,10 @@ constexpr int kBackwardRows = 2;
 
 // One of the two operands of a gated activation, or the only operand of a plain one.
 struct Branch {
-  const void* in;   // [rows, features]: the product, or the preactivation in the backward
+  const void* in;   // the product; in the backward the preactivation, [rows, features]
   Parameter bias;   // absent in the backward, whose input contains the bias
   void* out;        // forward: preactivation or nullptr; backward: its gradient
-  float* partials;  // [blocks along the rows, features], or nullptr
+  float* partials;  // parts of the bias gradient, [blocks along the rows, features], or nullptr
 };
 
 struct BiasActivationArgs {

@@ -73,13 +73,13 @@ struct LossArgs {
   // Cotangents. Forward: of the losses, [rows]. Backward, [rows, 3]: of kLogSum, minus that of
   // kPicked, and minus that of kMean divided by the number of classes.
   const float* coefficients;
-  float* statistics;  // [rows, kStatistics]; read in the backward
+  float* statistics;  // Statistics of all rows, [rows, kStatistics]; read in the backward
   void* dlogits;
   int64_t rows;
   int features;
   // Forward: most vectors of a row in a block. Backward: threads of a team.
   int slice;
-  // In the forward, the number of blocks that share a row; in the backward, the number of teams.
+  // Forward: blocks that share a row. Backward: teams that share a row.
   int cluster;
 };
 

@@ -1,9 +1,9 @@
 // segmentation_loss: the sums over the pixels of an image that
 // jaxfused/ops/loss/segmentation_loss_xla.py states, and their gradient.
 //
-// For a binary mask, a lane has vectors of adjacent pixels. For a few classes it has a pixel, whose
-// logits pass through shared memory, so that they are read and written in whole cache lines; warps
-// are independent until the end. For many classes, a warp has a pixel.
+// For a binary mask, a lane has vectors of adjacent pixels. For a few classes it has 1 to 4
+// pixels, whose logits pass through shared memory, so that they are read and written in whole cache
+// lines; warps are independent until the end. For many classes, a warp has a pixel.
 //
 // The sums of an image's blocks are added in a fixed order: in the cluster that has the whole
 // image, or by the caller. The gradient follows from the cotangents of the sums, pixel by pixel.

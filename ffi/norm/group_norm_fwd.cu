@@ -24,9 +24,9 @@ struct ForwardArgs {
   float* variance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  float2* partials;  // [images, slices, groups], or [images, groups, slices] in a single pass: mean
-                     // and sum of squared deviations
-  const float2* parts;  // [images, plan.parts, groups]: moments that the second pass merges
+  float2* partials;     // means and squared deviations: [images, slices, groups], or
+                        // [images, groups, slices] in a single pass
+  const float2* parts;  // moments that the second pass merges, [images, plan.parts, groups]
   float epsilon;
   Activation activation;
 };
@@ -455,7 +455,7 @@ struct MergeArgs {
   Images images;
   int first_image;
   int slices;
-  const float2* partials;  // [images, slices, groups]
+  const float2* partials;  // moments of slices, [images, slices, groups]
   float2* merged;          // [images, groups]
 };
 

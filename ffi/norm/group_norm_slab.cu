@@ -36,8 +36,8 @@ struct SlabArgs {
   float* variance;
   Parameter scale, bias;
   int scale_rows, bias_rows;  // rows: 1, or one for each image
-  float2* partials;    // [images, slabs, groups of a slab, parts]: mean and squared deviations
-  unsigned* counters;  // [images, slabs]: parts whose moments are stored
+  float2* partials;    // means and squared deviations, [images, slabs, groups of a slab, parts]
+  unsigned* counters;  // numbers of parts whose moments are stored, [images, slabs]
   int vectors;         // vectors of a pixel in a slab
   int slabs;
   int parts;

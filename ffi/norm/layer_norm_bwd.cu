@@ -853,8 +853,8 @@ BackwardKernel few_rows_kernel(int elements, bool shifted) {
 // --- sums over blocks ----------------------------------------------------------------------------
 
 struct AddBlocksArgs {
-  const float* parts[kParameters];  // [segments * segment_blocks, features]
-  float* totals[kParameters];       // [segments, features]
+  const float* parts[kParameters];  // block sums, [segments * segment_blocks, features]
+  float* totals[kParameters];       // gradients, [segments, features]
   int segment_blocks;
   int features;
 };

@@ -36,7 +36,7 @@ struct MomentumArgs {
   int count;
   uint32_t tiles, matrices;
   const MomentumScalars* scalars;
-  void* wide;  // [matrices, rows, columns] with at least as many columns as rows
+  void* wide;  // all matrices, [matrices, rows, columns] with rows <= columns
   void* tall;  // transposes of `wide`
   float* partial;
   float* squares;

@@ -49,7 +49,7 @@ struct PoolArgs {
   Image window, stride, before;  // `before`: rows of padding above the image, columns left of it
   const void* x;                 // the image; dy in the gradient
   void* y;                       // the result; dx in the gradient
-  uint8_t* places;  // [images, out, channels]: position of the maximum in its window, or nullptr
+  uint8_t* places;               // position in its window of each maximum of y, or nullptr
 };
 
 struct UpsampleArgs {

@@ -41,7 +41,7 @@ struct QuantizeArgs {
   float reciprocal;     // 1 / the largest number of the results' dtype
   float slope_steps;    // code of a derivative of 1
   bool from_end;        // whether blocks start with the last rows, which L2 may still hold
-  float* scale;         // [1], or nullptr
+  float* scale;         // scale of the results, [1], or nullptr
   uint8_t* values;      // quantised matrix, [rows, pitch], or nullptr
   uint8_t* transposed;  // its transpose, [columns, row_pitch], or nullptr
   float* sums;          // column sums of every 128 rows, or nullptr

@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, kRowTiles == 8 ? 1 : 2)
 }
 
 struct MergeArgs {
-  const float* sums;  // [parts, products, rows, columns]
+  const float* sums;  // split-K sums, [parts, products, rows, columns]
   int parts;
   QuantizedEpilogue epilogue;
 };

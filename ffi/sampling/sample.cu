@@ -187,7 +187,7 @@ class Row {
         const Best& word = words[p];
         if (!word.exists()) break;
         const Before& before = tested.words[p];
-        // The words before one weigh at least as much as itself.
+        // Each word before this one weighs at least as much, so a sum of 0 means that none is.
         if (before.weight == 0.0f) return word.word;
         end = word.place();
         weight_before = before.weight;

@@ -11,7 +11,7 @@
 #include "common/rows.cuh"
 
 struct CsrArgs {
-  const int* starts;   // [rows + 1]: first entry of each row, and the number of entries
+  const int* starts;   // first entry of each row, and the number of entries, [rows + 1]
   const int* columns;  // [entries]
   const void* values;  // [entries]
   const void* b;       // [depth, width]

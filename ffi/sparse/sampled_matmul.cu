@@ -13,8 +13,8 @@ constexpr int kThreads = 128;
 constexpr int kTogether = 4;
 
 struct SampledArgs {
-  const int* rows;     // [entries]: rows of x
-  const int* columns;  // [entries]: rows of y
+  const int* rows;     // row of x of each element, [entries]
+  const int* columns;  // row of y of each element, [entries]
   const void* x;       // [x_rows, depth]
   const void* y;       // [y_rows, depth]
   void* out;           // [entries]
