@@ -13,9 +13,9 @@ from pallas_kernels.hopper import WARPS
 
 
 def await_all() -> None:
-    """Waits until all warps of the warpgroup have come this far.
+    """Waits until all warps of the warpgroup have reached this point.
 
-    `plgpu.commit_smem` does too, but first waits for the stores to shared memory. That wait is not
+    `plgpu.commit_smem` does the same, but first waits for the stores to shared memory. That wait is not
     needed before memory is overwritten that the warps have only read.
     """
 

@@ -182,9 +182,9 @@ def backward(
     """Returns (dquery, dkey, dvalue, dbias, dsinks, *dreads), given the results of `forward`.
 
     lse is [B, N, R]; dlse is [B, N, T] or None. dbias has the shape of the bias, and is rounded once to
-    `dbias_dtype`; dsinks is [N] in float32; either is None if its operand is absent. dreads, in float32,
-    are those of what `logits.score` reads, where it wants them. The default config is the first of
-    `backward_candidates`.
+    `dbias_dtype`; dsinks is [N] in float32; either is None if its operand is absent. dreads are
+    the float32 gradients of the arrays that `logits.score` reads, None for those without one. The
+    default config is the first of `backward_candidates`.
     """
     if config is None:
         shape = Shape.of(query, key, value)

@@ -134,7 +134,7 @@ def _shapes_of_reads(logits: Logits, operands: Operands) -> dict[int, tuple[int,
 
 
 def _summed(sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns sums [B, N, T] over the axes that `shape` [B or 1, N or 1, T or 1, 1] shares."""
+    """Sums [B, N, T] over the axes in which `shape` [B or 1, N or 1, T or 1, 1] has length 1."""
     shared = tuple(axis for axis in range(3) if shape[axis] == 1)
     return jnp.sum(sums, axis=shared, keepdims=True)[..., None]
 

@@ -44,10 +44,10 @@ def bias_gradient(
 ) -> jax.Array:
     """Returns the gradient in the bias's shape and in `dtype`, for a bias that differs between keys.
 
-    It is summed in float32 and rounded once. `backward_rows` serves a bias that is the same for all
-    keys. lse2 and delta are [B, N, T padded to whole tiles]. With `read`, it is the gradient of what
-    `logits.score` reads: of the array, of shape `bias_shape`, that is number `read` among those that
-    have one, from 1.
+    The gradient is summed in float32 and rounded once. `backward_rows` serves a bias that is the same
+    for all keys. lse2 and delta are [B, N, T padded to whole tiles]. With `read`, the result is instead
+    the gradient of an array of shape `bias_shape` that `logits.score` reads: number `read`, from 1,
+    among those with a gradient.
     """
     shape = Shape.of(query, key, value)
     bias_shape = bias_shape or operands.bias.shape
@@ -106,14 +106,14 @@ class _References(NamedTuple):
 
 @dataclass(frozen=True)
 class _BiasGradient:
-    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+    """The kernel's static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any
     logits: Logits
     read: int | None
     shared: tuple[int, ...]
-    """Batch entries, heads and query tiles that share an element of the bias."""
+    """Numbers of batch entries, heads and query tiles that share a tile of the bias."""
     head: Columns
     value: Columns
 

@@ -48,7 +48,7 @@ class KeyGradientConfig:
     splits_roles: bool = False
     """True if both warpgroups own the same keys, one computing dV and the other dK (for wide heads)."""
     tile_stages: int = 2
-    """Pipeline stages of K and V: tiles that shared memory holds; with 2 the next is copied early."""
+    """Pipeline stages of K and V, one tile each; with 2, the next tile is copied during the current."""
     heads_together: int = 4
     """Key heads whose tiles are scheduled together, so that Q and dO stay in the L2 cache."""
     multiplies_early: bool = True
@@ -56,8 +56,8 @@ class KeyGradientConfig:
     afterwards, in the registers that S^T has left free, which allows blocks of more queries. Split
     roles do not use this option."""
     keeps_keys: bool = False
-    """True if K is an operand in registers, which saves reading it from shared memory. Split roles do
-    not use this option."""
+    """True if warpgroups load K into registers once a tile, and the products do not read it from shared
+    memory. Split roles do not use this option."""
 
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 3):
@@ -374,9 +374,9 @@ class _KeyGradients:
             ring.release_all()
 
     def own(self, cta: Cta) -> jax.Array:
-        """Returns the warpgroup's index behind a barrier for the compiler.
+        """Returns the warpgroup's index through a barrier that keeps the compiler from hoisting its use.
 
-        Without the barrier, addresses would be computed before the loop and occupy registers throughout.
+        Without it, addresses would be computed before the loop and occupy registers throughout.
         """
         return lax.optimization_barrier(cta.wg_idx)
 

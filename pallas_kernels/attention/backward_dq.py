@@ -137,11 +137,11 @@ def query_gradient(
 ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
     """Returns dQ [B, T, N, H], the gradient of the logits [B, N, T, S] in `dlogits_dtype`, and sums.
 
-    The gradient of the logits is None without this dtype. It is that after the cap and the bias, and 0
-    where the mask forbids an element. The sums are over the keys, [B, N, T] in float32. The first is of
-    P dP. For each of `reads`, numbers as in `Logits.derivatives_of_score`, two more are of dL g and of
-    P g, where g is the derivative by what is read. Without `reads` there are no sums. lse2 and delta are
-    [B, N, T padded to whole tiles].
+    The gradient is with respect to the logits after cap and bias, 0 where the mask forbids an element,
+    and None without this dtype. The sums over the keys are [B, N, T] in float32: that of P dP, and then,
+    for each of `reads` (numbers as in `Logits.derivatives_of_score`), those of dL g and P g, where g is
+    the derivative by that read. Without `reads` there are none. lse2 and delta are [B, N, T padded to
+    whole tiles].
     """
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
@@ -183,18 +183,18 @@ class _Rows(NamedTuple):
 
     at: Place
     start: jax.Array
-    """The index of the first query."""
+    """Index of the first query."""
     visits: Visits | ListedVisits
     step: jax.Array
     """Blocks that the CTA has processed before the first visit."""
     lse2: jax.Array
-    """The log-sum-exp of each row, in base 2."""
+    """Log-sum-exp of each row, in base 2."""
     delta: jax.Array
 
 
 @dataclass(frozen=True)
 class _QueryGradient:
-    """The kernel: its static parameters, its layout of shared memory, and its two roles."""
+    """The kernel's static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any

@@ -1,7 +1,7 @@
-"""Attention's backward in XLA, where it has one number per query: log-sum-exp, delta, sinks.
+"""XLA's part of attention's backward: log-sum-exp and delta of each query, and some gradients.
 
-It covers log-sum-exp and delta of each query, and the gradients that need no kernel. Let D = sum(out *
-dout) of a query, and p the probability of its sink, which is 0 without a sink. Then delta = D - dlse is
+The gradients are those of sinks, and of a bias that is the same for all keys. Let D = sum(out * dout) of
+a query, and p the probability of its sink, which is 0 without a sink. Then delta = D - dlse is
 common to the gradients of all its logits: dL_s = P_s (dP_s - delta).
 """
 

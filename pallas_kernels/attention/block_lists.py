@@ -41,7 +41,7 @@ class Pattern(Protocol):
         """Returns the masks in tiles; keys beyond the last are forbidden."""
 
     def allowed(self, heads: jax.Array | None) -> jax.Array:
-        """Returns bool [1, N or 1, T, S] for heads with these masks, [N], or with the only mask."""
+        """Returns the allowed pairs, bool [1, N or 1, T, S]; `heads` [N] are indices of their masks."""
 
 
 class Tables(NamedTuple):
@@ -82,7 +82,7 @@ class BlockLists:
           blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
           operands: with lengths and offsets.
           bounds: the table of `segment_blocks`, or None.
-          least: visits of a tile; 1 if a kernel cannot do without, and then to a forbidden block.
+          least: fewest visits of a tile; with 1, a tile without blocks visits one that allows no pair.
         """
         most = self.entries.shape[2]
         if not mask.limits_pattern:

@@ -222,7 +222,7 @@ class _Rows(NamedTuple):
 
     at: Place
     start: jax.Array
-    """The index of the first query."""
+    """Index of the first query."""
     visits: Visits | ListedVisits
     step: jax.Array
     """Blocks that the CTA has processed before the first visit."""
@@ -230,7 +230,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Forward:
-    """The kernel: its static parameters, its layout of shared memory, and its two roles."""
+    """The kernel's static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any
@@ -367,7 +367,7 @@ class _Forward:
         values.release(slot)
 
     def clear_values(self, cta: Cta, at: Place, block: jax.Array, slot: jax.Array) -> None:
-        """Makes values of a block beyond the keys' length zeros; all consumers call this for it."""
+        """Sets values of a block beyond the keys' length to zero; all consumers must call it."""
         if not self.logits.mask.has_key_lengths:
             return
         end = at.extent.key_length - block * self.config.key_block

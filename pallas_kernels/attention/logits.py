@@ -401,7 +401,7 @@ class Logits:
         return x
 
     def scored(self, scores: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
-        """Returns `score` of the scores, without the part that `shift` returns."""
+        """Applies the function `score` to the scores, without the terms that `shift` returns."""
         assert self.score is not None
         reads = self.score_reads(operands)
         separated = self.score.separated(tile, reads, self.limits)
@@ -426,7 +426,7 @@ class Logits:
     def derivatives_of_score(
         self, which: Sequence[int], products: jax.Array, tile: Tile, operands: Operands
     ) -> list[Part]:
-        """Returns derivatives of the logits with respect to the score (0) or a read with a gradient."""
+        """Returns the logits' derivatives by inputs: 0 is the score, i the i-th read with a gradient."""
         assert self.score is not None
         score = functools.partial(self.scores, products, tile, operands)
         reads = self.score_reads(operands)

@@ -2,8 +2,8 @@
 
 For a block of queries, one compile-time description says which blocks of keys are empty (skipped), full
 (not masked at all) and partial (masked element by element); for the backward it says the same for a
-block of keys. Another pattern needs a field here with its bounds and its elements, and no change to the
-kernels.
+block of keys. A further kind of mask needs a field here with its bounds and its elements, but no change
+to the kernels.
 """
 
 import functools
@@ -60,7 +60,7 @@ class BlockMask:
     has_segments: bool = False
     has_explicit: bool = False
     has_function: bool = False
-    """True if a function of the place forbids elements; see `Logits.allows`."""
+    """True if a function of query and key index forbids elements; see `Logits.allows`."""
     pattern: Any = None
     """Pattern that says what mask objects allow; positions and lengths limit it further."""
 
@@ -248,7 +248,7 @@ class BlockMask:
 def segment_blocks(
     query_segments: jax.Array, key_segments: jax.Array, query_block: int, key_block: int
 ) -> jax.Array:
-    """Returns [B, blocks of queries, 4]: for each block the `Blocks` of keys that its segments reach.
+    """Returns the `Blocks` of keys that each block's segments reach, int32 [B, blocks of queries, 4].
 
     The bounds come from the least and the greatest segment of each block. They are exact if segments are
     in ascending order, as in packed sequences; otherwise more blocks are visited than necessary. Swapped

@@ -188,7 +188,7 @@ class Matrix(NamedTuple):
             plgpu.copy_gmem_to_smem(place, copied, barrier)
 
     def clear_beyond(self, mask: BlockMask, extent: Extent, start: Any) -> None:
-        """Makes values of keys beyond the length zeros; the matrix begins with key `start`.
+        """Sets values of keys beyond the length to zero; the matrix begins with key `start`.
 
         Their weights are 0, but WGMMA multiplies 0 by NaN to NaN.
         """
@@ -197,7 +197,7 @@ class Matrix(NamedTuple):
             pl.when(end < self.operands[0].shape[0])(lambda: self.clear(end))
 
     def clear(self, first: jax.Array) -> None:
-        """Makes the rows from `first` on zeros, also for WGMMA."""
+        """Sets the rows from `first` on to zero, and makes the stores visible to WGMMA."""
         for operand in self.operands:
             rows, width = operand.shape
             for start in range(0, rows, WGMMA_ROWS):

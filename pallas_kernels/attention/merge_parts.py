@@ -39,7 +39,7 @@ def merge(
     shape: Shape,
     dtype: Any,
 ) -> jax.Array:
-    """Returns [units, rows, V], merged from outs [parts, rows, 1, V] and base-2 lses [parts, 64]."""
+    """Returns the output [units, rows, V] of outs [parts, rows, 1, V] and base-2 lses [parts, 64]."""
     kernel = _Merge(shape, dtype, division, packing, outs.shape[1])
     optional = {"sinks": operands.sinks, "query_lengths": operands.query_lengths}
     optional = {name: array for name, array in optional.items() if array is not None}
@@ -64,7 +64,7 @@ def merge(
 
 @dataclass(frozen=True)
 class _Merge(MergedRows):
-    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+    """The kernel's static parameters, shared memory and code."""
 
     division: Division
     packing: Packing

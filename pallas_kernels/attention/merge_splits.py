@@ -97,7 +97,7 @@ def only_part(
 
 @dataclass(frozen=True)
 class _Merge(MergedRows):
-    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+    """The kernel's static parameters, shared memory and code."""
 
     splits: int
 

@@ -42,7 +42,7 @@ class Packing:
         return -(-self.rows // WGMMA_ROWS)
 
     def queries(self, array: jax.Array) -> jax.Array:
-        """Returns [B, T, N, H] as [B * K, rows, 1, H], or as it is if each key head has one query head.
+        """Returns an array [B, T, N, H] as [B * K, rows, 1, H], unchanged if `group` is 1.
 
         `place` indexes the result. No data move if there is one query.
         """
@@ -53,7 +53,7 @@ class Packing:
         return heads.transpose(0, 2, 3, 1, 4).reshape(-1, self.rows, 1, size)
 
     def unpacked(self, rows: jax.Array) -> jax.Array:
-        """Returns [B, T, N, H] unpacked from rows [B, K, rows, H]."""
+        """Returns the array [B, T, N, H] of packed rows [B, K, rows, H]."""
         batch, _, _, size = rows.shape
         heads = rows.reshape(batch, self.key_heads, self.group, self.query_count, size)
         return heads.transpose(0, 3, 1, 2, 4).reshape(batch, self.query_count, -1, size)
@@ -65,11 +65,11 @@ class Packing:
         return batch_idx * self.key_heads + key_head, batch_idx * 0
 
     def of_queries(self, array: jax.Array) -> jax.Array:
-        """Returns [.., N, T] as [.., K, rows]."""
+        """Returns an array [.., N, T] as [.., K, rows]."""
         return array.reshape(*array.shape[:-2], self.key_heads, self.rows)
 
     def padded(self, rows: jax.Array, fill: float = 0) -> jax.Array:
-        """Returns [.., rows], padded with `fill` to whole tiles."""
+        """Returns an array [.., rows], padded with `fill` to whole tiles."""
         missing = -rows.shape[-1] % WGMMA_ROWS
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)], constant_values=fill)
 
@@ -94,7 +94,7 @@ class Packing:
         )
 
     def _matrix(self, array: jax.Array) -> jax.Array:
-        """Returns [B or 1, N or 1, T or 1, S or 1] as [B or 1, K or 1, rows or 1, S or 1]."""
+        """Reshapes [B or 1, N or 1, T or 1, S or 1] to [B or 1, K or 1, rows or 1, S or 1]."""
         batch, heads, queries, keys = array.shape
         if self.group == 1 or heads == queries == 1:
             return array

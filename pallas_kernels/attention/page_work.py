@@ -3,9 +3,9 @@
 The work is a list of blocks of keys: those of the first tile of rows of the first sequence, then of its
 next tile, and so on to the last sequence. Every CTA takes the same number of consecutive blocks, also
 across sequences, so that one long sequence is shared by many CTAs. A CTA's output for one tile of rows
-is a part of the tile. CTAs and tiles both ascend, so CTA + tile numbers the parts without collisions.
+is a part of the tile. CTAs and tiles both ascend, so the sum of their indices is a part's own number.
 
-Or a CTA has one tile of rows with all of its blocks, so that no sequence's result depends on the others.
+With `is_whole`, a CTA has one tile with all of its blocks: no sequence affects another's result.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Division:
     """Tiles of rows of a sequence, over all of its key heads."""
     key_block: int
     is_whole: bool = False
-    """Whether each CTA has one unit, with all of its blocks; there are then as many CTAs as units."""
+    """True if each CTA has one unit, with all of its blocks; there are then as many CTAs as units."""
 
     def blocks(self, mask: BlockMask, extent: Extent) -> tuple[Index, jax.Array]:
         """Returns the first block that a sequence visits, and how many it visits, at least one.

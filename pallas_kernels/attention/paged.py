@@ -163,7 +163,7 @@ class PagedConfig:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
     def ctas(self, shape: Shape, multiprocessors: int) -> int:
-        """Returns how many CTAs the GPU holds at once, limited by the most blocks that there can be."""
+        """Returns the CTAs that the GPU holds at once, but no more than there can be blocks of keys."""
         units = shape.batch * shape.key_heads * Packing.of(shape).tiles
         most = units * -(-shape.key_count // self.key_block)
         return min(most, self.ctas_per_multiprocessor * max(1, multiprocessors))
@@ -309,7 +309,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Paged:
-    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+    """The kernel's static parameters, shared memory and code."""
 
     sizes: Sizes
     shape: Shape
@@ -321,7 +321,7 @@ class _Paged:
 
     @property
     def pools(self) -> tuple[int, ...]:
-        """Indices of the operands that hold the keys and the values."""
+        """Indices in `_Cta.pools` of the keys and of the values; one index if a pool holds both."""
         return (0,) if self.sizes.is_combined else (0, 1)
 
     @property
@@ -547,7 +547,7 @@ class _Paged:
     def visit(
         self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array, ahead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes a part, which begins with block `number`; returns where the next part begins."""
+        """Computes the part that begins at block `number`; returns the next call's last 3 arguments."""
         place = self.division.place(cta.plan, number, sequence)
         count = jnp.minimum(place.blocks - place.block, work.stop - number)
         plgpu.barrier_wait(cta.shared["q_full"])

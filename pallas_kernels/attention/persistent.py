@@ -39,7 +39,7 @@ class Cta(NamedTuple):
     """Buffers of shared memory and barriers, by name."""
     wg_idx: jax.Array
     tile_count: jax.Array
-    """Tiles that this CTA works through."""
+    """Number of tiles that this CTA computes."""
     place: Callable[[Any], Any]
     """Function from the index of a tile of this CTA to the tile's place; see `tiles`."""
 

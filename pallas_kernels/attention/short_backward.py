@@ -2,7 +2,7 @@
 
 Since a CTA holds all keys of a head, dQ of 64 queries is complete when it is computed: nothing is summed
 in global memory, and the bits are the same in every run. Two warpgroups hold dK and dV of up to 128 keys
-each in registers and pass over the queries, 64 at a time. Their tiles of logits have keys as rows, so
+each in registers and iterate over the queries, 64 at a time. Their tiles of logits have keys as rows, so
 that P^T and dS^T are in the registers where dV = P^T dO and dK = dS^T Q need them. dS^T also goes
 through shared memory to a third warpgroup, which computes dQ = dS K, computes the sum of out * dO over
 each row, which dS needs, and copies the operands of the next steps.
@@ -111,7 +111,7 @@ def backward(
 
     lse is [B, N, R] as `forward` returned it. If the bias differs between keys, the gradient of the
     logits passes through global memory as [B, N, S, T], and XLA sums it over the bias's broadcast axes.
-    It is in float32 if there are any, else in `dbias_dtype`.
+    That array is in float32 if there are such axes, else in `dbias_dtype`.
     """
     (dquery, dkey, dvalue), dbias, dsinks = _run(
         (query, key, value),
@@ -252,7 +252,7 @@ class _Cta(NamedTuple):
     wg_idx: jax.Array
     cta_idx: jax.Array
     items: jax.Array
-    """Items (key heads of batch entries) that the CTA works through."""
+    """Number of items (key heads of batch entries) that the CTA processes."""
 
     def arrive(self, barrier: str, slot: Any = None) -> None:
         plgpu.barrier_arrive(self._barrier(barrier, slot))
@@ -274,12 +274,11 @@ class _Place(NamedTuple):
     batch_idx: jax.Array
     head_idx: jax.Array
     start: jax.Array
-    """The index of the first query."""
 
 
 @dataclass(frozen=True)
 class _ShortBackward:
-    """The kernel: its static parameters, its layout of shared memory, and the work of the warpgroups.
+    """The kernel's static parameters, shared memory and code.
 
     An item is a key head of a batch entry. Its steps go over the queries of its group, 64 at a time.
     """
@@ -636,5 +635,5 @@ class _ShortBackward:
             ds = ds * logits.derivative_of_capped(s)
         ds = ds.astype(self.dtype)
         memory.multiply(dk_accs, ds, q)
-        # The wait for `ds_free` has shown that this memory was read; `accumulate` commits the stores.
+        # After the wait for `ds_free` nothing reads this memory; `accumulate` commits the stores.
         store.store_piece(cta.shared["ds_smem"].at[tile], ds)

@@ -41,7 +41,7 @@ _QUERY_SLOTS = 3
 """Pipeline stages of a worker's query tiles: one is copied in, one in use, and one copied out."""
 
 _VECTOR = plgpu.Layout.WGMMA.reduce(1)
-"""The register layout of one number for each row of a tile."""
+"""Register layout of one number for each row of a tile."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _Worker(NamedTuple):
     idx: jax.Array
     """Index of this worker among all workers of the GPU."""
     steps: jax.Array
-    """Tiles that this worker works through."""
+    """Number of query tiles that this worker processes."""
 
     def keys(self) -> Matrix:
         return Matrix.of(self.shared["k_smem"], self.wg_idx)
@@ -202,7 +202,6 @@ class _Place(NamedTuple):
     batch_idx: jax.Array
     head_idx: jax.Array
     start: jax.Array
-    """The index of the first query."""
 
 
 _Part = tuple[Tile, jax.Array]
@@ -211,7 +210,7 @@ _Part = tuple[Tile, jax.Array]
 
 @dataclass(frozen=True)
 class _ShortForward:
-    """The kernel: its static parameters, its layout of shared memory, and the work of a worker."""
+    """The kernel's static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any
@@ -353,7 +352,7 @@ class _ShortForward:
         """Returns the logits in parts of 64 columns.
 
         Few float32 weights are then live at once, only the parts with masked elements are masked, and
-        finding an element's place takes no division.
+        an element's position is found without a division.
         """
         key_count, operands = self.shape.key_count, worker.operands
         masks_anywhere = not self.logits.mask.is_always_full(WGMMA_ROWS, 1)

@@ -206,7 +206,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _SplitForward:
-    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+    """The kernel's static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any

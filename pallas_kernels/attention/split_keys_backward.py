@@ -243,7 +243,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _SplitBackward:
-    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+    """The kernel's static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any

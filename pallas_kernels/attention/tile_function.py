@@ -1,4 +1,4 @@
-"""Functions of a logit and its place, evaluated on tiles of logits in registers.
+"""Functions of a logit and its query and key indices, evaluated on tiles of logits in registers.
 
 A function is a program of scalars: of the score, the indices of query and key, and numbers that are read
 from arrays. What depends on the query alone is computed once a row of the tile, what depends on the key
@@ -26,7 +26,7 @@ _ELEMENTWISE = frozenset({
 })
 # fmt: on
 _OF_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
-"""Primitives that change shapes only: of a scalar they return its value."""
+"""Primitives that change only the shape, so that a scalar stays as it is."""
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 )
@@ -113,7 +113,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TileFunction:
-    """A function of a score, or of places alone if not `of_score`; equal ones have equal programs."""
+    """A function of a score, a query index and a key index; without the score if not `of_score`."""
 
     program: ClosedJaxpr
     """Program from scalars (score, query, key, *reads) to one; without the score if not `of_score`."""
@@ -125,7 +125,7 @@ class TileFunction:
 
     @functools.cached_property
     def partials(self) -> ClosedJaxpr:
-        """The program of the derivatives by the score and by each of the wanted reads."""
+        """The program of the derivatives with respect to the score and to each read with a gradient."""
 
         def derivatives(score, query, key, *reads):
             def f(score, *floats):
@@ -167,7 +167,7 @@ class TileFunction:
 
     @functools.cached_property
     def derivative_by_element(self) -> bool:
-        """Whether the derivative by the score depends on the score."""
+        """True if the derivative with respect to the score depends on the score."""
         if not self.of_score or self.is_additive:
             return False
         jaxpr = self.partials.jaxpr
@@ -198,7 +198,7 @@ class TileFunction:
         Args:
           tile: `logits.Tile`.
           reads: references to the arrays in global memory.
-          limits: queries and keys, beyond which there are no places.
+          limits: numbers of queries and keys.
           score: the scores of the tile, or a function that returns them.
         """
         (result,) = self._evaluated(self.flat.jaxpr, tile, reads, limits, score, [0])
@@ -207,7 +207,7 @@ class TileFunction:
     def separated(
         self, tile: Any, reads: Sequence[Any], limits: tuple[int, int]
     ) -> "Separated | None":
-        """Returns what the function adds to the score, if it is one term a query and one a key."""
+        """Returns the summand of an additive function as terms of query and key; None if inseparable."""
         if not self.is_additive:
             return None
         return self._values(self.flat.jaxpr, tile, reads, limits, None).added(tile)
@@ -266,9 +266,9 @@ class Separated(NamedTuple):
     by_query: list[Callable[[], Part]]
     by_key: list[Callable[[], Part]]
     origins: int = 0
-    """Multiple of the tile's first query index that is to be added: terms count places from that query.
+    """Factor of the tile's first query index, a further summand, since terms count from that query.
 
-    Places are far from 0, but near to each other where attention is strongest.
+    Query and key indices are large, but near each other where attention is strongest.
     """
 
     def mapped(self, f: Callable[[Part], Part], factor: int = 1) -> "Separated":
@@ -277,7 +277,7 @@ class Separated(NamedTuple):
         return Separated(*terms, self.origins * factor)
 
     def plus(self, other: "Separated") -> "Separated":
-        """Returns the sum of both."""
+        """Returns this sum plus another."""
         origins = self.origins + other.origins
         return Separated(self.by_query + other.by_query, self.by_key + other.by_key, origins)
 
@@ -287,16 +287,16 @@ def _called(f: Callable[[Part], Part], term: Callable[[], Part]) -> Part:
 
 
 def total(terms: Sequence[Callable[[], Part]], axis: int, shape: tuple[int, ...]) -> Any:
-    """Returns the sum of terms, over `axis` of a tile; each varies along that axis at most."""
+    """Returns the sum of terms as a vector along `axis` of a tile, the only axis they may vary along."""
     arrays = [term().over((axis,), shape).astype(jnp.float32) for term in terms]
     return functools.reduce(lambda x, y: x + y, arrays)
 
 
 def _positions(tile: Any, axis: int, limit: int) -> Any:
-    """Returns the indices of queries (axis 0) or keys (axis 1), at most those of the last ones."""
+    """Returns the indices of queries (axis 0) or keys (axis 1), clamped to the last one."""
     numbers = tile.numbers(axis)
     if limit % tile.shape[axis ^ tile.query_axis]:
-        # A function of places beyond the last may be NaN, which no mask would remove from a product.
+        # Beyond the last query or key a function may be NaN, which masking keeps: 0 * NaN is NaN.
         numbers = jnp.minimum(numbers, limit - 1)
     return numbers
 
@@ -309,14 +309,14 @@ def _loaded(tile: Any, ref: Any, dtype: Any) -> Any:
 
 
 def _held(dtype: Any) -> Any:
-    """Returns the dtype in which values are held: floats of 16 bits in 32, as XLA may hold them."""
+    """Returns the dtype of values in registers: float32 for 16-bit floats, as XLA may use too."""
     return jnp.float32 if dtype in _HALVES else dtype
 
 
 class _Values:
-    """The values of a program's variables, each computed when it is first asked for.
+    """The values of a program's variables, each computed only when a result needs it.
 
-    Mosaic searches long for the layout of a tile that is computed and not used.
+    Mosaic takes long to find a layout for a tile that nothing uses.
     """
 
     def __init__(self, jaxpr: Jaxpr, shape: tuple[int, ...], given: dict[Any, _Given]) -> None:
@@ -372,12 +372,12 @@ class _Values:
         return Part(part.array.astype(dtype), part.axes)
 
     def applied(self, eqn: Any, parts: Sequence[Part]) -> Part:
-        """Returns an equation's result on parts, spread to the axes that any of them has."""
+        """Returns an equation's result for parts, broadcast to every axis along which one varies."""
         axes = tuple(sorted({axis for part in parts for axis in part.axes}))
         arrays = [part.over(axes, self.shape) for part in parts]
         name, params = eqn.primitive.name, eqn.params
         if name == "tanh":
-            # The instruction errs by more than the rounding of 16 bits.
+            # The tanh instruction errs by more than the rounding of 16-bit floats.
             result = 1.0 - 2.0 * _reciprocal(jnp.exp(2.0 * arrays[0]) + 1.0)
         elif name == "logistic":
             result = _reciprocal(jnp.exp(-arrays[0]) + 1.0)
@@ -387,8 +387,8 @@ class _Values:
             and arrays[0].dtype == jnp.float32
             and eqn.outvars[0] not in self.decisive
         ):
-            # One division a row or a column, which takes as long as several other operations. The
-            # product with the inverse is rounded once more: 41 * (1 / 41) is below 1.
+            # Divides once a row or column, since a division takes as long as several other
+            # operations. The inverse adds a rounding: 41 * (1 / 41) is below 1.
             inverse = Part(1.0 / parts[1].array, parts[1].axes)
             result = arrays[0] * inverse.over(axes, self.shape)
         elif name == "not" and arrays[0].dtype == jnp.bool_:
@@ -406,7 +406,7 @@ class _Values:
     # --- sums of a term of the query and a term of the key ----------------------------------------
 
     def added(self, tile: Any) -> Separated | None:
-        """Returns what an additive program adds to its first input."""
+        """Returns what an additive program adds to its first input, the score; None if inseparable."""
         found = Separated([], [])
         score, query, key, *_ = self.given
         var = self.result
@@ -531,7 +531,7 @@ class _Values:
 
 
 def _decisive(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the variables of which a rounding may change a comparison or another step function."""
+    """Returns the variables whose rounding may change the result of a comparison or step function."""
     found: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         is_step = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
@@ -550,7 +550,7 @@ def _negative(part: Part) -> Part:
 
 
 def _from_first_query(tile: Any, axis: int) -> Part:
-    """Returns the places of queries or keys in float32, counted from the tile's first query.
+    """Returns the indices of queries or keys in float32, counted from the tile's first query.
 
     The last 3 bits of a column's number differ between threads, and the compiler knows the others.
     """
@@ -575,7 +575,7 @@ _OF_INTEGERS: dict[str, Callable[..., tuple[int, int]]] = {
     "max": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
 }
-"""Bounds of an operation's result from those of its operands.
+"""Functions from the bounds of an operation's operands to those of its result, by primitive.
 
 float32 computes these operations exactly if operands and result are exact.
 """

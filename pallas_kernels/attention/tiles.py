@@ -47,7 +47,7 @@ class Place(NamedTuple):
 class Visits(NamedTuple):
     """Blocks of keys that one consumer visits for its rows of a tile; visit i is to block last - i.
 
-    If the tile's rows reach different keys, its first blocks may belong to other consumers' rows only.
+    If the tile's rows reach different keys, only other consumers' rows may reach its first blocks.
     """
 
     skipped: jax.Array
@@ -55,7 +55,7 @@ class Visits(NamedTuple):
     count: jax.Array
     last: jax.Array
     full_first: jax.Array
-    """First visit without masking; the visits [full_first, full_stop) need none."""
+    """First visit that needs no masking; the visits [full_first, full_stop) need none."""
     full_stop: jax.Array
 
     def block(self, visit: Index) -> jax.Array:
@@ -74,7 +74,7 @@ class ListedVisits(NamedTuple):
 
     at: Place
     full: Blocks | None
-    """Range of blocks that only the pattern masks; None if the mask is the pattern alone."""
+    """Blocks by the mask's other rules, partial outside [full_start, full_stop); None without others."""
 
     @property
     def skipped(self) -> int:
@@ -105,7 +105,7 @@ class ListedVisits(NamedTuple):
 _MANY = 4
 """Fewest tiles per SM for which the schedule is computed on the device, from the segments.
 
-With fewer, it saves less than the microseconds that XLA's kernels take to compute it.
+With fewer tiles, better balance saves less time than XLA's kernels take to compute the schedule.
 """
 
 
@@ -226,7 +226,7 @@ class KeyPlace(NamedTuple):
     first_head_idx: jax.Array
     """Index of the first visited query head."""
     shared_head_idx: jax.Array
-    """Index of the head of the results, in which each share of a key head has a head of its own."""
+    """Head index in dK and dV, where each share of a key head is a head of its own."""
     start: jax.Array
     """Index of the first key."""
     extent: Extent
@@ -235,12 +235,13 @@ class KeyPlace(NamedTuple):
 
 
 class QueryVisits(NamedTuple):
-    """Visits of a tile of keys to blocks of queries of one head: numbers [start, stop)."""
+    """Visits of a tile of keys to one head's blocks of queries, numbered `start` to `stop` - 1."""
 
     start: jax.Array
     stop: jax.Array
     full: Blocks | None
-    """Range of blocks that only the pattern masks; None if the mask is the pattern alone."""
+    """Blocks by the mask's rules other than its pattern, partial outside [full_start, full_stop); None
+    if there are no such rules."""
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2]; without it, a visit's number is its block."""
     bits_gmem: Any = None
@@ -363,7 +364,7 @@ class KeyTiles:
     def place(self, number: jax.Array, operands: Operands, tables: Tables) -> KeyPlace:
         """Returns the place of tile number (batch * shared heads + shared head) * count + tile.
 
-        Shared head number key head * shares + share is a share of a key head. A kernel calls this.
+        A share of a key head is shared head number (key head * shares + share). Kernels call this.
         """
         batch_head = lax.div(number, jnp.int32(self.count))
         shared_heads = jnp.int32(self.key_heads * self.shares)
@@ -430,7 +431,7 @@ def _listed(
 def schedule(
     costs: tuple[int, ...], heads: int, heads_together: int, multiprocessors: int
 ) -> np.ndarray:
-    """Returns [CTA, 1 + rounds] int32: the number of tiles of each CTA, and then the tiles in order.
+    """Returns a table, int32 [CTAs, 1 + rounds]: each CTA's number of tiles, then its tiles in order.
 
     Groups of heads follow each other. Within a group, the tiles that cost most come first, and each goes
     to the CTA with the least work so far. A dynamic queue would do the same, but its order would vary

@@ -27,7 +27,7 @@ from pallas_kernels.gemm.speeds import H200
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_PIXELS = 2**30
-"""Largest number of pixels of all images; with those of tiles beyond the edges they fit 32 bits."""
+"""Largest number of pixels of all images: 32-bit indices also reach pixels of tiles beyond the edges."""
 
 
 Config = ConvConfig | MatmulConfig | FewRowsConfig

@@ -81,7 +81,7 @@ class Work:
     stages: int
     """Pipeline stages of the ring."""
     shared_tile: bool
-    """True if both warpgroups compute one tile and store it at once."""
+    """True if both warpgroups compute one tile and store it at the same time."""
     read_bytes: int
     """Bytes that the epilogue reads for each element."""
     written_bytes: int
@@ -143,13 +143,13 @@ def weight_gradient(
     """Microseconds of the gradient of the weights.
 
     Args:
-      multiplications: number in a step of the sums.
+      multiplications: multiply-adds of a step.
       wide: True if a tile has more than 64 features.
-      pixels_in_ring: number of pixels of all slots.
+      pixels_in_ring: number of pixels that all pipeline stages hold.
       steps: number of steps of a tile.
       rounds: number of tiles that a CTA computes one after the other.
       parts: number of parts of each tile.
-      sums: the weights of the window, for all channels and features.
+      sums: number of the gradient's elements.
     """
     speeds = SPEEDS
     step = multiplications * speeds.weights_multiplication * (speeds.weights_wide if wide else 1.0)

@@ -70,7 +70,7 @@ def from_codes(
       stored: reference to the bytes [N, 64] of a block, swizzled; two codes each.
       entries: reference to the `table` of the codebook for `dtype`; None for `E2M1`, whose bits are
         moved to their places in a float.
-      scales: [N] each, in `dtype`, one for each of as many equal parts of the columns; or none.
+      scales: vectors [N] in `dtype`, one for each equal part of the columns; or none.
     """
     wgmma = plgpu.Layout.WGMMA
     shape = (stored.shape[0], BLOCK // 2)
@@ -103,7 +103,7 @@ def from_bytes(
 
     Args:
       stored: in the layout of WGMMA, so that nothing is exchanged between threads.
-      shifts: [N] each, in the dtype of the result, one for each of as many equal parts of the columns.
+      shifts: vectors [N] in the dtype of the result, one for each equal part of the columns.
       scales: like shifts; none for no factor.
     """
     return _in_registers(_floats_of_bytes, stored, plgpu.Layout.WGMMA, shifts, scales, stored.shape)
@@ -233,8 +233,8 @@ def _floats_of_codes(
 def _floats_of_e2m1(byte: Any, element_type: Any) -> Any:
     """Emits the code that makes two floats of a byte of E2M1, and returns their word.
 
-    Three bits below a sign are the lowest bit of a float's exponent field and its neighbours. As they
-    count from the smallest exponent, one product with a power of two makes the number, exactly.
+    A code's three bits below its sign go to a float's two lowest exponent bits and highest mantissa bit.
+    The exponents differ by a constant, so one product with a power of two makes the number, exactly.
     """
     is_bfloat = element_type == ir.BF16Type.get()
     low = 6 if is_bfloat else 9  # the place of the mantissa's bit
@@ -290,7 +290,7 @@ class _Registers:
         self._registers[place] = mgpu.utils.bitcast(floats, of)
 
     def _of_part(self, numbers: Sequence[Any], place: tuple[int, ...]) -> Any:
-        """Returns the register of a row's number that belongs to the part of a place."""
+        """Returns the register with a row's shift or scale for the columns at a place."""
         tile, column, *rest = place
         part = column * len(numbers) // self._registers.shape[1]
         return numbers[part].registers[tile, 0, *rest]

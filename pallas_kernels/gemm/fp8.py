@@ -211,7 +211,7 @@ def hidden_gradient(
 ) -> FusedProduct:
     """Returns the gradient of a hidden layer's preactivations, from scales * dy @ w^T.
 
-    It is dz, with `up` dup too, and if asked for their maxima [P, M].
+    The results are dz, dup if there is an `up`, and their maxima [P, M] if `maximise`.
 
     Args:
       dy: [M, K].

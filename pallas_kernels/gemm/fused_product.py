@@ -1,7 +1,7 @@
 """The description of a matrix product for Hopper whose epilogue is a traced Python function.
 
 XLA's bare products are good, but bias, activation, residual, an activation's derivative and the sums of
-a bias gradient often take it further kernels. Here they are a function of the float32 accumulators and
+a bias gradient often take further kernels. Here they are a function of the float32 accumulators and
 of named operands, traced into the kernel.
 """
 
@@ -154,10 +154,7 @@ class FusedProduct:
 
     @property
     def work_beside_xla(self) -> Work:
-        """Returns `work` as the choice between kernel and XLA counts it.
-
-        With few rows it includes the conversion of b.
-        """
+        """The `work` for the choice between kernel and XLA: with few rows, b's conversion counts."""
         first = self.b[0] if isinstance(self.b, tuple) else self.b
         return replace(
             self.work,

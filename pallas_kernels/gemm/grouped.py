@@ -114,7 +114,7 @@ _BANDS = (8, 16)
 def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> float:
     """Returns the predicted microseconds, a compromise between groups of equal and of any sizes.
 
-    The rows count that tiles have beyond their groups' ends: a quarter of a tile for each group.
+    Rows of tiles beyond their groups' ends count as a quarter of a tile for each group.
     """
     groups = min(work.groups, work.m)
     tiles = work.m / groups / config.cta_tile_m
@@ -144,13 +144,13 @@ class GroupedProduct:
     name: str
     """Name of the kernel in a profile."""
     a: Sequence[Any]
-    """[M, K], bfloat16 or float16; several of them for a sum of products a_i @ b_i."""
+    """Left operands [M, K], bfloat16 or float16; several for a sum of products a_i @ b_i."""
     b: Sequence[Any]
-    """[E, K, N] of the same dtype ([E, N, K] with `b_transposed`) for each a and each of the `products`
-    that share a pass over a, in this order; or, for one a, one array with the matrices of all products
-    concatenated, [E, K, products N] ([E, products N, K])."""
+    """Right operands [E, K, N] of the same dtype ([E, N, K] with `b_transposed`) for each a and each of
+    the `products` that share a pass over a, in this order. For one a they may also be one array with all
+    products concatenated, [E, K, products N] ([E, products N, K])."""
     epilogue: Function
-    """Takes a float32 tile of each product, and returns tiles by name."""
+    """Function of a float32 tile of each product, which returns tiles by name."""
     outputs: Mapping[str, Any]
     """Dtypes, by name, of the epilogue's tiles that are stored, [M, N]; all have one size."""
     b_transposed: bool = False

@@ -34,10 +34,10 @@ class Groups(Protocol):
     """The groups that are multiplied, on the device."""
 
     def tiles(self) -> Any:
-        """Returns the number of tiles of all of them."""
+        """Returns the number of tiles of all groups."""
 
     def bounds(self) -> tuple[Any, Any]:
-        """Returns the first row of the first group, and the row after the last one's last."""
+        """Returns the first row of the first group, and the row after the last group's last row."""
 
     def at(self, index: Any) -> Group:
         """Returns a group by the index of its matrix."""
@@ -55,7 +55,7 @@ def operands(
       group_sizes: int [G], of all groups. Sizes below 0 count as 0; rows beyond the last are cut off.
       offset: int [], the index of the first group that is multiplied.
       groups: how many groups are multiplied.
-      rows: rows of all groups, and of none.
+      rows: number of rows, with those of no group.
       tile_m: rows of a tile.
     """
     offset = offset.astype(jnp.int32)

@@ -1,8 +1,8 @@
 """Rope of interleaved pairs, in the registers in which an epilogue has the features.
 
-A register of the layouts that products use holds an even number of features of a row, next to one
-another: both of a pair are in one thread, in one register. Mosaic cannot address a part of a register,
-so the code works on registers one by one.
+In the layouts of products, a register holds an even number of adjacent features of a row, so that both
+features of a pair are in one register. Mosaic cannot address a part of a register, so the code works on
+registers one by one.
 """
 
 import functools

@@ -423,7 +423,7 @@ class Product(TiledProduct):
         Args:
           others: further operands, for the epilogue.
           scratch: shared memory of the epilogue.
-          epilogue: makes that of a tile, from `others` and the outputs in global memory, and `scratch`.
+          epilogue: returns a tile's epilogue, given `others` and outputs, `scratch`, and the tile.
           name: the kernel's name in a profile.
           step_scales: with `scaled_columns`, scales of the rows [steps, M] and of the columns [steps,
             N], or of runs of `scaled_columns` columns each.
@@ -455,7 +455,7 @@ class Product(TiledProduct):
         )(*terms, *bs, *step_scales, *others)
 
     def on_device(self, others: Sequence[Any]) -> tuple["Product", Sequence[Any]]:
-        """Returns the product with the arrays of `others` that it reads itself, and the other ones."""
+        """Returns the product, which takes the arrays it reads itself out of `others`, and the rest."""
         return self, others
 
     def producer(

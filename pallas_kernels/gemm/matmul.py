@@ -80,7 +80,7 @@ def fitting(
     """Returns the configs of both kernels that fit into shared memory, predicted fastest first.
 
     Args:
-      spare_bytes: bytes of it that an epilogue takes in addition, such as for further vectors.
+      spare_bytes: further bytes of shared memory that an epilogue takes, such as for more vectors.
     """
     return sorted(
         (

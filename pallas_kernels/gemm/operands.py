@@ -1,7 +1,7 @@
 """Layouts of a product's operands in shared memory, and the copies into them.
 
-WGMMA reads a matrix whose rows are cut into pieces of 128 bytes, swizzled, eight rows of a piece after
-one another. TMA writes that order by itself where the array in global memory is a whole number of pieces
+WGMMA reads a matrix in swizzled pieces, each 128 bytes of every row, with a piece's rows in groups of
+eight. TMA writes that order by itself where the array in global memory is a whole number of pieces
 wide. At any other width it can still write one piece of every row: it clips at the end of the array and
 fills with zeros beyond it. A block of memory that is one piece wide has the same bytes in both layouts,
 so arrays of every width whose rows begin at multiples of 16 bytes are copied as they are.

@@ -24,8 +24,8 @@ from pallas_kernels.gemm.tiled_product import Block
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _GRAIN = 16
-"""Divisor of an output's columns, and in a head with a norm or rope of the rotated features (of each
-half, if halves are the pairs) and of the others: the narrowest piece that is swizzled."""
+"""Number that must divide an output's columns and, in heads with a norm or rope, the rotated features
+(or each half of them, without interleaving) and the others: columns of the narrowest swizzled piece."""
 _WIDEST_HEAD = 256
 """Columns of the widest tile."""
 
@@ -142,7 +142,7 @@ def _work(rows: int, features: int, heads: Heads) -> cost.Work:
 
 
 def _in_strips(columns: jax.Array, head_size: int) -> jax.Array:
-    """Returns [..., heads * H] in which strips of each head's first and second half alternate."""
+    """Returns columns [..., heads * H] in which strips of each head's two halves alternate."""
     halves = columns.reshape(*columns.shape[:-1], -1, 2, head_size // (2 * STRIP), STRIP)
     return jnp.swapaxes(halves, -2, -3).reshape(columns.shape)
 

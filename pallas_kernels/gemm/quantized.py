@@ -1,7 +1,7 @@
 """Products with quantised weights on Hopper: linear's epilogue, and a gated unit in one launch.
 
-The weights lie as [N, K]. The kernel applies scales of groups along K (`quantized_weights`); one scale
-for each column is one more vector of the epilogue.
+Weights are stored as [N, K]. The kernel applies scales of groups along K (`quantized_weights`); a scale
+for each column is a further vector of the epilogue.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,8 +41,8 @@ class Packed(NamedTuple):
     """Values [N, K] in int8, int4 or float8; int32 [N, K / 8] for int4 packed in words; or uint8
     [N, K / 2] for two codes in a byte."""
     scale: jax.Array
-    """Scales: [G, N] for G groups along K, [1, N], or [1, 1], in float32; of codes also uint8, the bytes
-    of E8M0."""
+    """Scales, float32 [G, N] for G groups along K, [1, N] or [1, 1]; with a codebook they may also be
+    uint8, the bytes of E8M0."""
     zero_point: jax.Array | None = None
     """Zero points in int8, in the scale's shape; None if the integer 0 stands for 0."""
     codebook: tuple[float, ...] | None = None
@@ -93,13 +93,13 @@ class Packed(NamedTuple):
 
     @property
     def grain(self) -> int:
-        """Divisor of the columns, so that rows of scales and of zero points can be copied."""
+        """Number that must divide the columns, for copies of rows of scales and zero points."""
         of_bytes = self.zero_point is not None or self.scale.dtype == jnp.uint8
         return COPIED_BYTES if of_bytes else GRAIN
 
 
 COPIED_BYTES = 16
-"""Divisor of the bytes of a row that is copied."""
+"""Bytes of which a copied row must be a multiple."""
 
 
 def _padded(array: jax.Array, grain: int) -> jax.Array:
@@ -145,7 +145,7 @@ def why_unsupported(
 
 
 def multiplies_tiles(products: int, dtypes: Iterable[Any]) -> bool:
-    """Returns whether the kernel of many rows can multiply, given the dtypes of results and residual."""
+    """Returns whether `QuantizedTiles` can multiply, given the dtypes of results and residual."""
     return products == 1 and all(jnp.dtype(d).itemsize == 2 for d in dtypes if d is not None)
 
 
@@ -193,7 +193,7 @@ def why_both_unsupported(
     x_scale: jax.Array,
     w: Packed,
 ) -> str | None:
-    """Returns None if quantised x [M, K] can be multiplied with unconverted weights, else why not.
+    """Returns None if quantised x [M, K] and w can be multiplied without dequantisation, else why not.
 
     Args:
       x_scale: [M, 1], or [M, G] for G groups along K.
@@ -235,7 +235,7 @@ def both_forward(
     """Computes `forward` for quantised x [M, K] with scales [M, G]; the preactivation is float32.
 
     Args:
-      columns_alike: adjacent columns of w that have the same scales.
+      columns_alike: number of adjacent columns of w that have the same scales.
     """
     in_groups = w.groups > 1
     outputs = {"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {})
@@ -568,8 +568,8 @@ def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes
 def _of_few_rows(work: Work, layout: Format, multiprocessors: int) -> list[QuantizedConfig]:
     """Returns configs for a small-M product that fit, predicted fastest first.
 
-    Products of codes take a seventh less time in steps of twice the length, and without a table a tenth
-    less with several CTAs on each SM (H200, 2026-11-28), which no model predicts.
+    Products of codebook weights take a seventh less time with steps of twice the length, and without a
+    table a tenth less with several CTAs an SM (H200, 2026-11-28). The cost model predicts neither.
     """
     codes = layout.codebook is not None
     step = 2 * STEP if codes else STEP
@@ -598,4 +598,4 @@ def _of_few_rows(work: Work, layout: Format, multiprocessors: int) -> list[Quant
 
 
 _CTAS_OF_CODES, _ROWS_OF_CODES = 7, 16
-"""CTAs on an SM that multiply codes without a table, up to which number of rows."""
+"""CTAs an SM for codes without a table, and the largest number of rows for which this holds."""

@@ -1,11 +1,11 @@
 """A product of many rows with quantised weights for Hopper, dequantised on the way to a WGMMA.
 
 As in a small-M product, the operands are swapped: 64 columns of w, in registers, are the rows of a
-WGMMA, and the rows of x its columns. A tile has up to 256 rows of x, for which the warpgroup that
-multiplies a weight dequantises it once; dequantised weights are never written. Each of several consumer
-warpgroups has 64 columns, and dequantises the next piece of K while the tensor cores multiply the piece
-before it. A producer warpgroup copies x and the stored weights: into the stages of one ring, or, where a
-tile has so many rows that few such stages would fit, each into a ring of its own.
+WGMMA, and the rows of x its columns. A tile has up to 256 rows of x. A weight is dequantised once for
+all of them, by the warpgroup that multiplies it, and is never written to memory. Each of several
+consumer warpgroups has 64 columns, and dequantises the next piece of K while the tensor cores multiply
+the previous one. A producer warpgroup copies x and the stored weights: into the stages of one ring, or,
+where a tile has so many rows that few such stages would fit, each into a ring of its own.
 """
 
 import functools
@@ -50,7 +50,7 @@ class QuantizedTilesConfig:
     x_stages: int = 0
     """Pipeline stages of x, each with 64 numbers of each row; 0 if x shares those of the weights."""
     tail_rows: int = 0
-    """Rows of x in a tile of the last columns, whose tiles of `rows` would not occupy all SMs; or 0."""
+    """Rows of x in smaller tiles of the last columns, which then occupy more SMs; 0 for none."""
     band: int = 4
     """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
 
@@ -108,7 +108,7 @@ def candidates(
 
 
 _CANDIDATES = 8
-"""Configs that a tuner is offered."""
+"""Largest number of configs that a tuner measures."""
 
 
 def microseconds(
@@ -117,7 +117,7 @@ def microseconds(
     """Returns the predicted time of a product, within 12 % of 60 that were measured (H200, 2026-11-28).
 
     CTAs compute their tiles in waves. The terms of a step of a tile are its products, the dequantisation
-    of its columns, and barriers. While a single warpgroup dequantises, nothing is multiplied at times.
+    of its columns, and barriers. A single warpgroup leaves the tensor cores idle at times.
     """
     alone = 8e-4 if config.warpgroups == 1 else 0.0
     step = sum(
@@ -134,7 +134,7 @@ _MOST_STAGES = 5
 
 
 def filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> QuantizedTilesConfig:
-    """Returns the config with as many stages as fit beside the epilogue's chunks."""
+    """Returns the config with as many stages as fit next to the epilogue's chunks."""
     table = math.prod(dequantize.TABLE_SHAPE) * 4 if quantized.has_table else 0
     groups = BLOCK // min(quantized.group or BLOCK, BLOCK)
     of_weights = COLUMNS * warpgroups * (BLOCK * quantized.bits // 8 + 8 * groups)
@@ -177,7 +177,7 @@ def _parts(m: int, n: int, config: QuantizedTilesConfig, multiprocessors: int) -
 
 
 class Place(NamedTuple):
-    """The place of a tile in the result, or of rows in it."""
+    """Position of a tile in the result, or of a chunk of its rows."""
 
     m_start: Any
     n_start: Any
@@ -213,7 +213,7 @@ class QuantizedTiles:
 
     @property
     def x_slots(self) -> int:
-        """Places for a piece of x in shared memory."""
+        """Buffers for pieces of x in shared memory."""
         return self.config.x_stages or _PIECES * self.config.stages
 
     def x_rows(self, memory: Any, part: Part, slot: Any) -> Any:
@@ -287,7 +287,7 @@ class QuantizedTiles:
         name: str,
         own: Sequence[jax.Array] = (),
     ) -> dict[str, jax.Array]:
-        """Runs the kernel on x, what `on_device` reads, the weights' arrays, vectors and matrices."""
+        """Runs the kernel on x, `own` (arrays for `on_device`), the weights, vectors and matrices."""
         if self.shared_bytes > SHARED_MEMORY_BYTES:
             raise ValueError(
                 f"QuantizedTilesConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
@@ -326,7 +326,7 @@ class QuantizedTiles:
     # --- on the device ----------------------------------------------------------------------------
 
     def on_device(self, refs: Sequence[Any]) -> tuple["QuantizedTiles", Sequence[Any]]:
-        """Returns the product with the arrays of its own, the first of `refs`, and the other refs."""
+        """Returns the product with its `own` arrays, the first of `refs`, and the remaining refs."""
         return self, refs
 
     def grid_of(self, part: Part) -> tuple[Any, int]:
@@ -356,12 +356,12 @@ class QuantizedTiles:
         return [self.of_place(ref, place) if i < own else ref for i, ref in enumerate(refs)]
 
     def store_rows(self, source: Any, ref: Any, place: Place, columns: Any) -> None:
-        """Starts the copy of rows of results, of which the first is the place's."""
+        """Starts the copy of rows of results to the rows of `ref` that begin at a place."""
         rows = pl.ds(place.m_start, source.shape[0])
         plgpu.copy_smem_to_gmem(source, ref.at[rows, columns], commit_group=False)
 
     def after_tiles(self, wg_idx: Any, store_zeros: Callable[[Place], None]) -> None:
-        """Stores what no tile has."""
+        """Stores the parts of the result that belong to no tile."""
 
 
 def _next(slot: Any, stages: int) -> jax.Array:
@@ -506,7 +506,7 @@ class _Consumer:
         return step
 
     def _free(self, w_slot: Any, x_slot: Any) -> None:
-        """Hands the stage with the piece of x before the slot `x_slot` back to the producer."""
+        """Frees the stage of the piece of x before slot `x_slot`, for the producer to fill."""
         c = self.product.config
         if c.x_stages:
             before = _before(x_slot, self.product.x_slots)
@@ -547,7 +547,7 @@ class _Consumer:
 
     def _store(self, results: Mapping[str, jax.Array], place: Place, slot: int) -> None:
         """Starts the copies of results [columns, rows]."""
-        # The copy of the results before the last ones has read this slot.
+        # Waits until the earlier copy from this slot has read it.
         plgpu.wait_smem_to_gmem(STORE_SLOTS - 1, wait_read_only=True)
         for name, dtype in self.product.outputs.items():
             turned = plgpu.layout_cast(results[name].astype(dtype), _TURNED)
@@ -573,7 +573,7 @@ class _Consumer:
         return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
 
     def _copy_matrices(self, row: Any, n_start: Any) -> None:
-        # All warps have read the chunk before this one.
+        # Waits until all warps have read the previous chunk.
         plgpu.commit_smem()
         for name, ref in self.matrices.items():
             _, memory = self.memory["matrix_smem"][name]

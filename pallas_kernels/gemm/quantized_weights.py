@@ -1,10 +1,10 @@
 """Weights of 8 or 4 bits in a product: from global memory to operands in registers.
 
-The weights lie as [N, K], so that a thread loads adjacent numbers of a row, as many at a time as a
+Weights are stored as [N, K], so that a thread loads adjacent numbers of a row, as many at a time as a
 register holds. In registers they are converted to x's dtype, which holds each of them exactly; entries
 of a codebook are rounded. A scale of a whole column is left to the epilogue. A small-M product
-multiplies a group's float32 sum along K by its scale, and so rounds no weight; tiles, and all products
-of codes, multiply the weights by it and round.
+multiplies a group's float32 sum along K by its scale, and so rounds no weight. Large tiles, and all
+products of codebook weights, multiply the weights by the scale and round them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Format:
     """Weights along K that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
     codebook: tuple[float, ...] | None = None
-    """Numbers that the weights are codes of, two in a byte [N, K / 2]; their dtype is uint4."""
+    """The 16 numbers that codes stand for, two codes in a byte [N, K / 2] of dtype uint4; else None."""
     scales_exponents: bool = False
     """True if scales are powers of two, the bytes of E8M0: 127 stands for 1."""
 
@@ -101,7 +101,6 @@ class QuantizedTile:
     span: int
     x_dtype: Any
     step_k: int
-    """Elements along K in a step."""
 
     in_registers = True
 
@@ -265,7 +264,7 @@ class QuantizedTile:
     def _codes_loader(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
     ) -> Callable[[int, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]:
-        """Returns what `_loader` returns for codes, which are read from shared memory by the piece."""
+        """Returns `_loader`'s function for codes, which are read from shared memory piece by piece."""
         stored = memory["values"][0].at[slot * self.blocks + index]
         if width < self.span:
             stored = stored.at[pl.ds(start, width)]
@@ -386,7 +385,7 @@ class QuantizedTile:
 
 
 def _part_of(numbers: Sequence[jax.Array], piece: int) -> Sequence[jax.Array]:
-    """Returns those of a block's numbers, one for each of its equal parts, that a piece has."""
+    """Returns a piece's numbers, given a block's: one number for each equal part of the block."""
     if len(numbers) < 2:
         return numbers
     count = max(1, len(numbers) * PIECE // BLOCK)
@@ -394,7 +393,7 @@ def _part_of(numbers: Sequence[jax.Array], piece: int) -> Sequence[jax.Array]:
 
 
 def _from_exponents(stored: jax.Array) -> jax.Array:
-    """Returns the powers of two of E8M0 in float32, of which 0 is subnormal and 255 not a number."""
+    """Converts E8M0 exponents to powers of two in float32: 0 to the subnormal 2^-127, 255 to NaN."""
     exponent = stored.astype(jnp.int32)
     mantissa = jnp.where((exponent == 0) | (exponent == 255), jnp.int32(1 << 22), jnp.int32(0))
     return lax.bitcast_convert_type((exponent << 23) | mantissa, jnp.float32)

@@ -4,7 +4,7 @@ If x has at most 64 rows, nearly all of the memory traffic is weights. A CTA tak
 weights' columns and a part of K (split-K); all CTAs are resident at once, and each keeps several copies
 in flight, so that the memory is busy from the first microsecond on. The operands are swapped: 64 columns
 of w are the rows of a WGMMA, and the few rows of x, filled up to a multiple of 8, its columns. The CTAs
-that share columns are a cluster: each leaves its sums in shared memory, and adds its share of the rows
+that share columns are a cluster: each stores its sums in shared memory, and adds a share of the rows
 over all CTAs, in a fixed order, so that results repeat bit for bit and no second kernel is needed.
 """
 
@@ -111,7 +111,7 @@ class FewRows:
     """Columns of each array, a multiple of a CTA's columns, if an output is split into several
     arrays."""
     segments_of: Mapping[str, int] = MappingProxyType({})
-    """Number of arrays of each output that lacks the last segments."""
+    """Number of arrays of an output, by name, if it lacks the last of the segments."""
     piece: int = 0
     """Columns of a piece, if `function` returns tiles in pieces; else 0."""
     quantized: Format | None = None
@@ -148,7 +148,7 @@ class FewRows:
 
     @property
     def sums_by_groups(self) -> bool:
-        """True if each group's sum is multiplied by its scale, and not its weights."""
+        """True if each group's sum is multiplied by the group's scale, instead of its weights."""
         q = self.quantized
         return q is not None and q.group > 0 and not self.quantized_tile.scales_weights
 
@@ -337,7 +337,7 @@ class _Cta:
     matrix_smem: Any = None
     matrix_full: Any = None
     tables: Any = None
-    """Barrier: the tables of codebooks have arrived."""
+    """Barrier on which the copies of the codebooks' tables arrive."""
     summed: Any = None
     """Cluster barrier that says that every CTA has stored its sums."""
     read: Any = None
@@ -495,7 +495,7 @@ class _Cta:
         return lax.fori_loop(0, count, step, totals)
 
     def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
-        """Adds the products of a step to the accumulators, whose sums need no scales of groups."""
+        """Adds the products of a step to the accumulators, where sums need no scales of groups."""
         tile = self.product.quantized_tile
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
             of_codes = tile.scales_weights

@@ -1,4 +1,4 @@
-"""Speeds of a device, the constants of the models of what products cost."""
+"""Constants of the products' cost models: the speeds of a device."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class Speeds:
     both_store: float = 1.15
     """Factor of an epilogue that both warpgroups run at the same time."""
     missing_stage: float = 0.08
-    """Time that each pipeline stage below four adds to a step; four times that at two stages."""
+    """Fraction by which a step is longer with three pipeline stages; four times that with two."""
     ragged_result: float = 1.07
     """Factor of a product whose result has rows that are not aligned to lines of 128 bytes."""
     overlap: float = 2.4
@@ -71,7 +71,7 @@ class Speeds:
     quantized_step: float = 0.25
     """Time of a CTA's step with quantised weights; steps do not overlap."""
     quantized_number: float = 7.8e-6
-    """Time that each weight of an SM's CTAs adds to a step, for every 37 rows of x begun."""
+    """Time that each weight of an SM's CTAs adds to a step, and again for every 37 rows of x."""
     quantized_four_bits: float = 0.78
     """Factor of `quantized_number` with weights of 4 bits, of which a register holds twice as many."""
     quantized_x_byte: float = 1.0e-7

@@ -8,7 +8,7 @@ The tiles of a symmetric result above its diagonal are those below it, transpose
 the diagonal and below it are multiplied, and each of the latter is stored twice, once transposed in
 registers.
 
-CTAs of a cluster take tiles one below the other and share the rows of Y, read from L2 only once.
+CTAs of a cluster compute vertically adjacent tiles and share the rows of Y, read from L2 only once.
 
 The triangle of a matrix's tiles is folded into a rectangle, whose tiles are taken in the usual raster
 order; with clusters, it consists of squares of as many tiles a side as a cluster has CTAs. With T tiles
@@ -239,8 +239,8 @@ def _launch(
 class _BatchedProduct(Product):
     """Static parameters of a launch, and the tiles that are multiplied.
 
-    The matrices are one below the other, each filled up to whole tiles of a cluster, so that a tile's
-    first row (`m_start`) gives its matrix too.
+    A first row (`m_start`) counts the rows of all matrices, each padded to whole tiles of a cluster, so
+    that it identifies the matrix too.
     """
 
     batch: int

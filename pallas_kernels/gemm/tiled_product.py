@@ -1,6 +1,6 @@
-"""Product cut into tiles and steps: their memory and order, and the copies and WGMMAs of each step.
+"""A product's division into tiles and K steps: their memory and order, and each step's instructions.
 
-It says where each tile, step and pipeline stage is; `mainloop` has the loops over them.
+`mainloop` has the loops over tiles and steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ def run_of(tiles_before: Callable[[Any], Any], runs: int, tile: Any) -> jax.Arra
     """Returns the index of the run of tiles that contains a tile, by bisection in a kernel.
 
     Args:
-      tiles_before: returns the number of tiles before a run, by its index, or before the end, by `runs`.
-        Runs may be empty.
+      tiles_before: function from a run's index to the number of tiles before the run, and from `runs` to
+        the number of all tiles. Runs may be empty.
       runs: the number of runs.
       tile: the index of the tile among those of all runs.
     """
@@ -58,12 +58,12 @@ class Block:
 
     array: int
     k_part: int | None = None
-    """Index along the axis of terms, in an array with the b of several terms."""
+    """Index along the array's axis of terms; None if it holds the b of one term."""
     n_part: int | None = None
-    """Index along the axis of products, in an array with the b of several products."""
+    """Index along the array's axis of products; None if it holds the b of one product."""
 
     def view(self, refs: Sequence[Any], transposed: bool) -> Callable[[Any, Any], Any]:
-        """Returns a function from spans of b's axes, in the array's order, to that part of it."""
+        """Returns a function from spans of b's axes, in the array's order, to that part of the array."""
 
         def index(part, span):
             return (span,) if part is None else (part, span)
@@ -190,7 +190,7 @@ class TiledProduct:
 
     @property
     def raw_step(self) -> int:
-        """Elements along K of quantised weights that are dequantised at a time."""
+        """Elements along K that are dequantised at a time."""
         return RAW_STEP if self.b_transposed else self.tile_k
 
     @property
@@ -330,7 +330,7 @@ class TiledProduct:
         """Starts the copies of operands that stay in shared memory for all tiles."""
 
     def await_once(self, ring: "Ring") -> None:
-        """Waits in a consumer warpgroup for what `copy_once` has copied."""
+        """Waits in a consumer warpgroup for the copies of `copy_once`."""
 
     def copy_step(
         self,

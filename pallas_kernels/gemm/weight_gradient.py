@@ -112,7 +112,7 @@ _PARTS_TRIED = 2
 def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfig, ...]:
     """Returns configs that fit into shared memory, predicted fastest first.
 
-    They are cached, as every layer of a model asks for the same product.
+    They are cached, since the layers of a model have the same product.
     """
 
     def time(config: WeightGradientConfig) -> float:
@@ -182,7 +182,7 @@ def weight_gradient(
       out_dtype: dtype of the products; they are summed in float32 and rounded once.
       sums_rows: whether dy is also summed over its rows, in float32.
       multiprocessors: SMs of the device.
-      config: how to cut the product; by default the one that is predicted fastest.
+      config: tiles, pipeline and split-K; by default those predicted fastest.
       name: the kernel's name in a profile.
 
     Returns:
@@ -262,8 +262,8 @@ def _launch(
 class _WeightProduct(Product):
     """Static parameters of a launch, and how parts of x and dy are copied and summed.
 
-    The parts of all tiles are one below the other, so that a tile's first row (`m_start`) gives its part
-    too. `m` counts the rows of the result all the same.
+    A first row (`m_start`) counts the result's rows once more for each part, so that it identifies the
+    part too. `m` is the number of the result's rows.
     """
 
     widths: tuple[int, ...]
@@ -280,7 +280,7 @@ class _WeightProduct(Product):
 
     @property
     def shares_b(self) -> bool:
-        """Returns False: a cluster's CTAs have different parts of a tile, and so other rows of dy."""
+        """Returns False: a cluster's CTAs have different parts of a tile, so different rows of dy."""
         return False
 
     @property
@@ -290,7 +290,7 @@ class _WeightProduct(Product):
 
     @property
     def first_tiles(self) -> list[int]:
-        """Index of each dy's first column of tiles, and then the number of all columns."""
+        """Index of each dy's first column of tiles, and then the number of all columns of tiles."""
         counts = (pl.cdiv(width, self.config.tile_n) for width in self.widths)
         return list(itertools.accumulate(counts, initial=0))
 
@@ -376,7 +376,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do` with the dy that has column of tiles `n_idx`, and dy's first such column."""
+        """Calls `do` with the dy that contains column of tiles `n_idx`, and its first tile column."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)

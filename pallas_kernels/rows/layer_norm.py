@@ -1,6 +1,6 @@
 """layer_norm and rms_norm on Hopper: limits and the forward kernel.
 
-It reads every operand once and writes every result once; statistics stay in float32 registers. The
+Each operand is read once and each result written once; statistics stay in float32 registers. The
 forward saves mean and 1/std of each row, so that the backward, in `layer_norm_backward`, needs one
 exchange between warps for a row.
 """

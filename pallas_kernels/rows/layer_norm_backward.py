@@ -1,7 +1,7 @@
 """The backward kernel of layer_norm and rms_norm on Hopper.
 
-It carries the parameter gradients in registers over all rows of a CTA and writes one partial sum a CTA;
-XLA adds those up in a fixed order.
+It sums the parameter gradients in registers over all rows of a CTA and writes one partial sum a CTA; XLA
+adds these in a fixed order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -142,8 +142,8 @@ def _over_ctas(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:
     """Sums [quantities, segments, CTAs, features] over the CTAs, in the fewest kernels of XLA.
 
     A joint reduction of several arrays is one kernel, unless rounding follows: then each quantity takes
-    another, as it does after a reduction of one array of all quantities. With few CTAs, XLA fuses the
-    sum, the rounding and the slices into one kernel.
+    a further kernel, as it does after a reduction of one array of all quantities. With few CTAs, XLA
+    fuses the sum, the rounding and the slices into one kernel.
     """
     if partials.shape[2] <= _FEW_CTAS:
         return list(jnp.sum(partials, axis=2))

@@ -1,4 +1,4 @@
-"""Tiles of rows and their spread over warps, for the norms and row quantisation.
+"""Tiles of rows and their division among warps, for the norms and row quantisation.
 
 A warp holds whole rows ("row per warp", short rows), or all warps of a CTA share each row ("row per
 CTA", long rows). Either way a warpgroup works on a [lines, width] tile, of which each of its four warps
@@ -36,7 +36,7 @@ class RowConfig:
     """Pipeline stages: tiles that a warpgroup keeps in flight. With 0 a warpgroup loads a single tile,
     straight from global memory into registers."""
     ctas_per_multiprocessor: int
-    """CTAs an SM, each of which works through many tiles; with 0 stages there is no such limit."""
+    """CTAs per SM, each of which computes several tiles; not used with 0 stages."""
     lines: int = WARPS
     """Lines of a tile: its rows with a row per warp, else the parts of a row, one part for each warp."""
     chunks: int = 1
@@ -214,7 +214,7 @@ class RowTiles:
         return [f(chunk) for chunk in range(self.config.chunks)].__getitem__
 
     def line_sum(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """Returns [lines], the sum of `f` over each line's column blocks."""
+        """Returns the sum [lines] of `f` over each line's column blocks."""
         return jnp.sum(functools.reduce(jnp.add, map(f, range(self.config.chunks))), axis=1)
 
     def load(self, ref, chunk: int, layout: plgpu.Layout) -> jax.Array:
@@ -223,13 +223,13 @@ class RowTiles:
         return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
 
     def line_max(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """Returns [lines], the maximum of `f` over each line's column blocks."""
+        """Returns the maximum [lines] of `f` over each line's column blocks."""
         return jnp.max(functools.reduce(jnp.maximum, map(f, range(self.config.chunks))), axis=1)
 
     def vector(self, ref, place: Place, layout: plgpu.Layout) -> Callable[[int], jax.Array]:
         """Returns column blocks of a per-feature vector, as float32 of the tile's shape.
 
-        If `ref` holds a vector for each segment, it is the one of this CTA's segment.
+        If `ref` holds a vector for each segment, the blocks are those of this CTA's segment.
         """
         if len(ref.shape) > (1 if self.config.row_per_warp else 2):
             ref = ref.at[self.segment(place)]
@@ -276,7 +276,7 @@ class RowTiles:
         """Returns the first row of this warpgroup's tile number `step_idx`.
 
         If a segment's rows are no multiple of a tile's, its last tile moves up to end with it: some rows
-        are computed twice, to the same bits. So does the first tile of a warpgroup without tiles. A tile
+        are computed twice, to the same bits. A warpgroup without tiles gets the last one. A tile
         longer than its segment reaches into the next ones, or ends with the matrix.
         """
         first, step = self._first_and_step(place)
