@@ -68,7 +68,7 @@ def _sampled(logits: jax.Array, seeds: jax.Array) -> jax.Array:
 
 
 def _diagonals(count: int) -> jax.Array:
-    """Returns places in 8192 x 8192 numbers, in the order of their rows."""
+    """Returns indices (row, column) of `count` elements of an 8192 x 8192 matrix, sorted by row."""
     index = jnp.arange(count)
     rows = index * 8192 // count
     return jnp.stack([rows, (rows + index * 1009) % 8192], axis=1)

@@ -201,7 +201,7 @@ def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
 
 
 def _leaky_relus(covered: set[Node]) -> Iterator[str]:
-    """Yields the names of leaky_relu with the operations' constants as slopes."""
+    """Yields the names of leaky_relu with the operations' constants as derivatives below 0."""
     for number in {scalar(value) for node in covered for value in node.ins}:
         if number is not None and 0.0 < number < 1.0:
             yield f"leaky_relu({number!r})"
@@ -240,7 +240,7 @@ def _slack(
 
 
 def _difference(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns the distance of two arrays; equal infinities have none, and neither have two NaNs."""
+    """Returns the distance of two arrays; it is 0 for equal infinities and for two NaNs."""
     same = (values == expected) | (np.isnan(values) & np.isnan(expected))
     with np.errstate(invalid="ignore"):
         return np.where(same, 0.0, np.abs(values - expected))
@@ -321,7 +321,7 @@ _MADE_OF: dict[str, set[str]] = {
 By values alone, the two gelus could not be told apart if constants are rounded to 16 bits.
 """
 _TELLING = frozenset({"tanh", "erf", "erfc", "logistic", "expm1", "log1p"} | _CORNERED)
-"""Operations that an activation has, also one that no operator takes."""
+"""Operations that only occur in activations, including activations that no operator takes."""
 
 
 def _derivative(

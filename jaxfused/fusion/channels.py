@@ -15,7 +15,7 @@ class Arrangement:
 
     layout: Layout
     images: tuple[int, ...]
-    """Parts (see `frame`) whose axes number the images; each image has its own moments."""
+    """Parts (see `frame`) of the axes that count images; each image has its own moments."""
     pixels: Layout
     """Axes that are averaged over."""
     channels: tuple[int, ...]

@@ -314,8 +314,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Adds new tokens to the cache; returns its keys and values, and where the new ones begin.
 
-        As in Flax, the call that makes the cache only takes its shape, and returns keys and values as
-        they are with None.
+        As in Flax, the call that creates the cache stores nothing in it, and returns (key, value, None).
         """
         is_made = self.has_variable("cache", "cached_key")
         kept_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)

@@ -24,7 +24,7 @@ _EXPERT_INIT = linen.initializers.lecun_normal(batch_axis=(0,))
 
 @python_number_fields
 class MoE(linen.Module):
-    r"""A mixture of experts: perceptrons of which a router gives each token a few.
+    r"""A mixture of experts: perceptrons, and a router that sends each token to a few of them.
 
     .. math::
         y_t = \sum_j w_{tj} \bigl(\text{activation}(x_t G_{e}) \odot (x_t U_{e})\bigr) D_{e}

@@ -22,7 +22,7 @@ from jaxfused.runtime.checks import python_number_fields
 
 @python_number_fields
 class SparseLinear(linen.Module):
-    r"""A linear layer of whose kernel some square blocks are kept, or two of each four numbers.
+    r"""A linear layer with a sparse kernel: some of its square blocks, or two of each four numbers.
 
     .. math:: y = x \cdot \text{kernel} + \text{bias}
 

@@ -16,7 +16,7 @@ from jaxfused.runtime.checks import python_numbers
 
 
 class DeformConv(nnx.Module):
-    r"""A convolution whose windows read x where it says itself (deformable, version 2).
+    r"""Deformable convolution, version 2: the layer computes from x where its windows read x.
 
     .. math:: y_p = \text{bias} + \sum_t W_t \, m_{p, t} \, x_{s p + d t + \Delta_{p, t}}
 

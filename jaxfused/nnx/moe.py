@@ -27,7 +27,7 @@ class CorrectionBias(nnx.Variable):
 
 
 class MoE(nnx.Module):
-    r"""A mixture of experts: perceptrons of which a router gives each token a few.
+    r"""A mixture of experts: perceptrons, and a router that sends each token to a few of them.
 
     .. math::
         y_t = \sum_j w_{tj} \bigl(\text{activation}(x_t G_{e}) \odot (x_t U_{e})\bigr) D_{e}

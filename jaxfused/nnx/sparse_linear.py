@@ -23,7 +23,7 @@ class BlockPlaces(nnx.Variable):
 
 
 class SparseLinear(nnx.Module):
-    r"""A linear layer of whose kernel some square blocks are kept, or two of each four numbers.
+    r"""A linear layer with a sparse kernel: some of its square blocks, or two of each four numbers.
 
     .. math:: y = x \cdot \text{kernel} + \text{bias}
 

@@ -17,8 +17,8 @@ Nesterov = bool | Literal["timm", "torch", "keras"]
 
 _MOMENTUM_DECAYS = {"torch": 0.004, "keras": 1.0}
 _WARMUP_STEPS = 512
-"""Step from which the momentum's own factor no longer changes the product of all factors: torch's
-product is then 0 in float32, and each further factor of Keras' is 1."""
+"""Number of steps whose momentum factors are multiplied. After so many, torch's product is 0 in float32,
+and each further factor of Keras's is 1."""
 
 
 def adam_rule(

@@ -18,7 +18,7 @@ import jaxlib
 PATH = Path(__file__).with_name("libjaxfused.so")
 
 VECTOR_BYTES = 16
-"""Bytes of the widest access of a thread, at a multiple of which rows begin if they are aligned."""
+"""Bytes of a thread's widest access; aligned rows start at multiples of it."""
 PLATFORM = "CUDA"
 """XLA's name of the platform that the kernels run on."""
 

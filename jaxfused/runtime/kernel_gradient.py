@@ -71,8 +71,7 @@ class kernel_gradient:
     def _once(self, static: Arrays, operands: Any) -> None:
         """Refuses a second derivative by the operands of kernels.
 
-        The operands are only read: saved for the backward are the caller's own arrays, so that a loop
-        keeps one copy of them.
+        The operands stay the caller's own arrays, so that a loop whose steps save them keeps one copy.
         """
         if self.once and any(isinstance(a, Runner) and a.device.platform == "gpu" for a in static):
             leaves, places = _inexact(operands)
@@ -91,9 +90,9 @@ class kernel_gradient:
 def gradients_in_xla[Operands: Any](
     f: Callable[[Operands], Any], operands: Operands, cotangents: Any
 ) -> tuple[Operands]:
-    """Returns what the backward of a stage returns that differentiates `f`, its function in XLA.
+    """Returns the results of a backward stage by differentiating `f`, the forward in XLA.
 
-    Operands are a NamedTuple. Its floats get gradients, other dtypes and absent operands None.
+    Operands are a NamedTuple. Floats get gradients, other dtypes and absent operands None.
     """
     floats = {
         name: operand

@@ -1,9 +1,9 @@
 """Regimes of a product with an epilogue: where a kernel is faster than XLA's product and its passes.
 
-A kernel multiplies no faster than XLA, and gains by the passes over the result that it spares. For few
-rows it gains by reading the weights once, in their dtype, with sums split over a cluster. The thresholds
-come from stages measured on an H200, by which a change of them is judged
-(`python -m benchmarks.choice.measured`); `jaxfused.tune` measures what they leave open.
+A kernel multiplies no faster than XLA, and saves passes over the result. With small M it saves time by
+reading the weights once, in their dtype, with sums split over a cluster. The thresholds come from stages
+measured on an H200, by which a change of them is judged (`python -m benchmarks.choice.measured`);
+`jaxfused.tune` measures what they leave open.
 """
 
 from jaxfused import dispatch
@@ -15,20 +15,20 @@ from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _SHARE, _RAGGED_SHARE, _LINE = 0.08, 0.24, 32
-"""Least share of XLA's passes in its product's time; and where rows of an operand do not begin at lines
-of so many numbers. XLA is faster at a weights' gradient of no more columns, if it runs one product."""
+"""Least ratio of XLA's passes to its product's time at which a kernel is faster: in general, and if an
+operand's row length is no multiple of _LINE. A wgrad this narrow is XLA's if it needs no passes."""
 _LARGE, _SMALLEST = 8_000_000, 500_000
-"""Elements of a result with many tiles, and of the smallest one of a single product: few tiles leave SMs
-idle, which XLA's product avoids by splitting sums."""
+"""Elements from which a result has many tiles, and below which XLA is faster at a single product: few
+tiles leave SMs idle, which XLA's product avoids by splitting sums."""
 SPLIT_SUM = 1024
-"""Sums (K) from which on XLA splits those of few rows or tiles."""
+"""Length K of sums from which XLA splits the sums of a product with small M or few tiles."""
 _LEAST_WEIGHTS, _MOST_WEIGHTS = 2, 64
-"""Megabytes of weights between which few rows are a kernel's; fewer are with long sums."""
+"""Megabytes of weights between which a kernel is faster at small M; no minimum at long sums."""
 _SHORT_SUM = 256
-"""Rows up to which XLA is faster at one weights' gradient without sums of rows or padding."""
+"""Rows up to which XLA is faster at a single wgrad without row sums or padding."""
 _FEW_TILES = 1_200_000
-"""Elements of a weights' gradient up to which the kernel, which splits long sums in a cluster, is
-always faster; up to `_LARGE` it is where XLA's passes take `_SHARE` of its product's time."""
+"""Elements of a wgrad up to which the kernel, which splits long sums over a cluster, is faster. Up to
+`_LARGE` it is faster where XLA's passes take `_SHARE` of the product's time."""
 
 
 def estimate(
@@ -44,7 +44,7 @@ def estimate(
     Args:
       device: the device that it would run on.
       work: the product.
-      passes: microseconds of the passes that XLA runs beside its product.
+      passes: microseconds of the passes that XLA runs before and after its product.
       in_cublaslt: whether cuBLASLt takes the epilogue too.
       several: whether XLA runs several products, or copies several arrays for one.
     """

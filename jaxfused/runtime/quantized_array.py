@@ -41,7 +41,7 @@ class Format(NamedTuple):
     """A dtype of few bits."""
 
     largest: float
-    """The largest number of the format; symmetric quantisation uses the range from -largest to it."""
+    """The largest number of the format; symmetric quantisation uses -largest to largest."""
     smallest: float
     storage: Any
     clipped_from: float

@@ -1,7 +1,7 @@
 """The roofline of a program on Hopper GPUs: the time of its operations or of its bytes, and launches.
 
-XLA's products reach it but for the last waves of tiles. What a kernel gains is told by it: the passes
-over a product's result that the kernel spares, as a share of the product's time.
+XLA's products reach it, except in a last wave that is not full. A kernel's gain follows from it: the
+passes over a product's result that the kernel saves, relative to the product's time.
 """
 
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from jaxfused.runtime.estimate import Rule
 
 _HOPPER = 9
 _OPERATIONS, _BYTES, _LAUNCH = 7e8, 3.8e6, 1.5
-"""Operations in 16 bits and bytes of a microsecond, and microseconds of a launch (H200)."""
+"""Operations of 16 bits and bytes, both per microsecond; microseconds of a launch (H200)."""
 _EVALUATION = 1.5e-6
-"""Microseconds in which an elementwise kernel of XLA evaluates gelu_tanh, the derivative of an
-activation or a part of a sum; gelu_erf takes twice as long."""
+"""Microseconds per element in which XLA evaluates gelu_tanh, the derivative of an activation or a part
+of a sum; gelu_erf takes twice as long."""
 UNMODELLED = Rule(("xla",), "kernels of products are timed on Hopper GPUs only")
 """The order on a device for which `is_modelled` is false."""
 
 
 def is_modelled(device: dispatch.Device) -> bool:
-    """Returns whether the roofline is that of the device: of Hopper GPUs only."""
+    """Returns whether the roofline holds for the device: it does for Hopper GPUs only."""
     capability = device.compute_capability
     return capability is not None and capability[0] == _HOPPER and device.multiprocessors > 0
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The elementwise kernels that XLA's program runs beside a product, over matrices of one size."""
+    """The elementwise kernels that XLA runs before and after a product, over matrices of one size."""
 
     bytes_of_element: float = 0
     """Bytes per element that these kernels read and write; 0 if XLA's product includes everything."""
@@ -38,7 +38,7 @@ class Passes:
     launches: int = 1
 
     def time(self, elements: int) -> float:
-        """Microseconds of these kernels."""
+        """Microseconds of these kernels for a matrix of so many elements."""
         if not self.bytes_of_element:
             return 0.0
         evaluated = self.evaluations * (1 + self.slow) * _EVALUATION

@@ -272,7 +272,7 @@ class Runner:
         )
 
     def _named(self, reasons: Mapping[str, str | None]) -> str | None:
-        """Returns the named implementation, XLA's for one that leaves the stage to it, or None."""
+        """Returns the named implementation, "xla" if it leaves this stage to XLA, or None if none is."""
         named = self.implementation
         return "xla" if named is not None and named not in reasons else named
 
@@ -308,7 +308,7 @@ def _choice_of_shapes(
 ) -> dispatch.Choice:
     """Returns a kernel's choice for known sizes, none of which is 0.
 
-    A stage may read JAX's `precision`, which the arguments name so that the cache tells it apart.
+    A stage may read JAX's `precision` setting, so `precision` is part of the cache's key.
     """
     del precision
     reasons, estimate = kernel.why_not(runner.device, *shapes), None
@@ -322,7 +322,7 @@ def _choice_of_shapes(
 
 
 def forget() -> None:
-    """Has every stage chosen and traced anew, for tests that replace what they ask, such as limits."""
+    """Clears the caches of choices and traces, for tests that replace what a choice reads."""
     _choice_of_shapes.cache_clear()
     traced_once.forget()
 

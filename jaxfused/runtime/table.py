@@ -38,8 +38,8 @@ _GROWN = {
     "dot_product_attention forward": {11: 7, 12: 12},
     "dot_product_attention backward": {15: 11, 16: 16},
 }
-"""Stages that got more operands after entries of this format were written, `query_offset` and
-`pattern_heads`: from the number of operands before to the position of the new one."""
+"""Stages that got operands (`query_offset`, `pattern_heads`) after entries of this format were written:
+the number of operands before each addition, and the new operand's position."""
 
 SHIPPED = Path(__file__).parent / "tables"
 
@@ -51,8 +51,8 @@ model is better than a neighbour: benchmarks/LAB.md has the figures.
 """
 
 _ALIGNMENT = 64
-"""Largest power of two by which the last axes of neighbours' matrices must be divisible alike, because
-the width of accesses and a tile's instructions depend on it."""
+"""Largest alignment that matters: the last axes of neighbours' matrices have the same greatest common
+divisor with it, since the width of accesses and a tile's instructions depend on that."""
 
 
 # --- entries --------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def make_site(
 def _explicit_mask(
     layout: mask.Layout, parts: Sequence[mask.Part], arrays: Iterator[jax.Array]
 ) -> jax.Array | None:
-    """Returns the mask of the parts that the program computes, whose `arrays` come next."""
+    """Returns the mask of the parts that the program computes; `arrays` yields their arrays next."""
     explicit = None
     for part in parts:
         array = layout.spread(next(arrays), part.seen.axes, part.logits)
@@ -137,7 +137,7 @@ def _both(mask: jax.Array | None, other: jax.Array) -> jax.Array:
 def _sum_of_biases(
     layout: mask.Layout, biases: Sequence[tuple[View, Axes, bool]], arrays: Iterator[jax.Array]
 ) -> jax.Array | None:
-    """Returns the sum of the biases, whose `arrays` come next."""
+    """Returns the sum of the biases; `arrays` yields their arrays next."""
     bias = None
     for seen, axes, is_subtracted in biases:
         array = layout.spread(next(arrays), seen.axes, axes)

@@ -211,7 +211,7 @@ class _Match:
     scale_offset: float
     bias: Value | None
     image_factor: Value | None = None
-    """[B, D], the factor of each image after scale and bias."""
+    """Factor of each image, [B, D], applied after scale and bias."""
     image_shift: Value | None = None
 
 

@@ -136,7 +136,7 @@ def _steps_to(value: Value) -> list[Node]:
 
 
 def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
-    """Yields values with all features of the result that several of the operations read, last first."""
+    """Yields, last first, values with all of the result's features that several operations read."""
     readers = Counter(value for node in nodes for value in set(node.ins))
     split = {node.ins[0] for node in nodes if node.name == "split"}
     rows = result.ndim - 1

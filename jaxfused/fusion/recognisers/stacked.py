@@ -18,7 +18,7 @@ from jaxfused.fusion.recognisers.product import Biased, Projection, earliest_mat
 from jaxfused.fusion.site import Book
 
 Move = Callable[[jax.Array], jax.Array]
-"""Applies an operation on features to the columns of an array, whose first axis stays."""
+"""Function that applies an operation on features to an array's columns; the array's first axis stays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class _State:
     covered: frozenset[Node] = frozenset()
 
     def moved(self, node: Node, rows_at: tuple[int, ...], move: Callable, out: int = 0) -> "_State":
-        """Returns the state after an operation that does `move` to features, after one leading axis."""
+        """Returns the state after an operation that applies `move` to the feature axes."""
         return replace(
             self,
             value=node.outs[out],

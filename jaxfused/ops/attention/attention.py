@@ -223,7 +223,7 @@ def dot_product_attention(
 
 
 def _in_cudnn(device, query, key, value, bias, who: Mask, scale, used) -> jax.Array:
-    """Returns the output of cuDNN, which refuses the options that are `used` of those it lacks."""
+    """Returns cuDNN's output; raises if one of the options that it lacks is `used`."""
     reason = attention_cudnn.why_unsupported(
         device, query, key, value, who, [name for name, is_used in used.items() if is_used]
     )

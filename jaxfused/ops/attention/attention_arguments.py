@@ -68,8 +68,9 @@ def mask_of(
 ) -> tuple[Mask, IndexFunction | None]:
     """Returns which queries attend to which keys, with masks that broadcast to [B, N, T, S].
 
-    If it `divides` mask_mod, those of its conditions that kernels know are a part of the mask. The
-    others, or the whole function, come second, unless they are a part of the mask too.
+    A constant mask_mod that is the same for all examples becomes a part of the mask. If `divides`, so do
+    the conditions of another mask_mod that kernels support. The rest of mask_mod is the second result,
+    or None.
     """
     op = "dot_product_attention"
     batch, query_length, heads, _ = query.shape
@@ -130,20 +131,20 @@ def mask_of(
 
 
 class Limits(NamedTuple):
-    """Options that limit attention, beside masks that are arrays or objects."""
+    """Options that limit attention, other than masks that are arrays or objects."""
 
     is_causal: bool
     sides: tuple[int, int] | None
-    """Sides of a window."""
+    """Keys before and after a query's position that it attends to; None without a window."""
     key_lengths: jax.Array | None
     query_segments: jax.Array | None
-    """[B, T], with key_segments, [B, S]."""
+    """Segment ids [B, T] of queries; those of keys are [B, S]. None without segments."""
     key_segments: jax.Array | None
 
     def with_conditions(
         self, found: Conditions, at: Places
     ) -> tuple["Limits", IndexFunction | None]:
-        """Returns the limits with those of a mask_mod, and what else it demands, or None.
+        """Returns the limits with those of a mask_mod, and the rest of the mask_mod, or None.
 
         Args:
           found: the conditions of the mask_mod.
@@ -230,7 +231,7 @@ def first_place(query_offset: Any, query, key, query_lengths: Any, key_lengths: 
 
 
 def check_places(query_offset: Any, queries: int) -> None:
-    """Checks that the places of queries, which functions of the caller get, are integers of 32 bits."""
+    """Checks that queries' positions, which score_mod and mask_mod get, fit into 32 bits."""
     if query_offset is None or isinstance(query_offset, jax.Array):
         return
     most = 2**31 - 1 - queries

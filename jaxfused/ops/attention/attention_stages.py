@@ -26,11 +26,11 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tile_function import TileFunction
 
 _FEW_QUERIES, _MANY_KEYS = 16, 64
-"""Queries of a head up to which a tile of the CUDA kernels, of 128 rows, is mostly empty, and keys of
-more than one visit of a tile. XLA is faster then in a backward, and at float32 in a forward."""
+"""Queries of a head up to which the CUDA kernels' tile of 128 rows is mostly empty, and keys from which
+the thresholds here apply. XLA is then faster in a backward, and in float32 in a forward too."""
 _FEW_ROWS = 4096
-"""Rows of queries of all heads in float32 for which the CUDA kernels leave most SMs idle, so that XLA is
-faster with `_MANY_KEYS`: so it is at 12 of 12 shapes measured on an H200 (benchmarks/lab)."""
+"""Queries of all heads and examples below which float32 CUDA kernels leave most SMs idle. With
+`_MANY_KEYS` XLA is then faster: at 12 of 12 shapes measured on an H200 (benchmarks/lab)."""
 _KERNELS_FIRST = Rule(
     KERNELS, "a kernel writes no logits: XLA was faster in 2 of 400 recorded cases"
 )
@@ -182,7 +182,7 @@ class Arrays(NamedTuple):
     pattern_heads: Any = None
     """Index [K, G] of each head's mask in the pattern."""
     reads: tuple[Any, ...] = ()
-    """What `Options.score` reads, and then what `Options.allows` does, with the axes of `bias`."""
+    """Arrays that `Options.score` reads, then those that `Options.allows` reads; axes as in `bias`."""
 
     @classmethod
     def of(cls, *operands: Any) -> "Arrays":
@@ -502,7 +502,7 @@ def _grouped(arrays: Arrays, output: jax.Array, lse: jax.Array) -> Results:
 def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
     """Returns the jax.numpy forward as a function of q, k, v, bias, sinks and reads.
 
-    Those that are None are the arrays' own.
+    An argument that is None is taken from `arrays`.
     """
     query, _, _, operands = arrays.ungrouped()
     query_count, key_count = query.shape[1], arrays.key.shape[1]

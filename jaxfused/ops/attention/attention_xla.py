@@ -88,7 +88,7 @@ def attention_by_seeds(
 
     grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
     if jnp.issubdtype(value.dtype, jnp.integer):
-        # Probabilities are cast to the integers' dtype as in JAX, which keeps only those of 1.
+        # Probabilities are cast to the integers' dtype, as in JAX: all below 1 become 0.
         output = jnp.einsum("bkgts,bskv->btkgv", grouped.astype(value.dtype), value)
     else:
         output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)

@@ -13,7 +13,7 @@ from jaxfused.ops.attention.index_function import IndexFunction, ScoreMod
 from jaxfused.ops.attention.kernel_function import KernelFunction, kernel_function
 
 _FEW_QUERIES, _FEW_KEYS = 64, 256
-"""Below as many queries, and up to as many keys, other kernels run, which read biases and masks."""
+"""Queries below which, and keys up to which, kernels run that read biases and masks as arrays."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class CallFunctions:
     """Why kernels evaluate no function, or None if they can."""
     query_offset: Any
     sizes: tuple[int, int, int, int]
-    """B, N, T and S."""
+    """Sizes: batch entries B, query heads N, queries T, keys S."""
     score: KernelFunction | None = None
     mask: KernelFunction | None = None
     why_no_score: str | None = None
@@ -45,9 +45,9 @@ class CallFunctions:
     ) -> tuple[jax.Array | None, ScoreMod | None]:
         """Returns the bias, with an additive score_mod, and another score_mod for XLA, or None.
 
-        What is added is a bias, whose gradient is that of the arrays it was computed from. One that
-        depends on query and key together would be as large as the logits, so kernels evaluate it.
-        `dtype` is that of the queries.
+        An additive term becomes a bias, so that JAX differentiates its computation. A term that depends
+        on query and key together would be as large as the logits, so kernels evaluate it. `dtype` is
+        that of the queries.
         """
         if score_mod is None:
             return bias, None

@@ -283,7 +283,7 @@ def _on_a_device(options: _Options, method: Method | None, operands: _Operands) 
 
 
 def _starts(options: _Options, device: Any, tokens: int) -> list[tuple[Any, slice]]:
-    """Returns the first token, among all, of each part of a device's tokens, and the part."""
+    """Returns, for each part of a device's tokens, its first index in the sequence and its slice."""
     if options.layout == "contiguous":
         return [(device * tokens, slice(0, tokens))]
     half = tokens // 2
@@ -295,7 +295,7 @@ def _in_order(options: _Options, gathered: jax.Array) -> jax.Array:
     """Returns gathered tokens in the order of the sequence, their second axis."""
     if options.layout == "contiguous":
         return gathered
-    # By slices, because the gradient of a gather by indices is a scatter.
+    # Slices, because the gradient of a gather by indices is a scatter.
     batch, tokens, *rest = gathered.shape
     size = lax.axis_size(options.axis_name)
     parts = gathered.reshape(batch, size, 2, tokens // (2 * size), *rest)
@@ -335,7 +335,7 @@ _REMEDY = "pass method='all_to_all' and implementation='xla'"
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0,), op=_OP, remedy=_REMEDY)
 def _gathered(axis_name: str, array: jax.Array) -> jax.Array:
-    """Returns the tokens of all devices; what they get as gradients is summed in float32."""
+    """Gathers the tokens of all devices; their gradients are summed in float32."""
     return lax.all_gather(array, axis_name, axis=1, tiled=True)
 
 
@@ -411,7 +411,7 @@ def _ring_fwd(options: _Options, query, key, value, segments, sinks):
 def _ring_bwd(options: _Options, saved, dout):
     query, key, value, segments, sinks, out, lse = saved
     dtype = lse.dtype
-    # Of the derivative of the log-sum-exp of all keys, by rows [B, T, N].
+    # Row sums of dout * out, [B, T, N], which the softmax's derivative subtracts.
     delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
 
     def step(dqueries, device, key, value, key_segments, gradients):
@@ -450,10 +450,10 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 class _Part(NamedTuple):
-    """Tokens of a device that follow each other in the sequence."""
+    """A device's tokens that are contiguous in the sequence."""
 
     start: Any
-    """The number of the first, among all tokens."""
+    """Index in the sequence of the part's first token."""
     part: slice
     segments: Any
 
@@ -479,16 +479,16 @@ def _of_part(options: _Options, own: _Part, part: _Part, query, key, value):
 
 
 def _joined(out, lse, other, other_lse):
-    """Returns attention over two parts of the keys, from that over each, and its log-sum-exp."""
+    """Returns (output, log-sum-exp) over two parts of the keys, from those over each part."""
     total = jnp.logaddexp(lse, other_lse)
     kept, added = jnp.exp(lse - total)[..., None], jnp.exp(other_lse - total)[..., None]
     return out * kept + other.astype(out.dtype) * added, total
 
 
 def _around(options: _Options, step: Callable[..., Any], state, key, value, segments, moving):
-    """Calls `step` with each device's keys and values in turn, which pass from device to device.
+    """Calls `step` with each device's keys and values in turn, which circulate in a ring.
 
-    `moving` goes with them, and is what `step` makes of it; after the last step it is at home again.
+    `moving`, which each `step` replaces, circulates with them and ends on the device that it belongs to.
     """
     name, size = options.axis_name, lax.axis_size(options.axis_name)
     own = lax.axis_index(name)

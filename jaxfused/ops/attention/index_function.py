@@ -25,7 +25,7 @@ from jaxfused.runtime import sharding
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 Places = tuple[Any, Any, Any, Any]
-"""b [B], h [N], q [B or 1, T], and k [S]."""
+"""Indices of batch entries b [B], heads h [N], query positions q [B or 1, T] and keys k [S]."""
 _ADDITIONS = ("add", "add_any")
 _SAME_VALUE = ("convert_element_type", "copy", "reshape")
 _OF_CALLS = ("jit", "pjit", "closed_call")
@@ -37,7 +37,7 @@ class IndexFunction:
 
     program: ClosedJaxpr
     function: Callable[..., Any] | None = field(default=None, repr=False)
-    """What was traced."""
+    """The caller's function; None for a program that was made from other functions."""
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], dtype: Any) -> "IndexFunction":
@@ -87,7 +87,7 @@ class IndexFunction:
         return result
 
     def shifted(self, query_offset: Any) -> "IndexFunction":
-        """Returns the function of the query's index, which stands at that index plus the offset.
+        """Returns a function of the query's index that calls this one at the index plus the offset.
 
         Args:
           query_offset: None, a number, or numbers, () or [B].

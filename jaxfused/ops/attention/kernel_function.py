@@ -33,15 +33,15 @@ class KernelFunction:
     """A traced function of (score, b, h, q, k), or of (b, h, q, k), in the form that kernels take."""
 
     function: TileFunction | None
-    """What kernels evaluate, or None if they cannot."""
+    """Function that kernels evaluate; None if kernels cannot evaluate it."""
     reads: tuple[IndexFunction, ...] = ()
-    """The functions of (b, h, q, k) whose values it reads."""
+    """Functions of (b, h, q, k) that XLA computes and `function` reads."""
     reason: str | None = None
-    """What kernels cannot evaluate, or None."""
+    """Why kernels cannot evaluate the function; None if they can."""
 
     @property
     def reads_matrices(self) -> bool:
-        """Whether it reads numbers that depend on query and key together."""
+        """Whether the function reads numbers that depend on query and key together."""
         return any(read.used[2] and read.used[3] for read in self.reads)
 
     def values(self, places: Any) -> tuple[jax.Array, ...]:
@@ -111,7 +111,7 @@ class Division:
         return found
 
     def is_computed(self, var: Any) -> bool:
-        """Whether kernels compute a variable from places alone."""
+        """Whether kernels compute a variable from the indices of query and key alone."""
         if isinstance(var, Literal) or self.letters.get(var) in ("q", "k"):
             return True
         eqn = self.equations.get(var)
@@ -122,7 +122,7 @@ class Division:
         )
 
     def visit(self, var: Any) -> None:
-        """Finds what is read for a variable, and why kernels cannot evaluate it."""
+        """Collects what kernels read for a variable, and the reasons why they cannot compute it."""
         if isinstance(var, Literal) or var in self.read:
             return
         on = self.dependences[var]

@@ -23,28 +23,28 @@ _Linear = tuple[int, int, int]
 
 @dataclass
 class Conditions:
-    """What a mask_mod demands; all of it must hold."""
+    """Conditions of a mask_mod, all of which must hold; None for one that is absent."""
 
     left: int | None = None
-    """Keys from q - left on."""
+    """Condition k >= q - left."""
     right: int | None = None
-    """Keys up to q + right."""
+    """Condition k <= q + right."""
     segments: tuple[IndexFunction, IndexFunction] | None = None
-    """Functions of (b, h, q, k), the first of b and q and the second of b and k, that must be equal."""
+    """Two functions that must be equal: the first depends on b and q, the second on b and k."""
     lengths: list[IndexFunction] = field(default_factory=list)
     """Functions of b; keys must lie below each of them."""
     rest: IndexFunction | None = None
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """The sides of a window, or None where at most the right side is limited, to 0."""
+        """Sides of a window; None without a limit, or with the causal one alone (right = 0)."""
         if self.left is None and self.right in (None, 0):
             return None
         left, right = (_UNLIMITED if side is None else side for side in (self.left, self.right))
         return left, right
 
     def with_segments(self) -> IndexFunction:
-        """Returns the rest with the segments as a part of it."""
+        """Returns `rest` with the condition on segments added."""
         assert self.segments is not None
         queries, keys = self.segments
         same = _traced(lambda *places: queries(*places) == keys(*places))
@@ -92,7 +92,7 @@ def _traced(f: Callable[..., Any]) -> IndexFunction:
 
 
 def _take(division: Division, var: Any, found: Conditions) -> bool:
-    """Adds a condition to those that are known; returns whether it is one of them."""
+    """Adds a condition to `found` if it has one of the known forms; returns whether it has."""
     eqn = None if isinstance(var, Literal) else division.equations.get(var)
     if eqn is None or eqn.primitive.name not in _SWAPPED:
         return False
@@ -117,7 +117,7 @@ def _takes_positions(
         name, of_q, of_k, number = _SWAPPED[name], 1, -1, -number
     if (of_q, of_k) != (1, -1):
         return False
-    # Now it compares q - k + number with 0.
+    # The comparison is now of q - k + number with 0.
     right = {"ge": number, "gt": number - 1, "eq": number}.get(name)
     left = {"le": -number, "lt": -number - 1, "eq": -number}.get(name)
     if any(side is not None and not 0 <= side < _UNLIMITED for side in (left, right)):

@@ -42,7 +42,7 @@ class Convolved(NamedTuple):
     y: jax.Array
     """[B, *spatial', O] of x's dtype."""
     x: jax.Array
-    """The input, whose gradient the convolution's backward adds to its own if it `hands_on`."""
+    """Input for other readers; if it `hands_on`, the convolution's backward adds their gradient."""
     statistics: Statistics | None
     """Mean and variance of y per channel, in float32, if a kernel computed them."""
 

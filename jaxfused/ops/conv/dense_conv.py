@@ -172,7 +172,7 @@ def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iter
 
 
 TILE_FEATURES = 64
-"""Features of a tile, of which a result has a multiple if no lanes idle."""
+"""Features of a tile; a result with a multiple of these leaves no lanes idle."""
 _LEAST_JOINED_PIXELS = 2**17
 """Fewest pixels of the result for which a kernel after space-to-depth is faster than XLA."""
 

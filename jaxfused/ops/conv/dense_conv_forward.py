@@ -101,7 +101,7 @@ class Letters:
 class AsProduct:
     """A stage that is a product with an epilogue, whose kernel runs by `product_regimes`.
 
-    `product` returns it, and the microseconds of XLA's passes beside it.
+    `product` returns the product, and the microseconds of XLA's passes after it.
     """
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:

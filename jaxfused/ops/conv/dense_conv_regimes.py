@@ -10,10 +10,10 @@ from jaxfused.runtime.estimate import Rule
 from pallas_kernels.conv.conv import ConvCall
 
 _FEW_CHANNELS = 48
-"""Channels below which cuDNN convolves images faster (volumes not)."""
+"""Channels below which cuDNN is faster at images (not at volumes)."""
 _FEW_VALUES, _LONG_SUM = 2**16, 4096
-"""Values of a result up to which cuDNN, which splits sums, is faster if each sums more than this many
-products in a dgrad, whose weights XLA need not transpose, or twice as many in a forward."""
+"""Values of a result up to which cuDNN, which splits sums, is faster if K (taps * channels) exceeds the
+second number in a dgrad of images (XLA need not transpose its weights), or twice it in a forward."""
 _STRIDED_CHANNELS, _STRIDED_PRODUCTS = 64, 6e8
 """Channels of x, and multiplications, above which cuDNN's dgrad of a strided window is faster."""
 

@@ -216,7 +216,7 @@ class Layers:
         return h, HiddenLayer(gate, up, h)
 
     def recomputed(self, x, weights, saved: HiddenLayer) -> HiddenLayer:
-        """Returns the hidden layer with gate and up, taken again if they were not saved."""
+        """Returns the hidden layer with gate and up, computed again if they were not saved."""
         if saved.gate is not None:
             return saved
         w_gate, b_gate, w_up, b_up = weights

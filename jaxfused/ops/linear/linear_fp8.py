@@ -28,7 +28,7 @@ class _Residuals(NamedTuple):
     preactivation: jax.Array | None
     state: fp8.Fp8State | None
     no_x: jax.Array
-    """Empty array that keeps x's dtype."""
+    """Array without elements that has x's dtype."""
     no_w: jax.Array
 
 

@@ -83,7 +83,7 @@ class Options:
     def heads(self, w_q: Any, w_k: Any, w_v: Any, *others: Any) -> Heads:
         """Returns the `Heads` (norms, rope) to compute for weights, biases, scales and tables.
 
-        With weights alone, it is their product.
+        With weights alone, the `Heads` have neither norm nor rotation.
         """
         *_, q_scale, k_scale, cos, _ = others or (None, None, None, None)
         return Heads(
@@ -333,8 +333,8 @@ def _why_not(device: dispatch.Device, x: Any, heads: Heads) -> dict[str, str | N
 
 
 _WIDE_HEAD = 128
-"""Columns of the largest head that a CTA of few rows normalises or rotates as fast as XLA does, and of
-the smallest beside which XLA's product of long sums is faster, with its passes."""
+"""Columns of a head above which XLA is faster at small M with a norm or rotation, because one CTA
+computes a whole head, and from which it is faster at larger M if the sums are long."""
 _OF_PAIRS = 2
 """Ratio of XLA's times to rotate interleaved pairs, read one by one, and halves."""
 

@@ -29,7 +29,7 @@ def unpacked(statistics: jax.Array) -> Statistics:
 
 
 _SHORT_ROW_BYTES = 512
-"""Bytes of a row below which XLA's program is faster, in which a thread has several rows."""
+"""Bytes of a row below which XLA's program, in which a thread has several rows, is faster."""
 _FEW_BYTES = 2**22
 """Bytes of all logits below which small kernels around ours cost more than passes over the logits."""
 

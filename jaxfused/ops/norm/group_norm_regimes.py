@@ -15,8 +15,9 @@ _SUMMED_IN_A_LOOP = 128
 _SMALL = {"group_norm": 0.5, "batch_norm": 0.35}
 """Megabytes of x up to which XLA's kernels start and end sooner."""
 _RATHER_SMALL, _WIDE_GROUP, _FEW_IMAGES = 3.2, 256, 4
-"""Megabytes of x up to which XLA's forward of groups of so many channels is faster, and its backward of
-group_norm with up to so many images, whose sums CUDA C merges."""
+"""Megabytes of x up to which XLA is faster in the forward of groups of at least the second number of
+channels, and in group_norm's backward of at most the third number of images, whose sums CUDA C
+merges."""
 
 
 def rule(op: str, able: Collection[str], x: Any, *, backward: bool) -> Rule | None:

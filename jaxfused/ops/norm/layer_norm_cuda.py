@@ -67,8 +67,8 @@ class BackwardConfig:
 _FEW_BYTES_FORWARD = 2**19
 _FEW_BYTES_PLAIN = 2**21
 _FEW_BYTES_BACKWARD = 4 * 2**20
-"""Largest numbers of bytes for which a kernel for few rows is tried first: bytes that the forward reads,
-that a norm without other work reads, and of one matrix of the backward (one launch instead of two)."""
+"""Bytes up to which a kernel for few rows is tried first: read by a forward, read by a forward without
+residual or pre_bias, and of one matrix of the backward (one launch instead of two)."""
 FEW_ROWS_FEATURES = 4096
 _COLUMN_ROWS = 8192
 _FEW_ODD_ROWS = 3072

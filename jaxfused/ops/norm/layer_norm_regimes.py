@@ -13,20 +13,20 @@ from jaxfused.runtime.estimate import MEGABYTE, Rule
 
 _LITTLE, _LITTLE_WITHOUT_PALLAS = 0.3, 8.0
 """Megabytes up to which XLA's forward ends sooner: where a Pallas kernel can run, and where only CUDA C
-can; the latter, of x and y alone, hold for XLA's faster backwards too."""
+can. The second also bounds x and y together in XLA's faster backwards."""
 _LITTLE_MISALIGNED = 1.0
 """Megabytes of misaligned rows up to which XLA's norm without a mean ends sooner in both directions."""
 _NARROW, _WIDE = 32, 2048
-"""Features of misaligned rows for which XLA's forward is faster: up to the first, if it saves nothing,
-and beyond the second; with a residual or saved statistics beyond twice as many."""
+"""Features of misaligned rows at which XLA's forward is faster: up to the first number if no statistics
+are saved, and above the second (above twice the second with a residual or saved statistics)."""
 _WARP_FEATURES = 1024
-"""Features up to which one warp has a row."""
+"""Features up to which one warp computes a row."""
 _RING, _MOST_OF_NARROW = 30.0, 100.0
-"""Megabytes from which CUDA C's ring of rows is faster than Pallas's: for rows that one warp has without
-a mean, and with one for half as many features up to the second limit. Wide rows need twice as many."""
+"""Megabytes above which CUDA C's ring buffer is faster than Pallas: for RMSNorm of one-warp rows; up to
+the second number, for any norm of half as many features. Wide rows need twice the first."""
 _FEW_ROWS = 1024
-"""Rows up to which CUDA C's backward can start sooner than Pallas's; from twice as many on XLA sums over
-them in the kernel of dx."""
+"""Rows up to which CUDA C's backward may start sooner than Pallas's. From twice as many on, XLA sums
+over rows in the same kernel as dx."""
 _SHORT_BACKWARD, _SHORT_WIDE_BACKWARD = 2.2, 7.0
 """Megabytes up to which CUDA C's backward is faster; the second where warps share a row and its mean."""
 

@@ -96,7 +96,7 @@ def taps(axis: ResizedAxis) -> Taps:
 def _nearest(axis: ResizedAxis, results: np.ndarray) -> np.ndarray:
     """Returns where each result lies in the axis, rounded to float32 as torch's are for images.
 
-    Where a place is near a whole number, one in float64 may lie on its other side.
+    A place near a whole number may be above it in float32 and below it in float64.
     """
     if axis.method == "nearest":
         return (results + 0.5).astype(np.float32) * np.float32(axis.step)

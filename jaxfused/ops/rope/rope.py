@@ -382,7 +382,7 @@ def check_tables(
     """Checks that cos and sin are both given and fit queries of `shape` [..., T, N, H].
 
     Returns:
-      Both; with as many axes as the queries if heads have their own angles.
+      (cos, sin), with as many axes as the queries if heads have their own angles.
     """
     if cos is None or sin is None:
         raise ValueError(f"{op}: one of cos and sin was passed; pass both.")

@@ -91,8 +91,8 @@ class DynamicNTKRope(RopeScaling):
     """`NTKRope` with factor L / trained_length * factor - (factor - 1) for L positions.
 
     Up to `trained_length` positions nothing is scaled. `length` is L; None takes 1 + the largest
-    position of a call, of all its rows, so that the frequencies of a decoder change as it goes on
-    and keys that it has kept were rotated by others. Name it where that is not wanted.
+    position of a call, of all its rows, so that a decoder's frequencies change from step to step, and
+    its cached keys were rotated by earlier ones. Pass a length to prevent that.
 
     Source: emozilla and bloc97, 2023, as in Peng et al., "YaRN", section 3.3,
     https://arxiv.org/abs/2309.00071
@@ -126,10 +126,10 @@ class DynamicNTKRope(RopeScaling):
 class YarnRope(RopeScaling):
     """YaRN: pairs that turn often within the trained length keep their frequency, rare ones don't.
 
-    A pair that turns more than `beta_fast` times within `trained_length` is kept, one that turns
-    less than `beta_slow` times is divided by `factor`, with a linear ramp over the pairs between.
-    The ramp's ends are rounded outwards to whole pairs; with `truncate=False`, as in gpt-oss, they
-    stay fractions.
+    A pair that turns more than `beta_fast` times within `trained_length` keeps its frequency; that of
+    one that turns less than `beta_slow` times is divided by `factor`; between them is a linear ramp. The
+    ramp's ends are rounded outwards to whole pairs; with `truncate=False`, as in gpt-oss, they stay
+    fractions.
 
     cos and sin are multiplied by `attention`, by default m(1) = 0.1 ln(factor) + 1, or where
     `mscale` and `mscale_all_dim` are both set, as DeepSeek's are, by m(mscale) / m(mscale_all_dim)
@@ -219,11 +219,11 @@ class Llama3Rope(RopeScaling):
 class LongRope(RopeScaling):
     """LongRoPE, that of Phi-3 and Phi-4: each pair's frequency is divided by a factor of its own.
 
-    Up to `trained_length` positions these are `short_factor`, beyond it `long_factor`. `length` is
-    the number of positions; None takes 1 + the largest position of a call, of all its rows, so that
-    a decoder which grows beyond `trained_length` rotates new keys otherwise than those it has kept.
-    Name it where that is not wanted. cos and sin are multiplied by `attention`, by default
-    sqrt(1 + ln(factor) / ln(trained_length)), at any length.
+    Up to `trained_length` positions these are `short_factor`, beyond it `long_factor`. `length` is the
+    number of positions; None takes 1 + the largest position of a call, of all its rows, so that a
+    decoder beyond `trained_length` rotates new keys by other angles than its cached keys. Pass a length
+    to prevent that. cos and sin are multiplied by `attention`, by default sqrt(1 + ln(factor) /
+    ln(trained_length)), at any length.
 
     Source: Ding et al., "LongRoPE", 2024, https://arxiv.org/abs/2402.13753
     """
