@@ -137,7 +137,7 @@ class Choice(NamedTuple):
     measured: Any = None
     """The `jaxfused.runtime.table.Found` that decided, or None."""
     stages: "Sequence[Choice]" = ()
-    """The choices of the stages for which an operator left the call to XLA, none of which runs."""
+    """The choices of the stages that would have run if the operator had not left the call to XLA."""
 
 
 class Fallback(NamedTuple):
@@ -157,7 +157,7 @@ _fallback_recordings: list[list[Fallback]] = []
 _alone: contextvars.ContextVar[list[list[Choice]] | None] = contextvars.ContextVar(
     "alone", default=None
 )
-"""The recordings in place of `_recordings` for what this thread traces within `recorded(alone=True)`."""
+"""Recordings that replace `_recordings` for this thread within `recorded(alone=True)`; else None."""
 
 
 def _active() -> list[list[Choice]]:
@@ -175,8 +175,8 @@ def record(choice: Choice) -> None:
 def recorded(*, alone: bool = False) -> Iterator[list[Choice]]:
     """Yields a list, to which all choices made while tracing in this context are added.
 
-    With `alone`, as for a trial, they are not added to the lists of outer contexts, and those that other
-    threads make meanwhile are not added to this one.
+    With `alone`, as for a trial, these choices are not added to the lists of outer contexts, nor those
+    of other threads to this list.
     """
     recording: list[Choice] = []
     if alone:

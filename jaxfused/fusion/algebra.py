@@ -70,8 +70,8 @@ class View(NamedTuple):
 
     base: Value
     axes: tuple[Any, ...]
-    """Axis of the viewed value for each axis of `base`; None for an axis of length 1. In a `frame` it
-    is the parts of which the axis consists."""
+    """Axis of the viewed value for each axis of `base`; None for an axis of length 1. In a `frame`, an
+    entry has the parts that make up the axis."""
 
 
 Look = Callable[[Value, tuple[Any, ...] | None], View]

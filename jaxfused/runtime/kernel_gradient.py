@@ -136,11 +136,11 @@ def _refuse(*arrays: Any, refusal: str) -> Any:
 
 
 _not_at_all = Primitive("jaxfused_no_derivative")
-"""Returns nothing; differentiating it by any of the arrays raises `refusal`."""
+"""Primitive without results; differentiating it by any of its operands raises `refusal`."""
 _in_reverse = Primitive("jaxfused_only_in_reverse")
-"""Returns the arrays; JAX may transpose their tangents (reverse mode) but not evaluate them."""
+"""Identity; JAX may transpose its tangents (reverse mode) but not evaluate them."""
 _tangents = Primitive("jaxfused_tangents_in_reverse")
-"""Returns tangents, which may be transposed alone."""
+"""Identity of tangents that JAX may only transpose; evaluating it raises `refusal`."""
 
 for primitive in (_not_at_all, _in_reverse, _tangents):
     primitive.multiple_results = True

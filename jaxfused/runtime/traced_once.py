@@ -50,7 +50,7 @@ class _Choices:
 
 
 class _Traced(NamedTuple):
-    """The results of a call, and its choices, which the tree's structure keeps as they are no arrays."""
+    """The results of a call, and its choices, which are no leaves but a part of the tree's structure."""
 
     results: tuple[jax.Array | None, ...]
     choices: _Choices

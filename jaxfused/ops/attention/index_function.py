@@ -239,7 +239,7 @@ class ScoreMod:
 
 @dataclass(frozen=True)
 class FunctionMask(AttentionMask):
-    """Mask of one head that a constant `mask_mod` computes; equal by the function's contents."""
+    """Mask of one head by a constant `mask_mod`; masks are equal if their functions' contents are."""
 
     head: int
     query_offset: int

@@ -73,7 +73,7 @@ class Tile:
 
     block_rows: int
     images: int
-    """Images that a tile has blocks of."""
+    """Number of images that the tile's blocks are taken from."""
     blocks_down: int
     blocks_across: int
 
@@ -231,7 +231,8 @@ def candidates(
 
 
 def _bytes_of(tile: Tile, window: Window, pixels: int, of_weights: bool) -> tuple[int, int]:
-    """Returns the shared bytes that hold a channel's `pixels` at most, and those of a block."""
+    """Returns the bytes of shared memory of a channel's plane, and those of a block for so many
+    `pixels`."""
     pitch = (tile.block_rows | 1) * 4 * _BLOCK_COLUMNS
     plane = _BLOCKS * pitch + 256
     taken = _TILE_CHANNELS * plane + pixels + _BLOCKS * tile.block_rows * 8 + 128
@@ -265,7 +266,7 @@ _TILE_CYCLES = 600
 """Cycles of a tile for barriers and waits."""
 _SHARED_BYTES = 226 * 1024
 _LITTLE_SHARED_BYTES = 99 * 1024
-"""Bytes of shared memory of a block: on data-centre GPUs, and on others."""
+"""Largest number of bytes of shared memory of a block: on data-centre GPUs, and on others."""
 
 
 def conv(

@@ -18,8 +18,8 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 IGNORED = -1
 ELSEWHERE = -2
-"""Values in place of a class, for a token that does not count, and for a class of another device's
-logits."""
+"""Values in place of a class: for a token that does not count, and for a class whose logits are on
+another device."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Options:
 
 
 class Statistics(NamedTuple):
-    """Numbers of a row of (capped) logits from which its loss follows: [...] each.
+    """Numbers, [...] each, by which a row of (capped) logits determines its loss.
 
     The maximum is a field of its own, because the difference of a large logit and a large sum would have
     few correct digits. All other numbers are relative to the maximum, which is a constant in the

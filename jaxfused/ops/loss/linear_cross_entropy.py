@@ -676,11 +676,11 @@ class _Layer:
         return self.rows <= _NARROW_CHUNKS * (self.constants.chunk_size or self._most_rows())
 
     def _most_rows(self) -> int:
-        """Returns the number of rows whose logits take as much memory as float32 sums for dw."""
+        """Returns the rows whose logits fill the memory of float32 sums for dw; at least _CHUNK_ROWS."""
         return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
 
     def _waves(self, size: int) -> int:
-        """Returns the number of waves for x's gradient, the product with few tiles, over all chunks."""
+        """Returns the waves of dgrad, the product with few tiles, over all chunks of `size` rows."""
 
         def waves(rows: int) -> int:
             tiles = math.ceil(rows / _TILE_ROWS) * math.ceil(self.w.shape[0] / _TILE_COLUMNS)

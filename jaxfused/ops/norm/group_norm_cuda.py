@@ -120,7 +120,7 @@ _ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
 _ONCE_SUM = 0.7e-3
 """Microseconds to merge one sum of an image, while the block already works on other images."""
 _ONCE_IMAGE, _ONCE_ROUND = 1.5, 0.3
-"""Microseconds: the least between two images of a block, and the time that each wave adds."""
+"""Least microseconds between two images of a block, and microseconds that each wave adds."""
 _ONCE_ALONE = 3.0
 """Microseconds that a block with a single image waits for its sums, with nothing to read meanwhile."""
 _ONCE_BYTES = 140 * 1024

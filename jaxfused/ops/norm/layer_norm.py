@@ -597,4 +597,4 @@ def _norm_like(options, x, has_residual, vectors) -> layer_norm_regimes.Norm:
 
 
 _REGISTER_VECTORS = 2
-"""Number of vectors [D] for which the CUDA kernels have registers; a third one takes a sixth longer."""
+"""Number of vectors [D] for which the CUDA kernels have registers; three take a sixth longer."""

@@ -48,7 +48,7 @@ class BackwardConfig:
 
     few_rows: bool = False
     """True for the kernel for few rows, which needs no second launch. It has no gradient of pre_bias and
-    takes up to 4,096 features. The other kernel needs a second one that adds up the blocks' sums over
+    takes up to 4,096 features. The other kernel is followed by one that adds up the blocks' sums over
     rows."""
     threads: int = 512
     """Largest number of threads of a block."""

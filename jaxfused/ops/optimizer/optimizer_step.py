@@ -52,7 +52,7 @@ def record(
     why: Mapping[str, str | None],
     by_partitioner: bool = False,
 ) -> None:
-    """Records the choice of an implementation; the parameters of each dtype stand as one vector."""
+    """Records the choice of an implementation; the parameters of each dtype are listed as one vector."""
     sizes: dict[Any, int] = {}
     for leaf in leaves:
         dtype = leaf.parameter.dtype
