@@ -231,8 +231,7 @@ def candidates(
 
 
 def _bytes_of(tile: Tile, window: Window, pixels: int, of_weights: bool) -> tuple[int, int]:
-    """Returns the bytes of shared memory of a channel's plane, and those of a block for so many
-    `pixels`."""
+    """Returns the bytes of shared memory of a channel's plane, and of a block with `pixels`."""
     pitch = (tile.block_rows | 1) * 4 * _BLOCK_COLUMNS
     plane = _BLOCKS * pitch + 256
     taken = _TILE_CHANNELS * plane + pixels + _BLOCKS * tile.block_rows * 8 + 128

@@ -315,7 +315,7 @@ def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
 def _joined(layers: Layers, x, weights, w_down, hidden: HiddenLayer, dy) -> tuple[bool, bool]:
     """Returns whether the cotangents of gate and up are concatenated, and whether XLA computes them.
 
-    They are if XLA computes the gradient of x, of weights in one array.
+    They are concatenated if XLA computes dgrad and gate and up share one unsharded array.
     """
     w_gate, _, w_up, _ = weights
     if w_up is not None or not sharding.is_in_one_piece(x, w_gate):

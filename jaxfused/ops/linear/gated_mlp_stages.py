@@ -150,7 +150,7 @@ class GatedHiddenGradient(ProductStage):
         evaluations = work.activations + sum(self.sums_rows)
         passes = passes_of(work, self.activation, evaluations=evaluations)
         if work.m > MAX_ROWS:
-            # An epilogue of so many matrices takes the kernel nearly as long as XLA's pass takes.
+            # The kernel's epilogue of so many matrices takes nearly as long as XLA's pass.
             passes = Passes(bytes_of_element=work.itemsize, launches=0)
         return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 

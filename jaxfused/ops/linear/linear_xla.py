@@ -51,8 +51,8 @@ def affine(
 ) -> jax.Array:
     """Returns x @ w + bias in float32, for a caller that rounds the sum to `rounded_to`.
 
-    If that is x's dtype, the product is rounded to it too. It is written to memory before the bias is
-    added, which would take twice as long in float32.
+    If that is x's dtype, the product is rounded to it too: XLA writes the product to memory before it
+    adds the bias, which would take twice as long in float32.
     """
     out_dtype = x.dtype if rounded_to == x.dtype else None
     y = _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
@@ -186,8 +186,8 @@ def activation_gradient(
 ) -> jax.Array:
     """Returns the gradient of the preactivation z from that of activation(z), in float32.
 
-    XLA splits the sums of a small product, and its readers add the parts. A barrier would have them
-    added again for the backward, in a separate kernel if that adds no bias.
+    XLA splits the sums of a small product, and its readers add the parts. After a barrier the backward
+    adds the parts again, in a separate kernel unless it adds a bias too.
     """
     wide = accumulator_dtype(z.dtype)
     if has_bias or z.size > _SIZE_IN_PARTS:

@@ -129,8 +129,8 @@ def _would_run_on_rows(
     """Returns whether a kernel would run if devices split the rows evenly, as in data parallel training.
 
     Under Auto axes only XLA's partitioner decides how devices split them, and each shard's kernel is
-    chosen afterwards. If no kernel would run, the partitioner gets a plain product. So it does if there
-    are Manual axes too, as a kernel's operands would then be gathered.
+    chosen afterwards. If no kernel would run, the partitioner gets a plain product. It also does if
+    there are Manual axes, for which a kernel's operands would be gathered.
     """
     if not sharding.is_partitioned_by_xla(x, *dys):
         return False
