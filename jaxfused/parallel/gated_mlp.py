@@ -46,7 +46,7 @@ def gated_mlp(
 
     Args:
       x: [..., T, D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name`
-        all operands are a device's own; else, under `jax.jit`, whole ones.
+        all operands are a device's shards; else, under `jax.jit`, they are global arrays.
       w_gate: [D, F], split by its columns.
       w_up: [D, F], split alike. Unlike in `jaxfused.gated_mlp`, w_gate may not hold its columns too.
       w_down: [F, E], split by its rows.
@@ -55,12 +55,12 @@ def gated_mlp(
       spec: how the axes of x before T are split outside of `jax.shard_map`.
       b_gate: [F], split as the columns are.
       b_up: [F], split alike.
-      b_down: [E], whole; is added once.
+      b_down: [E], replicated; added once.
       activation: of the gate; None for the bilinear form.
-      residual: [..., T, E], is added once.
-      save: what is kept for the backward, as in `jaxfused.gated_mlp`.
+      residual: [..., T, E], added once.
+      save: what is saved for the backward, as in `jaxfused.gated_mlp`.
 
-    The other arguments, the result, the errors and what travels between devices are those of `mlp`.
+    The other arguments, the result, the errors and the communication are those of `mlp`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfused

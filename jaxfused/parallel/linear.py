@@ -1,4 +1,4 @@
-"""parallel.linear: a linear layer whose features devices share."""
+"""parallel.linear: a linear layer whose features are split over devices."""
 
 from typing import Literal
 
@@ -44,24 +44,24 @@ def linear(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""`jaxfused.linear` of features that devices share: all-gather with product, or product with sum.
+    r"""`jaxfused.linear` with features split over devices, whose collectives overlap its products.
 
     .. math:: y = \text{activation}(x w + \text{bias}) + \text{residual}
 
     - "columns" (w [D, F / n] on each of n devices): y has all tokens and a device's own features. With
-      `sequence_parallel` x has a device's own tokens, which go round in a ring while those that have
-      arrived are multiplied.
+      `sequence_parallel` x has a device's own tokens, which are sent round a ring while those that
+      have arrived are multiplied.
     - "rows" (w [D / n, F]): x has all tokens and a device's own features, and the products are summed
       over devices: with `sequence_parallel` in a ring, at whose end y has a device's own tokens; else
       part by part, while the next rows are multiplied, and y has all tokens on each device.
 
-    A layer of one kind feeds one of the other. In the backward each becomes the other.
+    A layer of one kind feeds one of the other. The backward of each communicates as the other.
 
     Args:
       x: [..., T, D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name`
-        all operands are a device's own; else, under `jax.jit`, whole ones.
+        all operands are a device's shards; else, under `jax.jit`, they are global arrays.
       w: [D, F], split by its columns or its rows.
-      bias: [F], split as w's columns are; is added once.
+      bias: [F], split as w's columns are; added once.
       axis_name: the mesh axis that splits the features.
       split: "columns" or "rows", of w.
       sequence_parallel: whether the axis splits the tokens of x ("columns") or y ("rows").

@@ -1,4 +1,4 @@
-"""mean_gradients: the mean over devices of each layer's gradients, with fewer bytes on the wire."""
+"""mean_gradients: the mean over devices of each layer's gradients, sent in 16 bits on request."""
 
 import re
 from collections.abc import Hashable, Sequence
@@ -29,21 +29,21 @@ def mean_gradients(
     scatter: bool = False,
     bucket: Any = None,
 ) -> Any:
-    r"""The mean over the devices of a mesh axis of gradients, each layer's by collectives of its own.
+    r"""The mean of gradients over the devices of a mesh axis, each layer's by its own collectives.
 
     .. math:: \bar g = \frac{1}{n} \sum_\text{devices} g
 
-    The sums of a layer wait for its gradients only, and so run beside the backward of the layers before
-    it. It is called within `jax.shard_map` or `jax.pmap`, on gradients that the devices have not summed:
+    The sums of a layer wait for its gradients only, and so overlap the backward of the layers before it.
+    Call it within `jax.shard_map` or `jax.pmap`, on gradients that the devices have not summed:
     differentiate by parameters that vary over the axis, as `jax.lax.pcast(params, axis_name,
     to="varying")` has them.
 
     With `bfloat16` a device sends its gradients in 16 bits. They are summed in float32, in the order of
     the devices, and the mean is sent back in 16 bits: 4 (n - 1) / n bytes for each number, where a sum
-    in float32 takes 8 (n - 1) / n. What is rounded need not be lost:
+    in float32 takes 8 (n - 1) / n. Rounding errors need not be lost:
 
-    - `key` rounds at random such that the mean is right, with other bits on each device.
-    - `error` is what the device's last roundings cut off; it is added before this one (error feedback).
+    - `key` rounds at random (stochastic rounding), with other random bits on each device.
+    - `error` is the rounding error of the device's last call, added before rounding (error feedback).
 
     Args:
       grads: a tree of the device's own gradients, of floats.
@@ -162,7 +162,7 @@ def _own_words(key: Any, axis_name: str) -> jax.Array:
 
 
 def _narrow(wide: jax.Array, seeds: jax.Array | None) -> jax.Array:
-    """Returns numbers in bfloat16, rounded at random if there are seeds."""
+    """Returns `wide` in bfloat16, rounded at random if there are seeds, else to the nearest."""
     if seeds is None:
         return wide.astype(jnp.bfloat16)
     return round_to_bfloat16(wide.astype(jnp.float32), random_halves(seeds, wide.shape))
@@ -187,10 +187,10 @@ def _sum(parts: jax.Array) -> jax.Array:
 def _mean_in_16_bits(
     leaves: Sequence[jax.Array], axis_name: str, seeds: jax.Array | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the means of arrays in bfloat16 that are sent as one, and what their rounding cut off.
+    """Returns the means of bfloat16 arrays, which are sent as one array, and the means' rounding errors.
 
-    Of the latter a device has the part that it rounded, times the devices, so that it counts once in the
-    next mean; elsewhere it has zeros.
+    A device has the errors of the part that it rounded, times the number of devices, so that they count
+    once in the next mean, and zeros elsewhere.
     """
     size = lax.axis_size(axis_name)
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])

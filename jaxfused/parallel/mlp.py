@@ -38,29 +38,29 @@ def mlp(
     Results and gradients are those of one device up to rounding, and repeat bit for bit. Devices add
     their parts in x's dtype, as XLA does.
 
-    - Tokens whole (the default): each device has all rows of x and of y. The last product is taken in up
-      to four parts of the rows, and a part is summed over devices while the next is multiplied; in the
-      backward the gradient to x is summed while those of the weights are computed. A device receives
+    - By default each device has all rows of x and of y. The last product is computed in up to four parts
+      of the rows, and a part is summed over devices while the next is multiplied; in the backward the
+      gradient to x is summed while those of the weights are computed. A device receives
       2 (n - 1) / n of y in the forward, and as much of x in the backward.
-    - `sequence_parallel`: each device has its own tokens of x, y and residual. Rows of x go round in a
-      ring, while those that have arrived are multiplied; the sums of y travel with them. Half of the
-      rows go round the other way. A device receives (n - 1) / n of x and of y in the forward, and as
+    - `sequence_parallel`: each device has its own tokens of x, y and residual. Rows of x are
+      sent round a ring while those that have arrived are multiplied, and the sums of y with them. Half
+      of the rows go the other way. A device receives (n - 1) / n of x and of y in the forward, and as
       much in the backward, where y's cotangents go round with the sums of x's gradient.
 
     Args:
       x: [..., T, D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name`
-        all operands are a device's own; else, under `jax.jit`, whole ones.
+        all operands are a device's shards; else, under `jax.jit`, they are global arrays.
       w1: [D, F], split by its columns.
       b1: [F], split alike; or None.
       w2: [F, E], split by its rows.
-      b2: [E], whole; is added once.
+      b2: [E], replicated; added once.
       axis_name: the mesh axis that splits the hidden features.
       sequence_parallel: whether it splits the tokens of x, y and residual too.
       spec: how the axes of x before T are split outside of `jax.shard_map`, as P("data"), where axes of
         the mesh are Auto. Types with Explicit axes state it themselves.
       activation: None or a name of `jaxfused.ACTIVATIONS`.
-      residual: [..., T, E], is added once.
-      save: what is kept for the backward, as in `jaxfused.mlp`.
+      residual: [..., T, E], added once.
+      save: what is saved for the backward, as in `jaxfused.mlp`.
       precision: of the products, as in `jax.numpy.matmul`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 

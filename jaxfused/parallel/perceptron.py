@@ -1,9 +1,8 @@
 """The MLP with its hidden features split over devices; collectives overlap its products.
 
-With whole rows on each device, the last product is taken in parts of the rows: the sum of one part over
-the devices runs while the next is multiplied. With shared rows, they travel in a ring, and the sums of
-the result travel with them. In the backward, the gradients of the weights are taken after the others,
-while the last sums are on their way.
+If each device has all rows, the last product is computed in parts of the rows: the sum of one part over
+devices runs while the next is multiplied. If rows are split over devices, they are sent round a ring,
+with the sums of the result. The backward computes the weights' gradients last, during the last sums.
 """
 
 import functools
@@ -27,15 +26,15 @@ Layers = mlp.Layers | gated_mlp.Layers
 def perceptron(
     layers: Layers, axis_name: str, sequence_parallel: bool, x, weights, w_down, b_down, residual
 ) -> jax.Array:
-    """Returns y [..., T, E] of one device's hidden features; residual and b_down are added once.
+    """Returns y [..., T, E], summed over devices; residual and b_down are added once.
 
     Args:
-      layers: those before the last.
+      layers: the layers before the last.
       axis_name: the mapped axis.
       sequence_parallel: whether x and the residual are a device's own rows.
       x: [..., T, D].
-      weights: those that `layers` take, of a device's own hidden features.
-      w_down: [F, E], of the same.
+      weights: weights and biases of `layers`, a device's own hidden features.
+      w_down: [F, E], of the same features.
       b_down: [E], or None.
       residual: [..., T, E], or None.
     """
@@ -67,7 +66,7 @@ class _Saved(NamedTuple):
     hidden: Any
 
 
-# --- whole rows -----------------------------------------------------------------------------------
+# --- all rows on each device ----------------------------------------------------------------------
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1))

@@ -14,9 +14,8 @@ from jaxfused.runtime import sharding
 class Placement:
     """Which mesh axis splits a layer's features, and how rows [..., T, D] are split.
 
-    Axes of an operand are letters: "." all axes before the tokens, "t" the tokens, which devices share
-    if `sequence_parallel`, "T" tokens that each device has all of, "f" features that devices share, "-"
-    an axis that is whole.
+    Axes of an operand are letters: "." all axes before the tokens, "t" the tokens, which are split over
+    devices if `sequence_parallel`, "T" unsplit tokens, "f" split features, "-" another unsplit axis.
     """
 
     op: str
@@ -31,7 +30,7 @@ class Placement:
         operand_axes: Sequence[str],
         result_axes: str | tuple[str, ...],
     ) -> Any:
-        """Returns `f(*operands)` on each device: of the caller's own parts, or of those of a mesh."""
+        """Returns `f(*operands)` on each device: of the caller's shards, or of shards of a mesh."""
         if sharding.is_mapped(self.axis_name):
             return f(*operands)
         mesh, leading = self._mesh(operands[0])

@@ -1,4 +1,4 @@
-"""Products of rows that devices share: all-gather with product, and product with reduce-scatter."""
+"""Tensor parallel products: all-gather overlapped with product, and product with reduce-scatter."""
 
 import functools
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def gathered_product(run: Runner, options: Options, x, w, bias) -> jax.Array:
 def product_scattered(run: Runner, options: Options, x, w) -> jax.Array:
     """Returns a device's own rows, [..., T, F], of the sum over n devices of x w.
 
-    Each device has x [..., n T, D] and w [D, F] of its own features D.
+    Each device has its own features D of x [..., n T, D] and w [D, F].
     """
     rows = sharding.leading_axes(x.ndim - 1)
     aligned = sharding.align((x, w), operand_axes=(rows + "d", "df"), whole="df")
@@ -51,7 +51,7 @@ def product_scattered(run: Runner, options: Options, x, w) -> jax.Array:
 
 
 def product_in_parts(run: Runner, options: Options, x, w) -> tuple[jax.Array, ...]:
-    """Returns x w, [..., T, F], in parts of the tokens, for `parts.added_up`."""
+    """Returns x w, [..., T, F], cut along the tokens into parts for `parts.added_up`."""
     rows = sharding.leading_axes(x.ndim - 1)
     aligned = sharding.align((x, w), operand_axes=(rows + "d", "df"), whole="df")
     return _product_in_parts(run, options, *aligned)
@@ -59,7 +59,7 @@ def product_in_parts(run: Runner, options: Options, x, w) -> tuple[jax.Array, ..
 
 class _Gathered(NamedTuple):
     x: jax.Array
-    """The rows of all devices."""
+    """Rows of all devices, [..., n T, D]."""
     w: jax.Array
     bias: jax.Array | None
     preactivation: jax.Array | None

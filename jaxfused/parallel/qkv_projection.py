@@ -52,13 +52,13 @@ def qkv_projection(
         v = x w_v + b_v
 
     Each device gets its own heads of all tokens. With `sequence_parallel` it has its own tokens of x,
-    which go round in a ring while those that have arrived are multiplied; in the backward the sums of
-    x's gradient travel. After attention, `linear` with split="rows" returns to a device's own tokens.
+    which are sent round a ring while those that have arrived are multiplied; in the backward the sums
+    of x's gradient are sent. After attention, `linear` with split="rows" scatters the tokens again.
 
     Args:
       x: [..., T, D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name`
-        all operands are a device's own; else, under `jax.jit`, whole ones.
-      w_q: [D, N, H], as Flax's attention keeps it; split by its heads, as are the others.
+        all operands are a device's shards; else, under `jax.jit`, they are global arrays.
+      w_q: [D, N, H], as Flax's attention has it; split by its heads, as are the others.
       w_k: [D, K, H].
       w_v: [D, K, H].
       axis_name: the mesh axis that splits the heads.

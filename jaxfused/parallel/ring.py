@@ -1,8 +1,8 @@
-"""Rings of devices: rows travel from device to device while those that have arrived are multiplied.
+"""Rings of devices: rows are sent from device to device while those that have arrived are multiplied.
 
 Device i of n starts with its own rows. At hop s of a ring it has those of device i - s, and after n - 1
-hops it has seen all. A sum for the rows travels with them: each device adds its part, and after one
-more hop the sum is at home. Half of the rows go round the other way, so that one half's sums travel
+hops it has had all. A sum for the rows is sent with them: each device adds its part, and one more hop
+brings the sum to the rows' device. Half of the rows go the other way, so that one half's sums are sent
 while the other half is multiplied.
 
 Results are lists by direction, then by hop. Rows are the axis before the last.
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 Turns = list[list[Any]]
-"""For each direction the rows, or what was made of them, at each hop."""
+"""Rows, or what was computed from them, by direction and then by hop."""
 
 _SHIFTS = (1, -1)
-"""How far a hop of each direction leads."""
+"""Difference of device indices of a hop, for each direction."""
 
 
 def _passed(axis_name: str, shift: int, arrays: Any) -> Any:
@@ -28,12 +28,12 @@ def _passed(axis_name: str, shift: int, arrays: Any) -> Any:
 
 
 def directions(rows: int) -> int:
-    """Returns in how many directions a device's rows go round: odd ones have no halves."""
+    """Returns the number of directions in which rows are sent: 2, or 1 if their number is odd."""
     return 2 if rows and rows % 2 == 0 else 1
 
 
 def travelling(axis_name: str, own: jax.Array) -> Turns:
-    """Returns the rows of each device at each hop. The sends wait for nothing but each other."""
+    """Returns the rows that arrive at each hop. The sends wait for nothing but each other."""
     size = lax.axis_size(axis_name)
     turns = []
     halves = jnp.split(own, directions(own.shape[-2]), axis=-2)
@@ -46,7 +46,7 @@ def travelling(axis_name: str, own: jax.Array) -> Turns:
 
 
 def _starts(axis_name: str, own_rows: int) -> Turns:
-    """Returns the first of the rows, among those of all devices, at each hop."""
+    """Returns the index, among the rows of all devices, of the first row at each hop."""
     size, own = lax.axis_size(axis_name), lax.axis_index(axis_name)
     count = directions(own_rows)
     return [
@@ -56,7 +56,7 @@ def _starts(axis_name: str, own_rows: int) -> Turns:
 
 
 def standing(axis_name: str, every: jax.Array) -> Turns:
-    """Returns rows that a device has of all devices, in the order in which `travelling` has them."""
+    """Cuts the rows of all devices, which this device holds, into those of `travelling`'s hops."""
     own_rows = every.shape[-2] // lax.axis_size(axis_name)
     length = own_rows // directions(own_rows)
     return [
@@ -66,7 +66,7 @@ def standing(axis_name: str, every: jax.Array) -> Turns:
 
 
 def in_order(axis_name: str, turns: Turns) -> jax.Array:
-    """Returns the rows of all devices as one array, which `standing` takes apart."""
+    """Returns the rows of all devices as one array: the inverse of `standing`."""
     length = turns[0][0].shape[-2]
     starts = _starts(axis_name, length * len(turns))
     first = turns[0][0]
@@ -85,14 +85,14 @@ def summed(
     step: Callable[[Any, Any], tuple[jax.Array, Any]],
     then: Any = None,
 ) -> tuple[jax.Array, Turns, Any]:
-    """Returns the sums of a device's own rows over all devices, what `step` keeps, and `then`.
+    """Returns the sums over devices for a device's own rows, the second results of `step`, and `then`.
 
     Args:
       axis_name: the mesh axis.
       turns: from `travelling` or `standing`.
-      step: (rows, the sum that arrives with them or None) -> (the sum that goes on, what to keep). What
-        it computes before it reads the sum runs while the sum travels.
-      then: arrays whose work is to begin after the last step, while the last sums travel home.
+      step: (rows, the sum that arrives with them or None) -> (the sum to send on, a second result). What
+        it computes before it reads the sum overlaps the sending of the sum.
+      then: arrays to be used after the last step only, while the last sums are sent.
     """
     size = lax.axis_size(axis_name)
     kept: Turns = [[] for _ in turns]
@@ -113,6 +113,6 @@ def summed(
 
 
 def _sent_beside(axis_name: str, d: int, total: jax.Array, others: Any) -> tuple[Any, jax.Array]:
-    """Returns `others`, which wait until the sum is computed, not until it has arrived, and the sum."""
+    """Sends the sum on. Returns `others`, which wait for its computation but not its arrival, and it."""
     others, total = lax.optimization_barrier((others, total))
     return others, _passed(axis_name, _SHIFTS[d], total)

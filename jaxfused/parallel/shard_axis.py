@@ -1,4 +1,4 @@
-"""Which axis of an array the devices share that each keep a part of an optimizer's state."""
+"""Choice of the axis along which an array of an optimizer's state is split over devices."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,15 +7,15 @@ from typing import Any
 def axis_to_share(
     shape: tuple[int, ...], size: int, shared: bool = True, spec: Iterable[Any] = ()
 ) -> int | None:
-    """Returns the longest axis that `size` devices can share evenly, the first of several.
+    """Returns the longest axis that `size` divides, the first of several.
 
-    None if there is no such axis: then each device keeps the whole array, which is small.
+    None if there is no such axis: the array, which is small, is then replicated.
 
     Args:
       shape: of the array.
       size: the number of devices.
-      shared: whether devices share anything.
-      spec: which axes are split already, as a PartitionSpec; those are left alone.
+      shared: whether to split at all.
+      spec: PartitionSpec of the axes that are split already, which are not chosen.
     """
     taken = [*spec, *[None] * len(shape)]
     free = [

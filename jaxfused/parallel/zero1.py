@@ -1,4 +1,4 @@
-"""zero1: an optimizer whose state devices share, each of which updates its part of the parameters."""
+"""zero1: an optimizer whose state is split over devices, which each update a part of the parameters."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -26,23 +26,23 @@ def zero1(
     mesh: jax.sharding.Mesh | None = None,
     param_specs: Any = None,
 ) -> "ShardedTransformation":
-    r"""An optimizer whose state, and whose work, the devices of a data parallel axis share (ZeRO-1).
+    r"""An optimizer whose state and work are split over the devices of a data parallel axis (ZeRO-1).
 
     Devices sum gradients by a reduce-scatter, take the step on their own part of parameters and state,
     and gather the new parameters: as many bytes as the sum of the gradients, 1 / n of the state's
-    memory, and 1 / n of the step's time on n devices. Numbers are those of `tx`, which may be any
+    memory, and 1 / n of the step's time on n devices. Results are those of `tx`, which may be any
     transformation, also one with a norm over all gradients or over a layer.
 
-    A leaf is split along its longest axis that n divides and that `param_specs` leaves whole. Leaves
-    without one stay whole. The state's arrays have the shapes that `tx` gives them, so that a checkpoint
-    of them is restored into any number of devices, and with or without `zero1`.
+    A leaf is split along its longest axis that n divides and that `param_specs` does not split.
+    Leaves without one are replicated. The state's arrays have the shapes that `tx` gives them, so that a
+    checkpoint of them is restored into any number of devices, and with or without `zero1`.
 
     Args:
       tx: one of `jaxfused.optim`, whose `step` it then has, or of Optax.
       axis_name: the mesh axis, Auto or Explicit, that splits the batch.
       mesh: the mesh; by default that of `jax.set_mesh`, or of the types of the arrays.
       param_specs: a tree like the parameters of PartitionSpecs: how other axes of the mesh split them,
-        as Flax's metadata says. By default they are whole, or split as Explicit types say.
+        as Flax's metadata says. By default they are replicated, or split as Explicit types say.
 
     Returns:
       A `jaxfused.optim.FusedTransformation` with a method more: `specs(params)` returns the
@@ -93,7 +93,7 @@ def zero1(
 
 
 class ShardedTransformation(FusedTransformation):
-    """What `zero1` returns: a `FusedTransformation` whose state the devices share."""
+    """A `FusedTransformation` from `zero1`, whose state is split over devices."""
 
     inner: FusedTransformation
     placed: "_Placed"
@@ -108,7 +108,7 @@ class ShardedTransformation(FusedTransformation):
         skip_nonfinite: bool = False,
         implementation: str | None = None,
     ) -> tuple[optax.Params, Any]:
-        """Takes a step as `FusedTransformation.step` does, of each device's own part."""
+        """Takes the step of `FusedTransformation.step`, each device on its own part."""
         step = functools.partial(
             self.inner.step,
             max_norm=max_norm,
@@ -127,7 +127,7 @@ class ShardedTransformation(FusedTransformation):
         growth_interval: int = 2000,
         rounding_seed: int | None = None,
     ) -> stepping.StepState:
-        """A state as that of `FusedTransformation.init_step`, which the devices share."""
+        """Returns the state of `FusedTransformation.init_step`, split over the devices."""
         make = functools.partial(
             self.inner.init_step,
             ema_decay=ema_decay,
@@ -146,18 +146,18 @@ class ShardedTransformation(FusedTransformation):
 
 @dataclass(frozen=True)
 class _Placed:
-    """How the devices of an axis share arrays."""
+    """Shardings of parameters and optimizer state over a mesh axis."""
 
     axis_name: str
     mesh: jax.sharding.Mesh | None
     param_specs: Any
 
     def initialised(self, init: Callable[[Any], Any], params: Any) -> Any:
-        """Returns `init(params)`, of which no device ever has more than its part."""
+        """Returns `init(params)`, of which no device ever holds more than its part."""
         return self._in_auto_axes(lambda params: (init(params),), (True,), params)[0]
 
     def run(self, f: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, ...]:
-        """Returns `f(*trees)`, a tree like the parameters and a state, computed by each device's part.
+        """Returns `f(*trees)`, a tree like the parameters and a state; each device computes its part.
 
         Args:
           f: an update or a step.
@@ -168,9 +168,9 @@ class _Placed:
     def _in_auto_axes(
         self, f: Callable[..., tuple[Any, ...]], shared: tuple[bool, ...], *trees: Any
     ) -> tuple[Any, ...]:
-        """Returns `f(*trees)` of arguments that devices share, and results of which they share some.
+        """Returns `f(*trees)`; arguments are split over devices, and results where `shared` is True.
 
-        XLA places what `f` computes in between. Not all transformations run on Explicit axes: Adafactor
+        XLA chooses the shardings within `f`. Not all transformations run on Explicit axes: Adafactor
         combines a row's moment with a column's, and both may be split.
         """
         like = trees[-1] if len(trees) != 2 else trees[0]
@@ -239,7 +239,7 @@ class _Placed:
         return [self._typed_spec(leaf) for leaf in leaves]
 
     def _typed_spec(self, leaf: Any) -> P:
-        """Returns how a leaf's type with Explicit axes says that it is split, but for `axis_name`."""
+        """Returns the PartitionSpec of a leaf's type with Explicit axes, without `axis_name`."""
         of = jax.typeof(leaf).sharding
         if not of.mesh.explicit_axes:
             return P()
@@ -261,7 +261,7 @@ class _Placed:
         return mesh
 
     def _put(self, tree: Any, params: Any, *, shared: bool) -> Any:
-        """Returns a tree of which each device has its part if `shared`, or that is as the parameters."""
+        """Returns the tree split over the devices if `shared`, else sharded like the parameters."""
         shardings = self._shardings(tree, params, shared=shared)
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 

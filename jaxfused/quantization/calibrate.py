@@ -24,13 +24,13 @@ class Calibration:
     """The batches and options of a calibration.
 
     Attributes:
-      batches: what the model is called with, one after another. A few hundred rows a layer are enough
-        for ranges; rounding "gptq" wants several times as many rows as a layer has features.
+      batches: inputs of the model, one call each. A few hundred rows a layer are enough for ranges;
+        rounding "gptq" needs several times as many rows as a layer has features.
       call: `call(module_or_params, batch)` runs the model as inference does, and may be traced. By
         default an nnx module is called with the batch alone; parameters of Linen need it.
       folds: norms that take the divisors of smoothing. Other layers divide their inputs themselves.
       damping: of rounding "gptq", in units of the mean square of a layer's inputs.
-      sampled_rows: the rows of each layer's inputs by which percentiles and errors are computed.
+      sampled_rows: number of each layer's input rows from which percentiles and errors are computed.
 
     Example:
       >>> import jaxfused
@@ -56,13 +56,13 @@ class Calibration:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Inputs that a layer has read in a calibration, before smoothing.
+    """Inputs of a layer in a calibration, before smoothing.
 
     Attributes:
       low: [D], the smallest value of each feature, in all rows; a convolution's features are all numbers
-        of its windows, and its padding is no value. 0 where there was nothing but padding.
+        of its windows, without padding. 0 where there was only padding.
       high: [D], the largest.
-      rows: [N, D], some of the rows, drawn evenly.
+      rows: [N, D], some of the rows, sampled.
       inside: [N, D], whether a number of `rows` is a value, and not padding of a convolution; None where
         all are.
     """
@@ -85,12 +85,12 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What `jaxfused.calibrate` returns.
+    """The result of `jaxfused.calibrate`.
 
     Attributes:
       quantized: the new module or tree, as `jaxfused.quantize_params` returns it.
       report: the errors of its layers.
-      inputs: what each layer has read, by the paths of the report.
+      inputs: the inputs of each layer, by the paths of the report.
     """
 
     quantized: Any

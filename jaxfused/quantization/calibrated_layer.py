@@ -121,7 +121,7 @@ class CalibratedLayer:
         return jnp.asarray(scale / FORMATS[str(self.rule.input_dtype)].largest, jnp.float32)
 
     def _product(self, rows: np.ndarray, kernel: QuantizedKernel) -> np.ndarray:
-        """Returns the product of rows that are already divided; a convolution's rows are windows."""
+        """Returns the product of rows that are already divided; those of a convolution are windows."""
         scale = kernel.input_scale
         if self.taps > 1 and kernel.input_dtype is not None and scale is None:
             # Windows of one image share a scale, but the image of a sampled row is unknown.

@@ -22,7 +22,7 @@ from jaxfused.runtime import rounding
 from jaxfused.runtime.quantized_array import spread
 
 _BLOCK = 128
-"""Features of a block, whose errors are spread over all later features in one product."""
+"""Input features of a block, whose errors are spread over all later features in one product."""
 
 
 def rounded_weights(
@@ -34,7 +34,7 @@ def rounded_weights(
     *,
     damping: float,
 ) -> jax.Array:
-    """Returns the weights [D, F] on the grid of their scales, with the least error of the result.
+    """Returns the weights [D, F], rounded to their scales' grid with error feedback.
 
     A column whose result is more accurate with rounding to nearest is rounded to nearest.
 
@@ -43,8 +43,8 @@ def rounded_weights(
       gram: [D, D], the sum of x^T x over the rows that the layer reads.
       dtype: one of FORMATS.
       scale: [G, F], [G, 1] or [1, 1], as is zero_point.
-      damping: is added to the diagonal of gram, in units of its mean. It is raised where the sum has no
-        Cholesky factor.
+      damping: number to add to the diagonal of gram, in units of the diagonal's mean. It is raised
+        until the sum has a Cholesky factor.
     """
     w = w.astype(jnp.float32)
     order = np.argsort(-np.diag(gram), kind="stable")

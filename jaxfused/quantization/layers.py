@@ -25,13 +25,13 @@ Path = tuple[Any, ...]
 Replace = Callable[[Path, jax.Array, int], KernelStandIn | None]
 """Function (path, kernel, taps) -> replacement of a kernel [..., D, F], or None for no change.
 
-A convolution is treated as the product with all numbers of a window, which has `taps` positions; a
-linear layer has 1.
+A convolution is treated as the product with all numbers of a window, which has `taps` positions; `taps`
+of a linear layer is 1.
 """
 
 
 def name_of(path: Path) -> str:
-    """Returns a path as the text in which rules search."""
+    """Returns a path as the text that the rules' patterns are searched in."""
     return "/".join(str(key) for key in path)
 
 
@@ -47,7 +47,7 @@ def replace_kernels(
     *,
     takes_shapes: bool = False,
 ) -> Any:
-    """Returns a new module or tree with other kernels in its layers; the old one stays.
+    """Returns a copy of a module or tree of parameters with other kernels in its layers.
 
     Args:
       takes_shapes: whether kernels of an nnx module's linear layers may be `jax.ShapeDtypeStruct`s.
@@ -75,7 +75,7 @@ def _replace_in_tree(
 
     Args:
       siblings: the names in the parent tree, including this tree's.
-      depths: the numbers of stacked axes that the layers of the surrounding tree show.
+      depths: numbers of stacked axes inferred from the layers of the surrounding tree.
     """
     if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
         items = [
@@ -174,7 +174,7 @@ _PROJECTIONS = ("query", "key", "value", "out")
 
 
 def _depths_of_stacks(tree: Mapping[Any, Any]) -> frozenset[int]:
-    """Returns the numbers of stacked axes that the norms and biases of a tree of parameters show."""
+    """Returns the numbers of stacked axes inferred from the norms and biases of a tree."""
     found: set[int] = set()
     for value in tree.values():
         if not isinstance(value, Mapping):
@@ -346,7 +346,7 @@ def _conv_with_kernel(layer: nnx.Conv, kernel: KernelStandIn) -> Conv:
 
 
 def _check_plain(layer: nnx.Linear | nnx.Conv, name: str, **given: bool) -> None:
-    """Checks that a layer has no product of its own; `given` lists other arguments of this kind."""
+    """Checks that a layer's product is the standard one; `given` flags other unusual arguments."""
     reason = why_given(
         **given,
         promote_dtype=layer.promote_dtype is not promote_dtype,

@@ -54,7 +54,7 @@ def divisors_of_model(
 
 
 def _largest_of_features(kernel: np.ndarray, taps: int) -> np.ndarray:
-    """Returns [..., I], the largest weight magnitude of each feature in a kernel [..., taps * I, O]."""
+    """Returns the largest weight magnitude of each feature [..., I] in a kernel [..., taps * I, O]."""
     *leading, rows, _ = kernel.shape
     return np.abs(kernel).max(axis=-1).reshape(*leading, taps, rows // taps).max(axis=-2)
 
@@ -97,4 +97,4 @@ _SAME = 0.02
 
 
 def _look_away(layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:
-    """Observes nothing."""
+    """Does nothing, in place of an observer."""

@@ -1,8 +1,8 @@
 """Statistics of the inputs of a model's layers while it runs.
 
-The kernels are replaced by `ObservedKernel`s, which travel with the parameters: through `jax.jit`, into
-blocks that read their layers' parameters, and through `jax.lax.scan` over stacked layers, where each
-layer's number is sliced with its kernel. The statistics leave the program by `jax.debug.callback`.
+The kernels are replaced by `ObservedKernel`s, pytrees that work in `jax.jit`, in blocks that read their
+layers' parameters, and in `jax.lax.scan` over stacked layers, where each layer's number is sliced with
+its kernel. `jax.debug.callback` reports the statistics to the host.
 """
 
 import functools
@@ -25,7 +25,7 @@ Call = Callable[[Any, Any], Any]
 
 @dataclass
 class Inputs:
-    """Statistics of the rows that one layer has read.
+    """Statistics of the input rows of one layer.
 
     Attributes:
       count: the number of rows.
@@ -33,10 +33,10 @@ class Inputs:
       high: [D], the largest.
       gram: [D, D], the sum of the outer products of the rows with themselves, in float64; None if it is
         not needed.
-      samples: pieces of [N, D], rows that were drawn evenly.
-      inside: pieces of [N, D], whether a number of the samples is an input and not padding; empty for a
+      samples: arrays [N, D] of sampled rows.
+      inside: arrays [N, D], whether a number of the samples is an input and not padding; empty for a
         linear layer.
-      stride: one of this many reported rows is kept.
+      stride: number of reported rows for each one that is stored.
     """
 
     count: int
@@ -48,7 +48,7 @@ class Inputs:
     stride: int = 1
 
     def add_sample(self, rows: np.ndarray, inside: np.ndarray | None, most: int) -> None:
-        """Keeps every `stride`-th row; if more than 2 * `most` are kept, halves them."""
+        """Stores every `stride`-th row; if more than 2 * `most` are stored, drops every second one."""
         self.samples.append(rows[:: self.stride])
         if inside is not None:
             self.inside.append(inside[:: self.stride])
@@ -58,7 +58,7 @@ class Inputs:
             self.stride *= 2
 
     def rows(self, most: int) -> np.ndarray:
-        """Returns at most `most` of the sampled rows, drawn evenly."""
+        """Returns at most `most` of the sampled rows, evenly spaced."""
         rows = np.concatenate(self.samples)
         return rows[:: -(-len(rows) // most)]
 
@@ -76,7 +76,7 @@ class Inputs:
 
 @dataclass
 class _Recorder:
-    """Accumulates the statistics that the calls of the layers report, by the layers' numbers."""
+    """Accumulates the statistics that the layers' calls report, keyed by the layers' numbers."""
 
     with_gram: bool
     sampled_rows: int
@@ -144,8 +144,7 @@ class _Recorder:
 def _drawn(count: int, most: int) -> np.ndarray | slice:
     """Returns the rows to sample: all, or `most` of them, drawn at random with a fixed seed.
 
-    A fixed stride is no fair sample: every 16th window has the same columns if 16 divides an image's
-    width.
+    A fixed stride is biased: every 16th window has the same columns if 16 divides an image's width.
     """
     if count <= most:
         return slice(None)
@@ -153,7 +152,7 @@ def _drawn(count: int, most: int) -> np.ndarray | slice:
 
 
 def call_by_default(op: str, module_or_params: Any) -> Call:
-    """Returns the default call of a model, that of an nnx module with the batch alone; else raises."""
+    """Returns the default call of an nnx module, with the batch alone; raises for parameters."""
     if isinstance(module_or_params, nnx.Module):
         return lambda module, batch: module(batch)
     raise ValueError(
@@ -163,7 +162,7 @@ def call_by_default(op: str, module_or_params: Any) -> Call:
 
 
 def compiled(call: Call, module_or_params: Any) -> Callable[[Any], Any]:
-    """Returns the model as a compiled function of a batch; changes of its state are dropped."""
+    """Returns the model as a compiled function of a batch; updates of its state are discarded."""
     if not isinstance(module_or_params, nnx.Module):
         return functools.partial(jax.jit(call), module_or_params)
     graphdef, state = nnx.split(module_or_params)
@@ -188,7 +187,7 @@ def observe(
       batches: at least one.
       call: runs the model on a batch.
       wanted: the names of the layers to look at, and whether their `gram` is needed.
-      sampled_rows: the number of rows to keep of a call of a layer, at most.
+      sampled_rows: largest number of rows to sample from one call of a layer.
 
     Returns:
       By the layer's name, an array of `Inputs` in the shape of the kernel's leading axes; None for a
@@ -229,7 +228,7 @@ def observe(
     inputs: dict[int, Inputs | None] = dict(recorders[False].inputs | recorders[True].inputs)
     for found in inputs.values():
         assert found is not None
-        # Features that a convolution reads as padding only.
+        # These features were padding in all windows of a convolution.
         unread = found.low > found.high
         found.low, found.high = (np.where(unread, 0.0, a) for a in (found.low, found.high))
     for recorder in recorders.values():

@@ -20,10 +20,10 @@ def quantize_params(
 ) -> Any:
     """Quantises the kernels of linear layers and convolutions; the first rule that fits a path decides.
 
-    Of an nnx module every `nnx.Linear`, this package's or Flax's, becomes a
+    In an nnx module every `nnx.Linear`, this package's or Flax's, becomes a
     `jaxfused.nnx.QuantizedLinear`, and `MLP`, `GatedMLP` and `TransformerBlock` run on those; every
     `nnx.Conv` becomes a `jaxfused.nnx.Conv` with a quantised kernel. A `nnx.LoRALinear` becomes a
-    `nnx.LoRA` around the quantised layer. Of a tree of Linen's parameters every kernel of a linear layer
+    `nnx.LoRA` around the quantised layer. In a tree of Linen's parameters every kernel of a linear layer
     or a convolution, also of layers that `nn.scan` or `nn.vmap` stack, becomes a
     `jaxfused.QuantizedKernel`, which the layers of `jaxfused.linen` read in its place; Flax's own
     modules do not. Parts of a partitioned kernel are partitioned. Everything else stays as it is,

@@ -19,15 +19,15 @@ class QuantizationRule:
       pattern: a regular expression, searched for in the path of a layer, such as "blocks/3/mlp/up".
         The empty one is found in every path.
       dtype: "int8", "int4", "float8_e4m3fn", "float8_e5m2", "nf4", "mxfp4" or "nvfp4"; None leaves the
-        layer as it is.
+        layer in floats.
       group_size: input features that share a scale; by default all of them. A pair, such as (128, 128),
         is of the sides of a block of the kernel: input and output features.
       symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
       input_dtype: to which the layer's inputs are quantised, row by row: "int8", "float8_e4m3fn" or
         "float8_e5m2"; None leaves them as they are.
       layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
-      rounding: "nearest", or "gptq", where the errors of the input features that are rounded first are
-        made up for by those that follow. By default "gptq" of int8 and int4 where there is a
+      rounding: "nearest", or "gptq", where input features that are rounded later compensate for the
+        errors of earlier ones. By default "gptq" of int8 and int4 where there is a
         calibration, else "nearest".
       smoothing: how much of the inputs' range is moved into the kernel before both are rounded, from 0
         (none) to 1 (all): input feature j is divided by `max|x_j|**s / max|w_j|**(1 - s)`. None leaves
@@ -94,7 +94,7 @@ def as_rules(rules: str | Sequence[QuantizationRule]) -> Sequence[QuantizationRu
 
 
 class Chooser:
-    """Finds the first rule that fits a path, and keeps track of rules that never fit."""
+    """Finds the first rule that matches a path, and records which rules ever did."""
 
     def __init__(self, rules: Sequence[QuantizationRule]):
         self.rules = rules

@@ -34,14 +34,14 @@ def divisors(magnitudes: np.ndarray, of_kernel: np.ndarray, share: float) -> np.
 
 @dataclass(frozen=True)
 class Fold:
-    """A norm whose result only these layers read, so that what divides their inputs can be part of it.
+    """A norm whose result only these layers read, so that it can divide their inputs.
 
-    Names are relative to whatever part of the model has both, such as a block; layers that a part lacks
-    are left out. `jaxfused.calibrate` checks on the first batch that the model's result stays the same.
+    Names are relative to a part of the model that has both, such as a block; layers that the part lacks
+    are skipped. `jaxfused.calibrate` checks on the first batch that the model's result stays the same.
 
     Attributes:
       norm: the path of a module with a scale [D] and perhaps a bias [D].
-      layers: the paths of the linear layers that read its result, all of them.
+      layers: the paths of all linear layers that read its result.
 
     Example:
       >>> import jaxfused
@@ -56,7 +56,7 @@ class Fold:
 def folded_groups(
     module_or_params: Any, folds: Sequence[Fold], layers: Mapping[str, Path]
 ) -> list[tuple[Path, list[str]]]:
-    """Returns the norms that exist together with some of their layers, each with its layers' names.
+    """Returns the path of each norm to fold into, with the names of its layers in the model.
 
     Args:
       module_or_params: the model.
@@ -109,7 +109,7 @@ def _scale_of(norm: Any) -> Any:
 
 
 def with_divided_norms(module_or_params: Any, norms: Mapping[Path, np.ndarray]) -> Any:
-    """Returns a new model, in which norms at these paths give results divided by s [..., D]."""
+    """Returns a new model, whose norms at these paths have their results divided by s [..., D]."""
     if not isinstance(module_or_params, nnx.Module):
         return _divided_in_tree(module_or_params, (), norms)
     module = nnx.clone(module_or_params)

@@ -23,8 +23,7 @@ def separable(
 ) -> jax.Array:
     """Returns x filtered along its rows and columns by odd numbers of weights.
 
-    An image of `size` [height, width] may be smaller than its array, which it fills if `size` is
-    None.
+    `size` is the image's [height, width] if it may be smaller than its array, else None.
     """
     for axis, weights in enumerate((down, across)):
         radius = len(weights) // 2
@@ -83,7 +82,7 @@ def mirrored_places(places, count):
 
 
 def sharpened(x: jax.Array, factor: jax.Array, size: jax.Array | None) -> jax.Array:
-    """Returns x blended with its blur by 3 x 3; outermost pixels and a fourth channel are as they were.
+    """Returns x blended with its blur by 3 x 3; outermost pixels and a fourth channel are unchanged.
 
     Source: Pillow's `ImageEnhance.Sharpness`, and `ImageFilter.SMOOTH`.
     """

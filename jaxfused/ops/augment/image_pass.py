@@ -32,7 +32,7 @@ def image_pass(
     spec: Pass,
     implementation: dispatch.Implementation | None,
 ) -> jax.Array:
-    """Returns the images of a pass, as `image_pass_xla.run` states it.
+    """Returns the images of a pass, as `image_pass_xla.run` defines it.
 
     Raises:
       ValueError: the named implementation cannot run.

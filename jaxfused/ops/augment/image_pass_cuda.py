@@ -19,7 +19,7 @@ _TILE = 32
 _SUMS = 7
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 _ROUNDED = (jnp.bfloat16, jnp.float16)
-"""Dtypes of results for which shares of 15 bits will do: their error is a sixteenth of a rounding."""
+"""Result dtypes for which interpolation weights of 15 bits suffice: they err by 1/16 of a rounding."""
 DTYPES = (jnp.uint8, *cuda_library.DTYPES)
 _IN_PLACE = Reading((0, 0), "bilinear", is_upright=True, drops=True, fill=(0.0,), widest=1.0)
 """Reading for a pass without a resampling, where each pixel stays in its place."""
@@ -67,7 +67,7 @@ def why_unsupported(
 def run(
     images: jax.Array, maps: jax.Array, rows: jax.Array, blurs: jax.Array | None, *, spec: Pass
 ) -> jax.Array:
-    """Returns the images of a pass, as `image_pass_xla.run` states them."""
+    """Returns the images of a pass, as `image_pass_xla.run` defines it."""
     cuda_library.register()
     count, channels = images.shape[0], images.shape[3]
     size, options = _size(images.shape, spec), _options(spec)

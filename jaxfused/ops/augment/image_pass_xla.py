@@ -29,7 +29,7 @@ class Blur:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass does with each image: it reads the image once, and once more for statistics."""
+    """Specification of a pass, which reads each image once, and once more if steps need statistics."""
 
     reading: Reading | None
     """Options of the resampling, or None if each pixel stays in its place."""
@@ -78,14 +78,14 @@ def run(
     Args:
       images: [B, H, W, C], uint8 or floating.
       maps: [B, PACKED], of `resample_xla.Map.packed`.
-      rows: [B, steps, 1 + width], each the operation of a step and its values; those behind the blur
-        are the last ones.
+      rows: [B, steps, 1 + width], each the operation of a step and its values; those after the blur
+        come last.
       shift: [B, h, w, 2] or None.
       before: [B, 3, 3] or None.
       blurs: [B, weights] of the blur: those along columns, and then those along rows; or [B, 1], the
         factor by which it sharpens.
-      spec: what all images share.
-      pixels: how a resampling reads pixels, or None.
+      spec: the pass, the same for all images.
+      pixels: function by which a resampling reads pixels; None for a gather.
     """
     blur = spec.blur
     if blur is not None:

@@ -25,7 +25,7 @@ TAPS_UNROLLED = 4
 
 @dataclass(frozen=True)
 class Reading:
-    """Options of a pass that say how an image is resampled."""
+    """Options of the resampling of a pass."""
 
     size: tuple[int, int]
     """Height and width of the result."""
@@ -52,7 +52,7 @@ class Map(NamedTuple):
     matrix: jax.Array
     """Matrix [3, 3] of homogeneous coordinates (x, y, 1)."""
     window: jax.Array
-    """Window [4] of pixels that the result may show: smallest x and y, largest x and y."""
+    """Window [4] of pixels that the result may depend on: smallest x and y, largest x and y."""
     radius: jax.Array
     """Radius [2] of the kernel along x and y, in multiples of `SUPPORT`; 1 if nothing shrinks."""
     source: jax.Array
@@ -178,7 +178,7 @@ def _weights(distance: jax.Array, interpolation: Interpolation) -> jax.Array:
 def _tap_weights(
     place: jax.Array, pixel: jax.Array, axis: int, reading: Reading, map: Map
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns each pixel's weight for a position on an axis, and the same with 0 for `fill`."""
+    """Returns each pixel's weight for a position on an axis, and the same with 0 where `fill` counts."""
     weight = _weights((pixel - place) / map.radius[axis], reading.interpolation)
     in_window = _is_in_window(pixel, axis, map)
     if reading.drops:
@@ -273,9 +273,9 @@ def _pixels(x: jax.Array, column: jax.Array, row: jax.Array) -> jax.Array:
 def repeatable_pixels(x: jax.Array, column: jax.Array, row: jax.Array) -> jax.Array:
     """Returns pixels as `_pixels` does, with a gradient to x that repeats bit for bit on a GPU too.
 
-    A GPU's scatter adds floats in any order, so the gradient adds integers: each float is rounded to a
-    multiple of a fraction of the largest, and its remainder to a finer multiple. Images of 224 x 224
-    have 2 x 14 bits.
+    A GPU's scatter adds floats in any order, so the gradient adds integers: each float is rounded to
+    multiples of a unit, and its remainder to multiples of a finer unit, with 14 bits each for images of
+    224 x 224.
     """
     return _pixels(x, column, row)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Op(IntEnum):
-    """Operations of pointwise steps; their numbers stand in rows and are those of the CUDA kernels."""
+    """Operations of pointwise steps, with the numbers that rows and the CUDA kernels use."""
 
     IDENTITY = 0
     BRIGHTNESS = 1

@@ -126,7 +126,7 @@ def runner(op: str, implementation: str | None, device: dispatch.Device, x: jax.
     """Returns the Runner of an operator in float8.
 
     Raises:
-      ValueError: x has a dtype that is not made float8, or the implementation has no such product.
+      ValueError: x has a dtype that is not quantised, or the implementation has no float8 product.
     """
     if x.dtype not in DTYPES:
         raise ValueError(

@@ -38,7 +38,7 @@ class Copies(NamedTuple):
     scale: jax.Array
     """Scale of the values, a float32 scalar."""
     largest: Any
-    """Magnitudes [P], whose maximum determines the scale."""
+    """Any number of magnitudes, [P], whose maximum determines the scale."""
     sums: Any = None
     """Sums over all rows of the matrix before quantisation, float32 [N], or None."""
     found: Any = None

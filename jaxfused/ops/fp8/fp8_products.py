@@ -124,7 +124,7 @@ def hidden_gradient_by_slope(
     *,
     dtype: Any,
 ) -> HiddenGradient:
-    """Returns the gradient to z [..., F], given its `Copies.slope`, in steps of 1 / SLOPE_STEPS."""
+    """Returns the gradient to z [..., F] from the int8 derivative, in steps of 1 / SLOPE_STEPS."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
     # An int8 derivative cannot be NaN. A NaN in the hidden layer shows in its scale or magnitude.
     seen = hidden.scale if hidden.found is None else hidden.found

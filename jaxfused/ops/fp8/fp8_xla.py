@@ -69,7 +69,7 @@ def quantize(
 ) -> tuple[jax.Array | None, ...]:
     """Returns (values, values^T, scale [1], sums [N], slope [M, N]) as `quantize_cuda` does.
 
-    Without `pads`, values, their transpose and slope have no zeros behind them.
+    Without `pads`, values, their transpose and slope are not padded.
     """
     parts = [matrix.astype(jnp.float32) for matrix in matrices]
     slope = None

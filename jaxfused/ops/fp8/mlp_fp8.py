@@ -55,7 +55,7 @@ class Options:
 
 
 def by_layers(operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns x, weights and biases by turns, and the residual as `mlp` takes them."""
+    """Groups (x, weight and bias of each layer in turn, residual) as `mlp` takes them."""
     x, *layers, last, last_bias, residual = operands
     return x, tuple(layers[::2]), tuple(layers[1::2]), last, last_bias, residual
 
@@ -115,7 +115,7 @@ def _first_layer(
 
 
 def _hidden(run: Runner, options: Options, maxima: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns how the pass that quantises the hidden layer computes it from the preactivations."""
+    """Returns the arguments with which `copies` computes the hidden layer from preactivations."""
     largest = fp8_products.hidden_magnitude(run, options.activation, *maxima)
     return dict(activation=options.activation, gated=options.gated, largest=largest)
 

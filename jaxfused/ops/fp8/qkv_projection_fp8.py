@@ -1,4 +1,4 @@
-"""The projection of queries, keys and values in float8: its gradient."""
+"""The projection of queries, keys and values in float8, with its gradient."""
 
 import functools
 from typing import Any, NamedTuple

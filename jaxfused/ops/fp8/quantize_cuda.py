@@ -51,8 +51,8 @@ def quantize(
 ) -> tuple[jax.Array | None, ...]:
     """Returns (values [M, N'], values^T [N, M'], scale [1], sums [N], slope [M, N'], found [P]).
 
-    N' and M' are N and M rounded up to whole `fp8_xla.PITCH`, with zeros in the places behind the
-    values. Results that the caller does not ask for are None.
+    N' and M' are N and M rounded up to a multiple of `fp8_xla.PITCH`; zeros pad the values. Results that
+    the caller does not ask for are None.
 
     Args:
       matrices: up to three [M, N_i], which are concatenated in the results; or two [M, N] if `gated`.

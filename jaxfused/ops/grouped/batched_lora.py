@@ -1,4 +1,4 @@
-"""Low-rank adapters of which each row of a batch has its own."""
+"""Low-rank adapters, of which each row of a batch has one."""
 
 import math
 
@@ -30,7 +30,7 @@ def batched_lora(
         y_t = \text{base}_t + \text{scale}_l \, (x_t A_l) B_l, \quad l = \text{indices}_t
 
     Rows are put in the order of their adapters, and two `jaxfused.ragged_dot` multiply them, so that an
-    adapter's matrices are read once and nothing is held for each row. Results repeat bit for bit.
+    adapter's matrices are read once and not copied for each row. Results repeat bit for bit.
 
     Args:
       x: [..., D], float32, bfloat16 or float16.

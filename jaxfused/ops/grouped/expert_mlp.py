@@ -61,8 +61,8 @@ def expert_mlp(
       w_down: [E, F, D].
       activation: None or a name of `jaxfused.ACTIVATIONS`, of the gate.
       weight_on: whether the weights multiply the experts' "output", or their "input" as in Llama 4.
-      capacity: the most tokens of an expert: all first choices come before all second ones, and among
-        them the first tokens; what exceeds it adds nothing. None drops none.
+      capacity: largest number of tokens of an expert; first choices come before second ones, then
+        earlier tokens before later ones, and the rest add nothing. None for no limit.
       transpose_weights: whether w_gate and w_up are [E, F, D] (or [E, 2 F, D]) and w_down is [E, D, F],
         as in most checkpoints. Weights may be quantised without it, as in `ragged_mlp`.
       precision: of the products, as in `jax.lax.dot`.
@@ -197,11 +197,11 @@ class Order(NamedTuple):
     """
 
     choice: jax.Array
-    """Choice [k T] whose row is at each place."""
+    """Index of the choice whose row is at each place, [k T]."""
     place: jax.Array
-    """Place [k T] of each choice's row."""
+    """Place of each choice's row, [k T]."""
     sizes: jax.Array
-    """Number of rows [E] of each expert; rows of no expert come after all others."""
+    """Number of rows of each expert, [E]; rows of no expert come after all others."""
 
 
 def order_of(indices: jax.Array, experts: int, capacity: int | None = None) -> Order:
@@ -228,7 +228,7 @@ def order_of(indices: jax.Array, experts: int, capacity: int | None = None) -> O
 
 @functools.partial(stated_gradient, nondiff_argnums=(0,), linear=(1,))
 def repeated(k: int, x: jax.Array, order: Order) -> jax.Array:
-    """Returns the row of each choice of x [T, D], in the order of the experts: [k T, D]."""
+    """Returns the row of x [T, D] for each choice, sorted by expert: [k T, D]."""
     return x[order.choice % x.shape[0]]
 
 

@@ -186,7 +186,7 @@ def _on_a_device(
 
 
 def _as_int32(indices: jax.Array) -> jax.Array:
-    """Returns indices as int32; those that it cannot hold are no expert's."""
+    """Returns indices as int32; those that it cannot hold are clipped to indices of no expert."""
     return (
         jnp.clip(indices, -1, 2**31 - 1).astype(jnp.int32)
         if indices.dtype.itemsize > 4
@@ -206,7 +206,7 @@ def _all_gather(options, axis_name, x, weights, indices, experts) -> jax.Array:
 
 
 class _Slots(NamedTuple):
-    """Where rows in the order of the experts stand in the buffers of all devices, [n C] slots."""
+    """Map between rows, sorted by expert, and the n C slots of the buffers sent to the devices."""
 
     row: jax.Array
     """Index of each slot's row; the number of rows where it has none."""
@@ -216,7 +216,7 @@ class _Slots(NamedTuple):
 
 @functools.partial(stated_gradient, linear=(0,))
 def _picked(rows: jax.Array, places: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Returns the rows at `places`, zeros where there is none; `inverse` is where each row goes."""
+    """Returns the rows at `places`, zeros where there is none; the gradient gathers by `inverse`."""
     del inverse
     return jnp.take(rows, places, axis=0, mode="fill", fill_value=0)
 
@@ -245,8 +245,7 @@ def _all_to_all(options, capacity_factor, axis_name, x, weights, indices, expert
         return lax.all_to_all(array, axis_name, 0, 0, tiled=True)
 
     received = exchange(_picked(rows, slots.row, slots.slot))
-    # A device's rows come in the order of the experts here; what follows them in its buffer is no
-    # expert's.
+    # The rows of each sender are sorted by this device's experts; the rest of its buffer is padding.
     ends = jnp.cumsum(exchange(counts).reshape(devices, own), axis=1, dtype=jnp.int32)
     place = jnp.arange(room, dtype=jnp.int32)
     expert = jnp.sum(place[None, :, None] >= ends[:, None], axis=-1, dtype=jnp.int32).reshape(-1, 1)

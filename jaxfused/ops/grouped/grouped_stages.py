@@ -19,12 +19,12 @@ _GROUPS_AT_ONCE = "a kernel multiplies the rows of all groups in one launch"
 
 
 def equal_sizes(rows: int, sizes: Any) -> jax.Array:
-    """Returns sizes of the shape of `sizes` that share the rows."""
+    """Returns equal group sizes of the shape of `sizes`, which divide the rows."""
     return jnp.full(sizes.shape, rows // sizes.shape[0], sizes.dtype)
 
 
 class _Grouped(OneByOne):
-    """A stage whose kernel is the GroupedProduct that `product` returns. Sizes and offset come last."""
+    """A stage whose kernel is the GroupedProduct of `product`; sizes and offset are last operands."""
 
     estimate = kernels_first(_GROUPS_AT_ONCE)
 
@@ -117,7 +117,7 @@ class GroupedProduct(_Grouped):
 class HiddenLayer(_Grouped):
     """Computes (h, *preactivations) [M, F] of a perceptron from x [M, D], its first weights and groups.
 
-    With a gate, h is activation(gate) * up; its weights are two, or one that has both.
+    With a gate, h is activation(gate) * up, of two weights or of their concatenation.
     """
 
     options: ragged_mlp_xla.Options

@@ -60,8 +60,8 @@ def ragged_dot(
       lhs: [M, K], float32, bfloat16 or float16 (float64 with implementation "xla").
       rhs: [E, K, N], a matrix for each group; with `transpose_rhs` [E, N, K]. Or a `QuantizedArray` of
         shape [E, K, N] with axis -2, which is frozen: `jaxfused.quantization.stack` makes one of the
-        experts of a checkpoint. The kernel takes what that of `quantized_matmul` takes, and 16 columns
-        or a multiple; the gradient of lhs dequantises the matrices, other formats do too.
+        experts of a checkpoint. The kernel takes the formats of `quantized_matmul`'s kernel, with a
+        multiple of 16 columns; other formats, and the gradient of lhs, dequantise the matrices.
       group_sizes: [E], integers: the rows of each group.
       precision: of the product, as in `jax.lax.dot`.
       preferred_element_type: dtype of the result; by default the operands' common one, in which they are

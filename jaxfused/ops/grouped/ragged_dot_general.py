@@ -43,9 +43,9 @@ def ragged_dot_general(
 
     where e(i) is the group of index i along the ragged axis. The first is for a ragged axis of lhs that
     is not summed, if it is lhs's only such axis; the second for one that is summed, if it is the only
-    such axis. Both have the kernels, the numerics and the gradients of `ragged_dot`; all other
-    dimension numbers, with batch axes, and other dtypes are those of XLA, which multiplies all rows by
-    all groups' matrices. Axes that do not lie as the kernels take them are transposed first.
+    such axis. Both have the kernels, the numerics and the gradients of `ragged_dot`. XLA computes all
+    other dimension numbers, such as batch axes, and other dtypes, and multiplies all rows by all
+    groups' matrices. Axes that do not lie as the kernels take them are transposed first.
 
     Args:
       lhs: float32, bfloat16 or float16.
@@ -133,7 +133,7 @@ def _check_axes(lhs, rhs, group_sizes, numbers: jax.lax.RaggedDotDimensionNumber
 
 
 class _Plan(NamedTuple):
-    """The order of both operands' axes in which they are matrices, after which axes are merged."""
+    """Transposes and shapes that make both operands matrices, and the shape of the result."""
 
     left: tuple[int, ...]
     right: tuple[int, ...]
@@ -151,7 +151,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(lhs, rhs, group_sizes, numbers, group_offset) -> _Plan | str:
-    """Returns how operands become those of `ragged_dot` or of its weights' gradient, or why not."""
+    """Returns how operands become those of `ragged_dot` or of its wgrad, or why they cannot."""
     ((of_lhs, of_rhs), batch) = numbers.dot_dimension_numbers
     of_lhs, of_rhs = (tuple(int(a) for a in axes) for axes in (of_lhs, of_rhs))
     ragged, of_groups = (

@@ -71,8 +71,8 @@ def ragged_mlp(
       group_offset: the index in `group_sizes`, [G] then, of the group that the first matrices are for,
         as in `ragged_dot`.
       transpose_weights: whether weights are [E, F, D] (or [E, 2 F, D]) and [E, N, F], as in most
-        checkpoints. They are not copied. Any of the weights may be a `QuantizedArray` without it, as in
-        `ragged_dot`; each then has a kernel of its own.
+        checkpoints. They are not copied. If it is False, any weight may be a `QuantizedArray`, as in
+        `ragged_dot`; each product then has a kernel of its own.
       precision: of the products, as in `jax.lax.dot`.
       implementation: None for the fastest that can run, or "pallas", "xla".
 

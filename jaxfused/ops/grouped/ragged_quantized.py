@@ -30,7 +30,7 @@ _OP = "ragged_dot"
 
 
 def checked_weights(op: str, transposed: bool, **weights: Any) -> tuple[Any, ...]:
-    """Returns matrices of experts by their names, as arrays of floats or quantised along axis -2."""
+    """Returns the named matrices of experts after checks: floats, or quantised along axis -2."""
     return tuple(
         w if w is None else _checked(op, name, w, transposed) for name, w in weights.items()
     )
@@ -65,7 +65,7 @@ def ragged_dot(
     """Returns each group of lhs's rows [M, K] times its matrix of rhs [E, K, N], which is frozen.
 
     Args:
-      sizes: of the groups, and the offset.
+      sizes: group sizes [G] and the offset [1].
     """
     exponents = exponents_of(rhs)
     rhs = jax.lax.stop_gradient(as_operand(_OP, "rhs", rhs))
@@ -121,7 +121,7 @@ def _fwd(run: Runner, options: Options, weights: "Weights", *operands):
 
 
 def _bwd(run: Runner, options: Options, weights: "Weights", saved, dy):
-    """The matrices are dequantised once more, in the order of their storage, and not kept."""
+    """Dequantises the matrices again, in their storage order, so that no float copy is saved."""
     *parts, sizes, offset = saved
     dy, *parts = jax.lax.optimization_barrier((dy.astype(options.dtype), *parts))
     w = weights.array(*parts).dequantize(options.dtype)
@@ -139,7 +139,7 @@ _ragged_dot.defvjp(_fwd, _bwd)
 
 @dataclass(frozen=True)
 class Weights:
-    """What is known of quantised matrices [E, K, N] apart from their arrays."""
+    """Static properties of quantised matrices [E, K, N]."""
 
     layout: Any
     codebook: tuple[float, ...] | None
@@ -153,7 +153,7 @@ class Weights:
         return "mk", values, "ejn", "ejn", "g", "o"
 
     def array(self, values: Any, scale: Any, zero_point: Any) -> QuantizedArray:
-        """Returns the matrices, assembled from their arrays; bytes are the exponents of E8M0."""
+        """Returns the matrices, assembled from their arrays; uint8 scales are E8M0 exponents."""
         if scale.dtype == jnp.uint8:
             scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(jnp.float32)
         return assembled(values, scale, zero_point, -2, self.layout, codebook=self.codebook)

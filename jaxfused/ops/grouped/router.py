@@ -73,14 +73,14 @@ def router(
       over: whether the softmax is over "all" experts or the "chosen" ones.
       bias: [E], is added for the choice: the correction bias that balances the load.
       bias_on: whether the bias is added to the "score" or to the "logit".
-      groups: experts are in so many groups of neighbours.
+      groups: number of groups of consecutive experts.
       groups_kept: groups whose experts may be chosen.
       group_score: by which they are kept: the sum of a group's two greatest biased scores ("top2"), or
         the greatest ("max").
       masked: the biased score of the experts in the other groups; DeepSeek-V2 and Mistral have 0.
       normalise: "sum" divides the weights by their sum.
       epsilon: is added to that sum.
-      floor: is the least of that sum.
+      floor: least value of that sum.
       scale: multiplies the weights.
       expert_scale: [E], multiplies each expert's weights.
       softcap: bounds the logits; None for no bound.
@@ -184,8 +184,8 @@ def _scores(score: Score, z: jax.Array) -> jax.Array:
         return jax.nn.softmax(z, axis=-1)
     if score == "sigmoid":
         return jax.nn.sigmoid(z)
-    # The root of softplus(z) has no slope where softplus rounds to 0; below -40 it is exp(z / 2) in
-    # all digits.
+    # The root's derivative is not finite where softplus rounds to 0; below -40 the root is exp(z / 2)
+    # in all digits.
     root = jnp.sqrt(jax.nn.softplus(jnp.maximum(z, -40.0)))
     return jnp.where(z < -40.0, jnp.exp(0.5 * z), root)
 
@@ -198,7 +198,7 @@ def _shares(
     tiny = float(jnp.finfo(z.dtype).tiny)
     if max(floor, epsilon) >= tiny:
         return weights / (jnp.maximum(total, floor) + epsilon)
-    # A softmax of the exponents divides weights that underflow, which are exponentials.
+    # Weights that underflow are exponentials: their shares are a softmax of the exponents.
     vanishes = total < tiny * 2**24
     exponents = 0.5 * z if score == "sqrt_softplus" else z
     shares = weights / jnp.where(vanishes, 1.0, total)

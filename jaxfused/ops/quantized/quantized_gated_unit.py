@@ -121,7 +121,7 @@ class _Unit:
 
     @property
     def letters(self) -> str:
-        """Letters of the stored values' axes; "k" counts words of several numbers."""
+        """Letters of the stored values' axes; "k" is an axis of words, each of several numbers."""
         return "fk" if self.w_dtype == "int4" else "fd"
 
     def axes(self, *operands) -> Axes:
@@ -173,7 +173,7 @@ class _Unit:
         return unit(x, gate, up, b_gate, b_up, activation=self.activation)
 
     def is_left_to_xla(self, run: Runner, x: jax.Array, values: jax.Array, *others: Any) -> bool:
-        """Returns whether XLA runs the forward, and keeps its preactivations for the gradient."""
+        """Returns whether XLA runs the forward; its preactivations are then saved for the gradient."""
         if not sharding.is_in_one_piece(x, values):
             return False
         choice = run.choice(self, x, values, *others)

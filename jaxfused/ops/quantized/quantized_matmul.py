@@ -49,11 +49,11 @@ def quantized_matmul(
     the sums, which are in float32. Quantised x: with one scale a row of x and a column of w (or one for
     all) the values themselves are multiplied, integers with exact sums and float8 with sums in float32;
     otherwise both are dequantised, to out_dtype if that has 16 bits and else to float32, except by
-    kernels of groups, which multiply the values. Bias and residual are added in float32.
+    kernels with scales by group, which multiply the values. Bias and residual are added in float32.
 
     The weights are frozen: gradients go to x (where it is float), bias and residual, and with
-    `scale_gradient` to the scales of w, whose gradients are zero otherwise. They are of both modes and
-    any order where no kernel runs. With implementation "pallas" nothing of the weights' size is made,
+    `scale_gradient` to the scales of w, whose gradients are zero otherwise. Both modes and any
+    order work where no kernel runs. With implementation "pallas" nothing of the weights' size is made,
     forward or backward; for the gradient of x, codes and groups of 32 are dequantised once more.
 
     The kernels read weights of layout "columns": integers, float8, and codes of 16 numbers, two in a
@@ -71,7 +71,7 @@ def quantized_matmul(
       activation: None or a name of `jaxfused.ACTIVATIONS`.
       residual: [..., F], is added after the activation.
       out_dtype: of y; by default the residual's dtype, else x's, else float32.
-      scale_gradient: whether w.scale gets its gradient, for float x. The forward then keeps x.
+      scale_gradient: whether w.scale gets its gradient, for float x. The forward then saves x.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:
@@ -163,7 +163,7 @@ def quantized_matmul(
 def _with_whole_sums(
     x: jax.Array | QuantizedArray, w: QuantizedArray
 ) -> tuple[jax.Array | QuantizedArray, QuantizedArray]:
-    """Returns operands of which types do not split the axis that the product sums over."""
+    """Returns the operands resharded such that the summed axis is not split."""
 
     def whole(part: jax.Array, letters: str) -> Any:
         return sharding.align((part,), operand_axes=(letters,), whole="d")[0]
@@ -247,7 +247,7 @@ def exponents_of(w: Any) -> jax.Array | None:
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the weights. scale and zero point as [..., G, F], repeated where columns share one."""
+    """Returns the weights' scale and zero point as [..., G, F], repeated where columns share one."""
     zero_point, columns = w.zero_point, w.shape[-1]
     return (
         of_each_column(w.scale, columns),
@@ -364,7 +364,7 @@ def _input_gradient(run: Runner, options: Options, w: QuantizedArray, dz: jax.Ar
         k=w.shape[0],
         w=weights,
     )
-    # A kernel needs all of F on one device. If devices may split F, XLA's product adds their parts.
+    # A kernel needs all of F on one device. If F may be split, XLA's product adds the parts.
     in_one_piece = sharding.is_in_one_piece(dz, w.values)
     if reason is None and in_one_piece and run.implementation in (None, "pallas"):
         (dx,) = run(InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)

@@ -42,7 +42,7 @@ class Options:
 
     @property
     def letters(self) -> str:
-        """Letters of the stored values' axes; "k" counts words of several numbers."""
+        """Letters of the stored values' axes; "k" is an axis of words, each of several numbers."""
         return "fk" if self.w_dtype in ("int4", "uint4") else "fd"
 
     def forward(self, *, save_preactivation: bool) -> "Layer":
@@ -50,13 +50,13 @@ class Options:
         return (Layer if self.x_dtype else LayerOfBoth)(self, save_preactivation)
 
     def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
-        """Returns the weights, assembled from their arrays; bytes are the exponents of E8M0."""
+        """Returns the weights, assembled from their arrays; uint8 scales are E8M0 exponents."""
         if scale.dtype == jnp.uint8:
             scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(jnp.float32)
         return assembled(values, scale, zero_point, -2, self.layout, codebook=self.codebook)
 
     def packed(self, values: Any, scale: Any, zero_point: Any) -> Packed:
-        """Returns the weights in the form that kernels read, of their arrays."""
+        """Returns the weights in the form that kernels read."""
         return Packed(values, scale, zero_point, self.codebook)
 
 
@@ -99,13 +99,13 @@ def product_why_not(
 
 
 _TILED_ROWS, _FEW_TILED_ROWS, _LONG_SUMS = 8192, 512, 2048
-"""Most rows of x for the kernel that dequantises tiles of the weights: with sums of at least
-`_LONG_SUMS` features, and with shorter ones, where its epilogue shows. The more rows there are, the
+"""Most rows of x for the kernel that dequantises tiles of the weights: with at least `_LONG_SUMS` input
+features, and with fewer, where its epilogue takes longer than the copies. The more rows there are, the
 smaller is the part of XLA's time in which it dequantises."""
 WHOLE = "dkgh"
 """Letters of the summed axis D and its groups of scales, which devices may not split."""
 _PADDED_WEIGHTS = 1_000_000
-"""Fewest weights for a kernel where columns are padded, for which XLA copies operands and result."""
+"""Fewest weights for a kernel that needs padded columns, for which XLA copies operands and result."""
 _SMALLEST_RESULT = 2**18
 """Fewest elements of the result of two quantised matrices for a kernel."""
 

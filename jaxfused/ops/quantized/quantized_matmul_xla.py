@@ -160,7 +160,7 @@ frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
 
 
 _MOST_SCALED_ROWS = 512
-"""Most rows for which XLA's Triton product, which converts the weights, is expected to be faster.
+"""Most rows of x for which XLA's Triton product, which converts weights, should beat cuBLAS.
 
 For this many rows, writing a dequantised copy at 2.5 TB/s takes as long as Triton loses to cuBLAS, at
 55 % of its speed.
@@ -168,11 +168,11 @@ For this many rows, writing a dequantised copy at 2.5 TB/s takes as long as Trit
 
 
 def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
-    """Whether the product multiplies stored numbers, and the columns' scales multiply its sums.
+    """Returns whether the stored numbers are multiplied, and the sums then scaled by column.
 
-    Every float dtype of x holds these numbers, so that nothing is rounded before the sums. XLA converts
-    them inside a product of few rows, but would write a dequantised copy. XLA computes a single row as a
-    sum, in which dequantising would take six times as long as reading the numbers.
+    Every float dtype of x holds these numbers exactly. XLA converts them inside a product of small M,
+    but would write a dequantised copy. XLA computes a single row as a reduction, in which
+    dequantising would take six times as long as reading the numbers.
     """
     is_few = not is_symbolic(x) and math.prod(x.shape[:-1]) <= _MOST_SCALED_ROWS
     return w.groups == 1 and w.is_scaled and is_few
@@ -235,14 +235,14 @@ def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.
 
 
 _MOST_FEATURES = 512
-"""Input features whose part of the weights' gradient is in memory at a time, at most."""
+"""Most input features whose part of the weights' gradient is in memory at a time."""
 
 
 def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Array:
     """Returns the gradient of w's scale, in its shape, for x [..., D] and dy [..., F].
 
     It follows from the weights' gradient x^T dy. Each part of that is summed over its groups before the
-    next one is computed, so that no array of the weights' size exists.
+    next one is computed, so that no float array of the weights' size exists.
     """
     features, columns = w.shape
     rows, dy = x.reshape(-1, features), dy.reshape(-1, columns)
@@ -345,11 +345,11 @@ def scaled(total: jax.Array, x: QuantizedArray, w: QuantizedArray) -> jax.Array:
 
 
 _GRAIN = 16
-"""Divisor of the sizes for which cuBLAS multiplies int8."""
+"""Divisor of D and F for which cuBLAS multiplies int8."""
 
 
 def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the product of [..., D] and [D, F] in int32, giving XLA only multiples of 16 in int8.
+    """Returns the int32 product of [..., D] and [D, F]; XLA gets int8 only if 16 divides D and F.
 
     Some of the int8 kernels that XLA tries on a GPU return twice the product (jax 0.11.2, an H200).
     XLA's autotuning rejects these kernels only if cuBLAS can compute the product as well, which it can
@@ -377,7 +377,7 @@ _LAUNCH_BYTES = 2**23
 
 
 def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
-    """Returns `_int8_matmul` of [M, D] and [D, F]: in parts of the sums in bfloat16, or zero-padded.
+    """Returns `_int8_matmul` of [M, D] and [D, F]: by partial sums in bfloat16, or zero-padded.
 
     bfloat16 holds every int8, so that the parts are exact in float32. XLA converts to bfloat16 inside a
     product, but would write `copied` bytes of padded operands.

@@ -149,7 +149,7 @@ class _Draw:
     """Draws tokens int32 [M] from logits [M, V], seeds uint32 [M, 2] and filters float32 [M, 4]."""
 
     is_filtered: bool
-    """False if temperature is the only filter that counts."""
+    """False if top_k, top_p and min_p keep all words."""
 
     @property
     def name(self) -> str:

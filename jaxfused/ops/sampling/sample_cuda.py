@@ -9,7 +9,7 @@ from jaxfused.runtime import cuda_library
 
 _MOST_ROWS = 2**27
 _MOST_WORDS = 2**24
-"""Largest top_k up to which float32 holds every integer."""
+"""Largest vocabulary, and so top_k: float32, in which filters are, holds every integer up to it."""
 
 
 def why_unsupported(

@@ -34,7 +34,7 @@ class Filters(NamedTuple):
     inverse_temperature: jax.Array
     """1 / temperature, or 0 for the largest logit without a draw."""
     share: jax.Array
-    """Share of the weight of top-k's words; a word is kept if the words before it weigh less than
+    """Fraction of the weight of top-k's words; a word is kept if the words before it weigh less than
     that."""
     least: jax.Array
     """Least distance of a kept word from the largest logit, times the inverse temperature."""
@@ -43,7 +43,7 @@ class Filters(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The words of each row [..., V]."""
+    """Logits of each row [..., V], with the exponents and weights of their softmax."""
 
     logits: jax.Array
     exponents: jax.Array
@@ -75,7 +75,7 @@ def gumbel(seeds: jax.Array, words: int) -> jax.Array:
 
 
 def row_of(logits: jax.Array, inverse_temperature: jax.Array) -> Row:
-    """Returns the words of rows; a logit of infinity counts as the largest number."""
+    """Returns the `Row` of logits [..., V]; a logit of infinity counts as the largest number."""
     dtype = accumulator_dtype(logits.dtype)
     largest = jnp.finfo(dtype).max
     z = logits.astype(dtype)
@@ -92,7 +92,7 @@ def sample(
 ) -> jax.Array:
     """Returns tokens int32 [...] from logits [..., V], seeds uint32 [..., 2] and filters [..., 4].
 
-    Without `is_filtered`, temperature is the only filter that counts.
+    Without `is_filtered`, top_k, top_p and min_p keep all words.
     """
     of_row = unpacked(filters)
     row = row_of(logits, of_row.inverse_temperature)

@@ -19,7 +19,7 @@ NO_PALLAS = "there is no Pallas kernel of sample"
 
 
 class LogProbs(NamedTuple):
-    """Log-probabilities of tokens, by the logits as they were passed, in float32 (or float64)."""
+    """Log-probabilities of tokens, without penalties and temperature, in float32 (or float64)."""
 
     chosen: jax.Array
     """Log-probabilities of the drawn tokens [...]; NaN where there is none."""

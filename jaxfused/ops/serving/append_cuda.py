@@ -10,28 +10,28 @@ from jaxfused.runtime import cuda_library
 
 _MOST_COLUMNS = 512
 KINDS = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
-"""How ffi/serving/pages.h numbers what is kept in 8 bits; 0 is floats."""
+"""Number of each 8-bit format in ffi/serving/pages.h; 0 stands for floats."""
 
 
 class Tokens(NamedTuple):
     """New tokens and where they go; see `Arrays` of append_stages, or the ragged batch of `pages`."""
 
     key: Any
-    """[tokens, K, H]"""
+    """New keys [tokens, K, H]."""
     value: Any
-    """[tokens, K, V], of the keys' dtype."""
+    """New values [tokens, K, V], of the keys' dtype."""
     lengths: Any
-    """[B] int32."""
+    """Tokens of each sequence before the new ones, or with them in a ragged batch, int32 [B]."""
     counts: Any = None
-    """[B] int32, or None; or the [B + 1] bounds of a ragged batch's rows."""
+    """New tokens of each sequence, int32 [B], or None for all; a ragged batch's row bounds [B + 1]."""
     sequences: Any = None
-    """[1] int32: how many sequences a ragged batch has; None for B."""
+    """Number of sequences of a ragged batch, int32 [1]; None for B."""
     table: Any = None
-    """[B, n] int32: the pages of each sequence; None where sequence b has page b."""
+    """Page table, int32 [B, n]; None if sequence b has page b."""
     layer: Any = None
-    """[] int32, or None."""
+    """Index of the layer, int32 []; None for one layer."""
     cos: Any = None
-    """float32 [angles, R/2]: token t has the angles t % angles. None where nothing is rotated."""
+    """Cosines float32 [angles, R/2], row t % angles for token t; None without rotation."""
     sin: Any = None
 
 
@@ -41,7 +41,7 @@ class Pages(NamedTuple):
     key: Any
     value: Any
     key_scale: Any
-    """float32 [P, S, K], which the kernel chooses, or [K], which are given; and so the next one."""
+    """Scales of 8-bit keys, float32: per token and head, which the kernel writes, or given ones [K]."""
     value_scale: Any
 
 
@@ -60,9 +60,9 @@ def why_unsupported(
       compute_capability: of the GPU.
       dtype: of the new keys; `value_dtype` is that of the new values.
       value_dtype: see above.
-      kept: the dtype of what is kept.
+      kept: dtype of the cached numbers.
       columns: the larger one of the head sizes of keys and values.
-      places: tokens for which the cache has room.
+      places: tokens of a page; of a sequence, S, without pages.
     """
     reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(
         dtype, "keys have"
@@ -97,7 +97,7 @@ def forward(
     Args:
       tokens: what is written.
       pages: where.
-      kept: the dtype whose bits the pages have.
+      kept: dtype of the cached numbers, whose bits the pages hold.
       sequence_tokens: T, the tokens of each sequence; None for a ragged batch.
       layer_pages: pages of a layer, which follow each other; None for all.
       heads_first: whether the heads are the first axis of pages.

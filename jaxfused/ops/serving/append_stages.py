@@ -38,9 +38,9 @@ class Arrays(NamedTuple):
     sequences: Any
     """Index in the cache of each sequence, int32 [B]; None for all in order."""
     layer: Any
-    """Index of the layer in a cache of all layers, int32 []."""
+    """Index of the layer in a cache of all layers, int32 []; None for one layer."""
     key_scale: Any
-    """Scales of an 8-bit cache, float32: per token and head, like `kept_key` without H, or [K]."""
+    """Scales of an 8-bit cache, float32: per token and head, `kept_key` without H, or per head [K]."""
     value_scale: Any
     cos: Any
     """Cosines of the keys' rotation, float32 [B, T, R/2] or [T, R/2]; None without rotation."""

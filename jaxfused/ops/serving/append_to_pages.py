@@ -51,7 +51,7 @@ def append_to_pages(
       cu_q_lens: [B + 1] integers; sequence b has rows cu_q_lens[b] to cu_q_lens[b + 1].
       num_seqs: [1] integers, how many sequences there are; None for B.
       layout: "PSKH" or "KPSH", the axes of a pair of pools.
-      implementation: None, which stands for "xla" so far, or "cuda", which does all of it in one kernel.
+      implementation: None for the fastest that can run, or "xla", or "cuda", which is one kernel.
 
     Returns:
       The pages, as they were given. Tokens whose page is outside the pool, or that have none, are
@@ -100,7 +100,7 @@ def append_to_pages(
 
 
 def _check_kept(op: str, name: str, new: jax.Array, pool: Pages, layout: Layout) -> None:
-    """Checks that pages can keep new tokens: integers no fractions, quantised ones a scale a token."""
+    """Checks that new tokens are no floats for integer pages, and that pages' scales are usable."""
     if isinstance(pool, QuantizedArray):
         check_floating(op, {name: new})
         if pool.dtype not in FORMATS or not (are_own(pool) or are_shared(pool, layout)):

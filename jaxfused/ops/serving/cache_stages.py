@@ -1,4 +1,4 @@
-"""Attention to a KVCache in place: the stage of the kernel that reads bytes, layers and sequences."""
+"""Attention to a KVCache in place: a stage whose kernel reads 8 bits, a layer, or chosen sequences."""
 
 import functools
 from collections.abc import Mapping
@@ -28,25 +28,25 @@ class Arrays(NamedTuple):
     """Operands of the attention, with query heads [N] as [K, G] so that shards have whole groups."""
 
     query: Any
-    """[B, T, K, G, H]"""
+    """Queries [B, T, K, G, H]."""
     key: Any
-    """[B, S, K, H], or [L, B, S, K, H] of a stack; the next one has the values."""
+    """Cached keys [B, S, K, H], or [L, B, S, K, H] of a stack; `value` has the values."""
     value: Any
     key_scale: Any
-    """float32 like `key` without H, or [K] of each head; None for keys that are not quantised."""
+    """Scales of an 8-bit cache, float32: per token and head, like `key` without H, or per head [K]."""
     value_scale: Any
     lengths: Any
-    """[B] int32: the keys of each sequence, of which each query sees those up to itself."""
+    """Number of keys of each sequence, int32 [B]; a query sees those up to itself."""
     offset: Any
-    """[B] int32: where the first query stands among the keys."""
+    """Position of the first query among the keys, int32 [B]."""
     counts: Any
-    """[B] int32: how many of the T queries there are; None for all."""
+    """Number of valid queries among the T, int32 [B]; None for all."""
     sinks: Any
-    """[K, G] float32, or None."""
+    """Attention sinks, float32 [K, G], or None."""
     sequences: Any
-    """[B] int32: which sequences of the cache these are; None for all in order."""
+    """Index in the cache of each sequence, int32 [B]; None for all in order."""
     layer: Any
-    """[] int32, or None."""
+    """Index of the layer in a stack, int32 []; None for one layer."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Options:
     """Static options of a call."""
 
     dtype: Any
-    """Dtype of the kept numbers, even if the cache's arrays hold their bits as integers."""
+    """Dtype of the cached numbers, even if the arrays hold their bits as integers."""
     scale: float
     soft_cap: float | None
     window: int | None
-    """How many tokens a query sees, with its own."""
+    """Number of tokens that a query sees, itself included; None for all."""
 
     def copied(self, arrays: Arrays, implementation: Any = None) -> jax.Array:
-        """Returns the output [B, T, K, G, V] of attention to a widened copy of keys and values."""
+        """Returns the output [B, T, K, G, V] of attention to a float copy of keys and values."""
         pairs = (arrays.key, arrays.key_scale), (arrays.value, arrays.value_scale)
         key, value = (self._read(*pair, arrays) for pair in pairs)
         return attention_to_copy.attend(arrays, self, key, value, implementation)
@@ -178,12 +178,12 @@ class InCache:
 
 
 def reads_in_place(arrays: Arrays, options: Options, implementation: str | None) -> bool:
-    """Whether the kernel attends to the cache in place."""
+    """Returns whether the kernel attends to the cache in place."""
     if 0 in (arrays.query.size, arrays.key.size):
         return False
     device = dispatch.current_device(arrays.query, arrays.key)
     stage = InCache(options)
-    # Each 16 rows read the keys again, which a copy for the kernels of long sequences need not do.
+    # The kernel reads all keys again for each 16 rows, and attention to a copy does not.
     rows = arrays.query.shape[1] * arrays.query.shape[3]
     if implementation is None and rows > cached_attention_cuda.ROWS_OF_A_READ:
         return False
@@ -210,7 +210,7 @@ def _attend_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[jax.Arra
 
 
 def _attend_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Array) -> Any:
-    """Differentiates attention to a widened copy of the cache."""
+    """Differentiates attention to a copy of the cache in the query's dtype."""
     del run
     return gradients_in_xla(options.copied, arrays, doutput)
 

@@ -1,4 +1,4 @@
-"""Operands for a trial of a stage of serving, which are in range where they are integers."""
+"""Operands for a trial run of a serving stage, whose integers are in range."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ def example_operands[Arrays: Any](
 
     Args:
       random: makes an array like another.
-      arrays: shapes and dtypes.
+      arrays: arrays of the wanted shapes and dtypes.
       integers: the number that fills each int32 array; all other arrays are random.
     """
 

@@ -43,8 +43,8 @@ class KVCache:
         attended = cache.attend(query, layer=i)
 
     and then once `cache = cache.advance(T)`. Token t of sequence b stands at position lengths[b] + t.
-    What lies beyond a sequence's length never counts, NaN neither, and is written over by what comes
-    next: to forget tokens, or a sequence, make its length smaller by `dataclasses.replace`.
+    Places beyond a sequence's length never count, even if they hold NaN, and later tokens overwrite
+    them: to drop tokens, or a sequence, make its length smaller by `dataclasses.replace`.
 
     The cache is a pytree. Where `jax.jit` is given it with `donate_argnums`, and in the carry of
     `lax.scan`, `lax.fori_loop` and `lax.while_loop`, it is written in place and never copied. A scan
@@ -62,13 +62,13 @@ class KVCache:
       value: [B, S, K, V] or [L, B, S, K, V], of the keys' dtype.
       lengths: [B] int32, the tokens of each sequence that have been read before this step.
       starts: [B] integers, the first token of each sequence, where prompts are padded on the left; None
-        for 0. Tokens before it are attended to by none.
+        for 0. No query sees tokens before it.
       key_scale: float32, [B, S, K] or [L, B, S, K] for a scale of each token and head, which `append`
         chooses; or [K] or [L, K] for one of each head, which are given. None where nothing is quantised.
-      value_scale: likewise.
-      window: how many tokens a query sees, with its own; the cache is then a ring, in which token p
+      value_scale: the same for the values.
+      window: how many tokens a query sees, itself included; the cache is then a ring, in which token p
         lies at place p % S. None for all.
-      float8: "float8_e4m3fn" or "float8_e5m2" where the bits are of these, else None.
+      float8: format of uint8 keys and values, "float8_e4m3fn" or "float8_e5m2"; None for others.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfused
@@ -372,9 +372,9 @@ class KVCache:
         batch_index: Any,
         implementation: str | None,
     ) -> jax.Array | None:
-        """Returns the output by the kernel that reads the cache in place, or None."""
+        """Returns the output of the kernel that reads the cache in place, or None if it cannot run."""
         parts = (self.key_scale, layer, batch_index)
-        # A cache of floats for one layer is what the kernels of dot_product_attention read.
+        # The kernels of dot_product_attention read a float cache of one layer themselves.
         if all(part is None for part in parts) or implementation not in (None, "cuda"):
             return None
         device = dispatch.current_device(query, self.key)
@@ -385,7 +385,7 @@ class KVCache:
         )
         sinks = options["sinks"]
         sides = window if isinstance(window, tuple | list) else (window, window)
-        # dot_product_attention refuses arguments that do not fit, and names the rule.
+        # Arguments that do not fit go to dot_product_attention, whose error names the rule.
         fits: bool = key_heads > 0 and heads % key_heads == 0 and size == self.key.shape[-1]
         fits &= window is None or all(isinstance(side, int) and side >= 0 for side in sides)
         fits &= scale is None or (isinstance(scale, int | float) and math.isfinite(scale))
@@ -420,7 +420,7 @@ class KVCache:
         return merge_axes(attended, 2)
 
     def advance(self, counts: int | jax.Array, batch_index: jax.Array | None = None) -> "KVCache":
-        """Returns the cache after a step: with so many more tokens of each sequence, a number or [B]."""
+        """Returns the cache after a step of `counts` tokens of each sequence, a number or [B]."""
         counts = _integers("counts", counts)
         index = None if batch_index is None else _integers("batch_index", batch_index)
         if counts.ndim:
@@ -452,7 +452,7 @@ class KVCache:
             )
 
     def _check_sequences(self, counts: Any, batch_index: Any) -> None:
-        """Checks, where the values are known, that no two sequences with new tokens are the same."""
+        """Checks, if the values are known, that `batch_index` repeats no sequence with new tokens."""
         if batch_index is None:
             return
         index, new = (
@@ -474,7 +474,7 @@ class KVCache:
             )
 
     def _lengths(self, new: Any, counts: Any, batch_index: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns lengths before the step and numbers of new tokens, both [B], of the sequences."""
+        """Returns each sequence's length before the step and its number of new tokens, both [B]."""
         if new.ndim != 4:
             raise ValueError(
                 f"KVCache: new tokens have shape {new.shape}, but they have 4 axes; pass (batch, length,"
@@ -549,7 +549,7 @@ class KVCache:
                 " attend from a whole prompt to its own keys by dot_product_attention."
             )
 
-    # --- what is kept -----------------------------------------------------------------------------
+    # --- cached arrays ----------------------------------------------------------------------------
 
     def _of(self, array: jax.Array, batch_index: Any) -> jax.Array:
         if batch_index is None:
@@ -561,7 +561,7 @@ class KVCache:
         return scale.ndim == self.key.ndim - 1
 
     def _scales(self, layer: Any) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the scales of keys and of values; of a layer's heads, where heads have scales."""
+        """Returns the scales of keys and of values; scales per head are those of `layer` alone."""
 
         def of(scale: jax.Array | None) -> jax.Array | None:
             if scale is None or layer is None or self._scales_tokens(scale):

@@ -10,7 +10,7 @@ from jaxfused.runtime.checks import check_shape
 
 
 def check(op: str, query: jax.Array, tree_mask: Any, alibi_slopes: Any) -> tuple[Any, Any]:
-    """Returns both as arrays after a check of their shapes, for queries [B, T, N, H]."""
+    """Returns the mask and the slopes as arrays after checking them against queries [B, T, N, H]."""
     batch, tokens, heads = query.shape[:3]
     if tree_mask is not None:
         tree_mask = jnp.asarray(tree_mask)
@@ -31,7 +31,7 @@ def check(op: str, query: jax.Array, tree_mask: Any, alibi_slopes: Any) -> tuple
 def tree_options(
     tree: jax.Array, before: jax.Array, keys: int, left: int | None
 ) -> dict[str, jax.Array]:
-    """Returns the mask [B, 1, T, S] of new tokens that see those before them, and some of the new ones.
+    """Returns the mask [B, 1, T, S] by which new tokens see all earlier ones, and new ones as in `tree`.
 
     Args:
       tree: [B, T, T] bool, whether new token t sees new token u.
@@ -41,7 +41,7 @@ def tree_options(
     """
     new = jnp.arange(keys, dtype=jnp.int32)[None] - before[:, None]
     number = jnp.clip(new, 0, tree.shape[1] - 1)
-    # A sequence may have fewer tokens than T; the first queries are then of none.
+    # A sequence may have fewer tokens than T; its first queries then stand for no token.
     is_token = before[:, None] + jnp.arange(tree.shape[1], dtype=jnp.int32)[None] >= 0
     mask = is_token[:, :, None] & ((new[:, None] < 0) | _of_keys(tree, number))
     if left is not None:
@@ -56,7 +56,7 @@ def alibi_options(
 ) -> dict[str, Callable[..., jax.Array]]:
     """Returns the score_mod that adds slopes [N] times a key's position, counted from the query's.
 
-    New tokens of a tree stand as far behind the others as they see new tokens before themselves.
+    In a tree, a new token's position is its depth: the number of other new tokens that it sees.
     """
     if tree is None:
         return dict(score_mod=lambda score, b, h, q, k: score + slopes[h] * (k - q))
@@ -72,11 +72,11 @@ def alibi_options(
 
 
 def _depth(tree: jax.Array) -> jax.Array:
-    """Returns how many new tokens are before each, [B, T]."""
+    """Returns the number of other new tokens that each one sees, [B, T]."""
     return jnp.sum(tree, axis=2, dtype=jnp.int32) - 1
 
 
 def _of_keys(tree: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns the tree's columns [B, T, S] of the numbers [B, S]."""
+    """Returns the columns of `tree` at the indices `number` [B, S], as [B, T, S]."""
     shape = (*tree.shape[:2], number.shape[1])
     return jnp.take_along_axis(tree, jnp.broadcast_to(number[:, None], shape), axis=2)

@@ -32,7 +32,7 @@ from jaxfused.runtime.checks import (
 _MOST_GATHERED = 2**28
 """Largest number of bytes of keys that a ragged batch gathers at a time."""
 _MOST_ROWS = 64
-"""Rows of a sequence that attend together: at most those of a kernel's tile."""
+"""Largest number of rows of a tile: queries of one sequence that attend together."""
 
 
 @python_numbers
@@ -87,8 +87,8 @@ def paged_attention(
 
     Returns:
       The output, of q's shape and dtype. No id outside the pool is read, whatever its place in the
-      table: tokens from a sequence's first such page on are attended to by none. Pages past a
-      sequence's length may have any id.
+      table: no query sees tokens from a sequence's first such page on. Pages past a sequence's
+      length may have any id.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -189,7 +189,7 @@ def ragged_paged_attention(
     op = "ragged_paged_attention"
     q, pools = jnp.asarray(q), pools_of(op, kv_pages, layout)
     kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
-    # Which rows belong together is known at run time only: they are not split.
+    # Rows are not split over devices: the sequence of a row is known at run time only.
     q, *table = with_whole_rows(q, kv_lens, page_indices, cu_q_lens)
     kv_lens, page_indices, cu_q_lens = table
     batch, rows = kv_lens.shape[0], q.shape[0]
@@ -239,7 +239,7 @@ class _Tiles(NamedTuple):
     length: jax.Array
     """Tokens of the sequence up to the tile's last row, [tiles]."""
     place: jax.Array
-    """Position of each row of the batch among the rows of all tiles."""
+    """Position of each row of the batch among the rows of all tiles, [rows of the batch]."""
 
 
 def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:
@@ -268,7 +268,7 @@ def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) 
 def _in_groups(
     function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], entry_bytes: int
 ) -> jax.Array:
-    """Applies a function to a batch in groups of entries that need `_MOST_GATHERED` bytes together."""
+    """Applies `function` to groups of entries of a batch, of about `_MOST_GATHERED` bytes at most."""
     count = arrays[0].shape[0]
     groups = min(count, -(-count * entry_bytes // _MOST_GATHERED))
     if groups <= 1:

@@ -22,17 +22,17 @@ from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 
 _PAGE_OF_A_COPY = 64
-"""Places of a page, from which on its copies cost the Pallas kernel no time."""
+"""Smallest page, in tokens, whose copies the Pallas kernel does not wait for."""
 
 
 class More(NamedTuple):
     """Operands that a call may have; see `Arrays`."""
 
     sinks: Any = None
-    """[N]"""
+    """Attention sinks [N]."""
     tree: Any = None
     slopes: Any = None
-    """[N]"""
+    """Slopes of ALiBi [N]."""
 
 
 NO_MORE = More()
@@ -262,9 +262,9 @@ def reads_in_place(
     implementation: str | None,
     more: More = NO_MORE,
 ) -> bool:
-    """Whether a kernel attends to pages in place, from queries [B, T, N, H].
+    """Returns whether a kernel reads the pages in place for queries [B, T, N, H].
 
-    If the caller names a kernel that cannot, one of that name attends to a copy.
+    If the named one cannot, that implementation of `dot_product_attention` attends to a copy.
     """
     if implementation not in (None, "pallas", "cuda") or 0 in (queries.size, page_indices.size):
         return False
@@ -290,7 +290,7 @@ def attend(
     implementation: Any,
     in_place: bool,
 ) -> jax.Array:
-    """Returns the output of queries [B, T, N, H]: the last `counts` [B] of `lengths` [B] tokens."""
+    """Returns the output of queries [B, T, N, H], the last `counts` of a sequence's `lengths` tokens."""
     # A sequence ends before its first page whose id is not in the pool.
     number = jnp.arange(page_indices.shape[1], dtype=jnp.int32)
     is_there = is_in_pool(page_indices, pools.pages)
@@ -365,12 +365,12 @@ def _arrays(
 
 
 def _in_arrays(pools: Pools) -> bool:
-    """Whether `Arrays` has all that there is to the pages."""
+    """Returns whether `Arrays` can hold the pools: floats, or a scale of each token and head."""
     return all(_has_token_scales(pool) is not None for pool in (pools.key, pools.value))
 
 
 def _has_token_scales(pool: Any) -> bool | None:
-    """Whether each token and head has a scale; None for other forms of quantisation."""
+    """Whether each token and head has a scale (floats: False); None for other quantised pools."""
     if not isinstance(pool, QuantizedArray):
         return False
     more = (pool.zero_point, pool.offset, pool.codebook)
@@ -378,7 +378,7 @@ def _has_token_scales(pool: Any) -> bool | None:
 
 
 def _values_and_scale(pool: Any, layout: Layout) -> tuple[Any, Any]:
-    """Returns the pool's values and its scales with the axes of `Arrays`; None for floats."""
+    """Returns the pool's values and its scales [K, P, S], which are None for floats."""
     values, scale = values_and_scale(pool)
     if scale is None:
         return values, None

@@ -47,7 +47,7 @@ class Pools(NamedTuple):
         return (self.key if self.value is None else self.value).shape[-1]
 
     def are_split_by_heads(self) -> bool:
-        """Whether types split no other axis of the pools than that of their heads."""
+        """Returns whether the arrays' types split the pools along no axis but the heads."""
         heads = 0 if self.layout == "KPSH" else 2
         specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves((self.key, self.value))]
         return not any(name and i != heads for spec in specs for i, name in enumerate(spec))
@@ -148,7 +148,7 @@ def is_in_pool(page_indices: jax.Array, pages: int) -> jax.Array:
 
 
 def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
-    """Returns [B, n * S, K, H] of the pages [B, n]. An id outside the pool gives any page."""
+    """Returns the contents [B, n * S, K, H] of pages [B, n]. An id outside the pool gives any page."""
     axis = 1 if layout == "KPSH" else 0
 
     def take(pool: jax.Array) -> jax.Array:
@@ -162,14 +162,14 @@ def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) 
 
     if not isinstance(pages, QuantizedArray):
         return take(pages).astype(dtype)
-    # Pages may share scales, with axes of 1.
+    # Scales that pages share have axes of length 1.
     scale = jnp.broadcast_to(pages.scale, (*pages.values.shape[:-1], pages.scale.shape[-1]))
     values, scale = take(pages.values), take(scale)
     return QuantizedArray(values, scale, None, axis=-1).dequantize(dtype)
 
 
 class Tokens(NamedTuple):
-    """Places of the tokens of a ragged batch, whose rows are one sequence's tokens after another's."""
+    """Sequence and position of each row of a ragged batch, where a sequence's rows are consecutive."""
 
     sequence: jax.Array
     """Sequence of each row, [tokens]; any number for rows without a sequence."""
@@ -204,9 +204,9 @@ def tokens_of(
 
 
 def with_whole_rows(*arrays: jax.Array) -> Any:
-    """Returns rows [tokens, K, H], lengths [B], ids of pages [B, n] and [B + 1], not split by rows.
+    """Returns rows [tokens, K, H], lengths, page ids and `cu_q_lens` with no rows split over devices.
 
-    Which rows are of one sequence is known at run time only. Devices may split the heads.
+    The sequence of a row is known at run time only. Heads may be split.
     """
     *rows, _, _, _ = arrays
     axes = [*("rkh" for _ in rows), "b", "bn", "c"]
@@ -214,14 +214,14 @@ def with_whole_rows(*arrays: jax.Array) -> Any:
 
 
 def values_and_scale(pool: Any) -> tuple[Any, Any]:
-    """Returns the numbers of a pool, and their scales without the axis of features; None for floats."""
+    """Returns a pool's values, and its scales without the axis of features (None for floats)."""
     if not isinstance(pool, QuantizedArray):
         return pool, None
     return pool.values, pool.scale[..., 0]
 
 
 def are_shared(pool: QuantizedArray, layout: Layout) -> bool:
-    """Whether all tokens have one scale, or one for each head."""
+    """Returns whether all tokens share one scale, or one for each head."""
     kinds = pool.scale.shape[1:3] if layout == "KPSH" else pool.scale.shape[:2]
     return kinds == (1, 1) and pool.scale.shape[-1] == 1 and not are_own(pool)
 

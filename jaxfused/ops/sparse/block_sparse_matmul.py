@@ -349,8 +349,8 @@ def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
 
 
 _MOST_KEPT, _LARGE, _MANY_ROWS = 0.5, 4_000_000, 4096
-"""Share of the numbers up to which a kernel is faster, in matrices of so many or with so many rows of x:
-it takes longer to start than a small product takes."""
+"""Largest kept share of the matrix at which the kernel is faster, and least matrix or rows of
+x for it: small products end before the kernel starts."""
 
 
 def example_weight(random: Any, blocks: Any, lists: Sequence[Any]) -> list[jax.Array]:

@@ -13,7 +13,7 @@ SparseMatrix = BCOO | BCSR
 
 
 class Coordinates(NamedTuple):
-    """Rows and columns of a sparse matrix's entries; entries beyond the matrix count for nothing."""
+    """Rows and columns of a sparse matrix's entries; entries beyond the matrix are ignored."""
 
     rows: jax.Array
     """Row of each entry, int32 [entries]; padding has the number of rows or more."""
@@ -78,11 +78,11 @@ def coordinates(matrix: SparseMatrix) -> Coordinates:
     """Returns the rows and columns of a matrix's entries.
 
     Negative indices count from the end, as in JAX. If the matrix claims sorted indices, negative rows
-    lie before the first row and count for nothing.
+    lie before the first row and are ignored.
     """
     if isinstance(matrix, BCSR):
         places = jnp.arange(matrix.indices.shape[0], dtype=matrix.indptr.dtype)
-        # Entries before the first row's start get row -1, and count for nothing.
+        # Entries before the first row's start get row -1, and are ignored.
         rows = jnp.searchsorted(matrix.indptr, places, side="right").astype(jnp.int32) - 1
         columns = _from_the_end(matrix.indices, matrix.shape[1])
         return Coordinates(rows, columns, True, bool(matrix.unique_indices))

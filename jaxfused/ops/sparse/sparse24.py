@@ -17,7 +17,7 @@ GROUP, KEPT = 4, 2
 _STEP = 64
 """Rows of the matrix whose metadata one 32-bit word of each thread of a warpgroup holds."""
 _TILE = 128
-"""Multiple to which the metadata's columns are padded: those of a tile."""
+"""Multiple to which the metadata's columns are padded: columns of a kernel's tile."""
 
 MetadataOrder = Literal["rows", "cutlass"]
 
@@ -78,7 +78,7 @@ class Sparse24:
             has its weights.
           metadata: int16 [F, D / 16], four groups of four bits in a word.
           order: of the words: "cutlass", in which torch's conversion leaves them (F a multiple of 32 and
-            D of 64), or "rows", where they stand in their row.
+            D of 64), or "rows", each word in its own row.
 
         Raises:
           ValueError: shapes, dtypes or values do not fit.

@@ -39,12 +39,12 @@ def sparse24_matmul(
 
     Hopper's sparse tensor cores multiply the kept numbers in half the instructions of a dense product.
     The gradient of x is the dense product dy W^T, as W^T is not sparse along its own sums; that of the
-    weight is the dense product x^T dy, of which a `Sparse24`'s values have the numbers at their places.
+    weight is the dense product x^T dy, of which a `Sparse24`'s values get the numbers at their places.
 
     Args:
       x: [..., D], float32, bfloat16 or float16. The kernel multiplies bfloat16.
       weight: a `Sparse24` of shape (D, F), or a dense [D, F], which is pruned and packed in every call,
-        as it has to be where it is trained.
+        as training needs it.
       straight_through: for a dense weight, whether its gradient is that of all its numbers, and not only
         of those that are kept.
       precision: of XLA's products, as in `jax.lax.dot`.
@@ -141,7 +141,7 @@ def _dense_product(x: jax.Array, dense: jax.Array, precision: Any) -> jax.Array:
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="sparse24_matmul")
 def _sparse24_matmul(run: Runner, options: Options, x, values, metadata, whole):
-    """Returns the product; `whole` is the unpruned weight, which gets a gradient only, or None."""
+    """Returns the product; `whole`, which only gets a gradient, is the unpruned weight or None."""
     del whole
     [y] = run(Sparse24Product(options), x, values, metadata)
     return y

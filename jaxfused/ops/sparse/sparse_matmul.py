@@ -39,15 +39,15 @@ def sparse_matmul(
         y_i = \sum_{e \,:\, \text{row}_e = i} \text{data}_e \, b_{\text{column}_e}
 
     Entries are read as JAX reads them: those of one place add up, their order does not matter, and one
-    whose row or column lies beyond the matrix, as in padding, counts for nothing. Negative indices
-    count from the end (unless `indices_sorted`, where a row's count for nothing). What is not an
-    entry is not multiplied, so that NaN and infinity in b reach the rows with such an entry alone.
+    whose row or column lies beyond the matrix, as in padding, is ignored. Negative indices count from
+    the end (unless `indices_sorted`, where negative rows are ignored). Only entries are multiplied, so
+    that NaN and infinity in row k of b reach only results with an entry in column k of a.
     Sums are in float32 (float64 for float64) and rounded once, also in bfloat16 and float16.
 
     The gradient of the entries, in `a.data`, is a sampled product, that of b a product with the
     transpose, for which the entries are sorted. Differentiate by `jax.experimental.sparse.grad`, or by
-    the data. Where the matrix is not so sparse, XLA's dense product is faster on a GPU, and runs:
-    it multiplies by the zeros too. Results repeat bit for bit but with implementation "xla" on a GPU,
+    the data. For denser matrices, XLA's dense product is faster on a GPU, and runs: it
+    multiplies by the zeros too. Results repeat bit for bit but with implementation "xla" on a GPU,
     whose scatters have no order.
     `jax.linear_transpose`, which `gmres` and `bicgstab` of `jax.scipy.sparse.linalg` call, needs
     `a @ b` in place of it; `cg` does not.

@@ -31,7 +31,7 @@ class Options:
     precision: Any
 
     def of_transpose(self, rows: int) -> "Options":
-        """Returns the options of a product with the transpose, which has so many rows."""
+        """Returns the options of a product with the transpose, which has `rows` rows."""
         return replace(self, rows=rows, in_order=False)
 
 
@@ -200,6 +200,6 @@ _LEAST_NUMBERS, _LEAST_UNSORTED = 2**20, 2**24
 """Numbers of the matrix, zeros included, from which on the kernel is faster; the second if entries must
 be sorted for the kernel alone."""
 _WITHOUT_TF32 = 7
-"""Multiple of a float32 product's time where it may not round its operands to TF32."""
+"""Factor by which a dense float32 product is slower if it may not use TF32."""
 _DENSE = 64
 """XLA multiplies by the dense matrix if at least one in this many of its numbers is an entry."""

@@ -48,9 +48,9 @@ def dense_product(
 def repeatable_product(
     data: jax.Array, places: Coordinates, b: jax.Array, *, rows: int, out_dtype: Any
 ) -> jax.Array:
-    """Returns the same as `sparse_product`, whose scatter has no order on a GPU, in a fixed order."""
+    """Returns `sparse_product` summed in a fixed order, as its scatter on a GPU is not."""
     wide = accumulator_dtype(b.dtype)
-    # Rows before the first one stay there: what is in order stays so.
+    # Negative rows stay negative, so that sorted entries stay sorted.
     at, (_, columns) = places.rows, _without_negative(places, (rows, b.shape[0]))
     data = data.astype(wide)
     if not places.in_order:
@@ -69,7 +69,7 @@ def repeatable_product(
 def _with_sums(
     data: jax.Array, places: Coordinates, shape: tuple[int, ...]
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Returns rows, columns and sums of the entries of each place, once; the others' row is beyond."""
+    """Adds up each place's entries; its last one gets the sum, the others a row beyond the matrix."""
     at = _without_negative(places, shape)
     rows, columns, data = jax.lax.sort(
         (*at, data.astype(accumulator_dtype(data.dtype))), num_keys=2
@@ -121,4 +121,4 @@ def sampled_product(
 
 
 _HELD = 2**22
-"""Largest number of values of x that are gathered at a time."""
+"""Largest number of values that are gathered at a time."""

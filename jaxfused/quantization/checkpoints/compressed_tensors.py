@@ -91,7 +91,7 @@ def _fits(target: str, layer: str) -> bool:
 
 
 def _strategy(parts: Parts, args: Config, features: int) -> tuple[int, tuple[int, int] | None]:
-    """Returns the number of groups along the inputs, and the sides of blocks."""
+    """Returns the number of groups along the inputs, and the sides of blocks, or None without blocks."""
     strategy = args.get("strategy")
     if strategy in ("tensor", "channel"):
         return 1, None
@@ -106,7 +106,7 @@ def _strategy(parts: Parts, args: Config, features: int) -> tuple[int, tuple[int
 
 
 def _packed(parts: Parts, args: Config) -> Build:
-    """Checks integers in words along the inputs, with zero points in words along the outputs."""
+    """Checks a layer of integers packed along the inputs, with zero points packed along the outputs."""
     bits = number(parts, args, ("num_bits",), range(1, 9))
     words = parts.take("weight_packed", ("int32",), (..., None, None))
     stack = words.shape[:-2]
@@ -148,7 +148,7 @@ def _packed_zeros(parts: Parts, bits: int, shape: tuple[int, ...]) -> np.ndarray
 
 
 def _whole_runs(words: Any, bits: int, of: Any) -> Any:
-    """Returns words padded to a multiple of `bits` words, which end where a code ends."""
+    """Returns words padded to a multiple of `bits` words, whose end is the end of a code."""
     missing = -words.shape[-1] % bits if 32 % bits else 0
     return of.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, missing)])
 
@@ -167,7 +167,7 @@ def _order(parts: Parts, features: int, size: int | None) -> np.ndarray | None:
 
 
 def _values(parts: Parts, args: Config) -> Build:
-    """Checks values of one byte, int8 or float8."""
+    """Checks a layer of int8 or float8 values."""
     is_float = args.get("type") == "float"
     values = parts.take("weight", FLOAT8 if is_float else ("int8",), (..., None, None))
     groups, block = _strategy(parts, args, values.shape[-1])
@@ -200,7 +200,7 @@ def _float4(parts: Parts, size: int) -> tuple[np.ndarray, int]:
 
 
 def _nvfp4(parts: Parts, args: Config) -> Build:
-    """Checks E2M1 in groups with E4M3 scales, which a scale of the tensor divides."""
+    """Checks a layer of E2M1 groups, whose E4M3 scales are divided by one scale of the tensor."""
     size = number(parts, args, ("group_size",))
     packed, groups = _float4(parts, size)
     scale = parts.scales("weight_scale", FLOAT8, (*packed.shape[:-1], groups))
@@ -211,14 +211,14 @@ def _nvfp4(parts: Parts, args: Config) -> Build:
 
 
 def _mxfp4(parts: Parts, args: Config) -> Build:
-    """Checks E2M1 in groups of 32 with scales that are powers of two."""
+    """Checks a layer of E2M1 in groups of 32 with scales that are powers of two."""
     size = number(parts, args, ("group_size",), (32,))
     packed, groups = _float4(parts, size)
     return e2m1(parts, packed, e8m0(parts, "weight_scale", (*packed.shape[:-1], groups)), size)
 
 
 def e2m1(parts: Parts, packed: np.ndarray, scale: np.ndarray, size: int) -> Build:
-    """Returns the function that builds weights of E2M1: two a byte along the inputs, low bits first."""
+    """Returns the function that builds a layer of E2M1: two a byte along the inputs, low bits first."""
     bias = parts.bias()
 
     def build() -> QuantizedLayer:
@@ -230,7 +230,7 @@ def e2m1(parts: Parts, packed: np.ndarray, scale: np.ndarray, size: int) -> Buil
 
 
 def _mxfp8(parts: Parts, args: Config) -> Build:
-    """Checks float8 in groups of 32 with scales that are powers of two."""
+    """Checks a layer of float8 in groups of 32 with scales that are powers of two."""
     size = number(parts, args, ("group_size",), (32,))
     values = parts.take("weight", FLOAT8, (..., None, None))
     groups = groups_of(parts, values.shape[-1], size)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: which ones belong to it, and its config. No pickle is ever read."""
+"""Finds the files of a checkpoint and reads its config. No pickle is ever read."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def tensors_of(op: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Returns all tensors of a checkpoint, mapped into memory, and the files' metadata together."""
+    """Returns all tensors of a checkpoint, mapped into memory, and the files' merged metadata."""
     tensors: dict[str, np.ndarray] = {}
     metadata: dict[str, str] = {}
     files, of_tensor = _files(op, path)

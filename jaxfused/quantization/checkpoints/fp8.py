@@ -35,9 +35,9 @@ def plan_of_scales(
     """Checks a layer of values [..., F, D] that are multiplied by scales.
 
     Args:
-      name: the part with the scales: of all, [] or [1], of columns, [F] or [F, 1], or of blocks.
+      name: the tensor of scales: one ([] or [1]), one a column ([F] or [F, 1]), or one a block.
       block: the outputs and inputs of a block that shares a scale.
-      dtypes: of the values.
+      dtypes: allowed dtypes of the values.
     """
     values = parts.take("weight", dtypes, (..., None, None))
     columns, features = values.shape[-2:]
@@ -68,7 +68,7 @@ def _check_grid(parts: Parts, name: str, scale: np.ndarray, wanted: tuple[int, .
 
 
 def e8m0(parts: Parts, name: str, shape: Any = None) -> np.ndarray:
-    """Returns scales that are stored as bytes of exponents; 255 stands for NaN."""
+    """Returns scales that are stored as E8M0 exponents, after a check that none is NaN (255)."""
     scale = parts.take(name, ("uint8", "float8_e8m0fnu"), shape).view(np.uint8)
     if (scale == 255).any():
         where = tuple(int(i) for i in np.argwhere(scale == 255)[0])

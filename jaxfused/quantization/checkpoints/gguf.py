@@ -1,7 +1,7 @@
 """GGUF's blocks: llama.cpp's formats of 2 to 8 bits, as gguf-py decodes them.
 
-A block has its scales and its codes together; blocks of 256 have smaller groups, whose scales are
-integers times the block's.
+A block stores its scales next to its codes; blocks of 256 have smaller groups, whose scales are integers
+times the block's scale.
 """
 
 import functools
@@ -49,7 +49,7 @@ class _Scales(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Type of blocks: its bits, and the function that reads its codes."""
+    """Type of blocks: bits of a code, and the functions that read scales and codes."""
 
     bits: int
     """Bits per code; integers are centred on 2^(bits - 1), or start at 0 if there is an offset."""
@@ -136,7 +136,7 @@ def _codes(blocks: jax.Array, kind: str) -> jax.Array:
 
 
 def _planes(part: Any, run: int, bits: int) -> Any:
-    """Returns codes of runs of bytes: first those in the lowest bits of a run's bytes, then the next."""
+    """Returns the codes of each run of `run` bytes: those in the lowest bits of all its bytes first."""
     runs = part.reshape(*part.shape[:-1], -1, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = (runs >> shifts) & np.uint8(2**bits - 1)
@@ -144,13 +144,13 @@ def _planes(part: Any, run: int, bits: int) -> Any:
 
 
 def _fifth_bits(words: Any) -> Any:
-    """Returns the bits of four bytes, the lowest first."""
+    """Returns each bit of four bytes as a byte, the lowest first."""
     bits = (words[..., None] >> np.arange(8, dtype=np.uint8)) & np.uint8(1)
     return bits.reshape(*words.shape[:-1], -1)
 
 
 def _bytes_as_codes(blocks: Any) -> Any:
-    """Returns int8 as codes centred on 128."""
+    """Returns a block's int8 values plus 128, as uint8 codes."""
     return blocks[..., 2:] ^ np.uint8(128)
 
 

@@ -88,7 +88,7 @@ def _codes(words: jax.Array, order: jax.Array | None, bits: int) -> jax.Array:
 
 
 def _permutation(parts: Parts, features: int, size: int, groups: int) -> np.ndarray | None:
-    """Returns the order in which groups take the inputs, from g_idx; None if it is the inputs' own."""
+    """Returns the inputs sorted by group, from g_idx; None if they are sorted already."""
     if parts.get("g_idx") is None:
         return None
     of_input = parts.take("g_idx", ("int32", "int64"), (features,))
@@ -96,7 +96,7 @@ def _permutation(parts: Parts, features: int, size: int, groups: int) -> np.ndar
 
 
 def _of_layer(parts: Parts, config: Config) -> dict[str, Any] | None:
-    """Returns the config as GPTQModel's `dynamic` changes it for a layer; None for no quantisation."""
+    """Returns the config for a layer, with GPTQModel's `dynamic` applied; None for no quantisation."""
     for pattern, changes in mapping(parts, config, "dynamic").items():
         sign, name = (pattern[0], pattern[2:]) if pattern[:2] in ("+:", "-:") else ("+", pattern)
         if re.match(name, parts.layer):

@@ -1,4 +1,4 @@
-"""A layer of a checkpoint: its tensors by part, and the weights that they represent."""
+"""A layer of a checkpoint: its tensors, and the weights that they represent."""
 
 import functools
 import math
@@ -26,8 +26,8 @@ class QuantizedLayer:
 
     Attributes:
       array: the weights [..., D, F], with leading axes where the checkpoint stacks experts.
-      permutation: int32 [D], in which order the weights' rows take the inputs, of checkpoints that were
-        quantised in the order of activations (GPTQ's `desc_act`); None for the order as it is.
+      permutation: int32 [D], the input that each row of the weights takes, if the checkpoint was
+        quantised in the order of activations (GPTQ's `desc_act`); None for input i at row i.
       bias: [..., F], or None.
 
     Example:
@@ -76,9 +76,8 @@ class QuantizedLayer:
     def with_outputs(self, order: jax.Array) -> "QuantizedLayer":
         """Returns the layer with its outputs in another order, for a next layer's `permutation`.
 
-        Where an elementwise function alone is between two layers, the next one's permutation so costs
-        nothing: of `up.with_outputs(down.permutation)` the results are in the order that `down.array`
-        reads.
+        If only an elementwise function is between two layers, this makes the next one's permutation
+        free: the results of `up.with_outputs(down.permutation)` are in the order of `down.array`'s rows.
 
         Args:
           order: int [F], the index of each output.
@@ -111,7 +110,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Parts:
-    """Tensors of a layer, mapped into memory, by the rest of their names after the layer's.
+    """Memory-mapped tensors of a layer, keyed by the part of their names after the layer's name.
 
     Attributes:
       op: the function that the user called.
@@ -135,8 +134,8 @@ class Parts:
         """Returns a tensor after a check of its dtype and shape.
 
         Args:
-          dtypes: names of those that it may have.
-          shape: its sizes, None for any, after `...` if stacks have leading axes. None for any shape.
+          dtypes: names of the allowed dtypes.
+          shape: sizes, each None for any, after `...` for any leading axes; None for any shape.
         """
         if part not in self.arrays:
             names = ", ".join(sorted(self.arrays))
@@ -219,7 +218,7 @@ def names(parts: Parts, config: Config, name: str) -> list[str]:
 
 
 def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) -> np.ndarray | None:
-    """Returns the order in which groups of `size` take the inputs; None if it is the inputs' own."""
+    """Returns the inputs [D] sorted by group, for groups of `size`; None if they are sorted already."""
     expected = np.arange(of_input.size) // size
     if (of_input == expected).all():
         return None
@@ -233,7 +232,7 @@ def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) ->
 
 
 def number(parts: Parts, config: Config, names: tuple[str, ...], allowed: Any = None) -> int:
-    """Returns an integer of the config, which may have one of several names."""
+    """Returns an integer of the config under the first of `names` that it has."""
     found = next((config[name] for name in names if config.get(name) is not None), None)
     if type(found) is not int or (allowed is not None and found not in allowed):
         wanted = "an integer" if allowed is None else f"one of {', '.join(map(str, allowed))}"
@@ -255,7 +254,7 @@ def flat_groups(
     return grouped, size if size < features else None
 
 
-# --- what the weights are made of -----------------------------------------------------------------
+# --- weights from stored values -------------------------------------------------------------------
 
 
 def weights(
@@ -268,7 +267,7 @@ def weights(
     group_size: int | tuple[int, int] | None = None,
     codebook: tuple[float, ...] | None = None,
 ) -> QuantizedArray:
-    """Returns the weights of stored values and of scales [..., F, G], in the shapes of checkpoints."""
+    """Returns weights of stored values, with scales, zero points and offsets [..., F, G]."""
     parts = (scale, zero_point, offset)
     of_groups = [None if a is None else jnp.array(np.swapaxes(a, -1, -2)) for a in parts]
     scale_of_groups, zeros, offsets = of_groups
@@ -294,10 +293,10 @@ def integer_weights(
     group_size: int | None = None,
     offset: np.ndarray | None = None,
 ) -> QuantizedArray:
-    """Returns weights of unsigned codes [..., F, D] and zero points in their range, uint8.
+    """Returns weights from unsigned codes [..., F, D] and uint8 zero points in the codes' range.
 
-    Codes and zero points are stored minus 2^(bits - 1), as int8, or as int4 for up to four bits; without
-    a zero point, that number is the zero point.
+    2^(bits - 1) is subtracted from codes and zero points, which become int8, or codes of up to four bits
+    int4. Without a zero point, that number is the zero point.
     """
     center = 2 ** (bits - 1)
     values, layout = stored_integers(codes, bits)
@@ -308,7 +307,7 @@ def integer_weights(
 
 
 def stored_integers(codes: jax.Array, bits: int) -> tuple[jax.Array, Layout]:
-    """Returns unsigned codes [..., F, D] as integers around 0, in the layout of kernels if possible."""
+    """Returns unsigned codes [..., F, D] as signed integers, in the kernels' layout if possible."""
     narrow, features = bits <= 4, codes.shape[-1]
     layout: Layout = "rows" if narrow and features % WORD_BLOCK and features % 2 == 0 else "columns"
     return _stored_integers(codes, bits, layout), layout
@@ -326,7 +325,7 @@ def _stored_integers(codes: jax.Array, bits: int, layout: str) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def stored_codes(codes: jax.Array, bits: int) -> jax.Array:
-    """Returns codes [..., F, D] of a codebook in the form of an array of layout "columns"."""
+    """Returns codes [..., F, D] of a codebook, packed as layout "columns" stores them."""
     if codes.shape[-1] % (8 // bits):
         assert bits == 4
         return codes.astype(jnp.uint4)
@@ -336,8 +335,8 @@ def stored_codes(codes: jax.Array, bits: int) -> jax.Array:
 def unpacked_bits(words: Any, bits: int) -> Any:
     """Returns codes of `bits` bits from uint32 [..., W] (or bytes), the first in the lowest bits.
 
-    Of bits that do not divide 32, codes lie across neighbouring words. Both NumPy's arrays and JAX's are
-    taken.
+    If `bits` does not divide 32, a code may lie in two neighbouring words. Takes arrays of NumPy and of
+    JAX.
     """
     width = 8 * words.dtype.itemsize
     if width % bits == 0:

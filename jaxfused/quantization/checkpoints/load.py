@@ -42,14 +42,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Format:
-    """A format: the parts of a layer's names, and the function that checks a layer."""
+    """A format: the names of a layer's tensors, and the function that checks a layer."""
 
     plan: Callable[[Parts, Config], Build | None]
     parts: tuple[str, ...]
     marks: tuple[str, ...]
-    """Parts that only quantised layers have."""
+    """Names of tensors that only quantised layers have."""
     separators: tuple[str, ...] = (".",)
-    """Texts that may stand between a layer's name and a part's."""
+    """Strings that may separate a layer's name from a tensor's."""
 
 
 _FORMATS = {
@@ -95,16 +95,16 @@ def load(
 ) -> dict[str, QuantizedLayer | jax.Array]:
     """Reads a quantised checkpoint as another library has written it, bit for bit.
 
-    What the tensors mean is taken from the `quantization_config` of config.json, or from a GGUF file's
-    header, never from names.
-    Everything is checked before memory is taken: sizes of files, names that lead out of the folder,
+    The meaning of the tensors is taken from the `quantization_config` of config.json, or from a GGUF
+    file's header, never from names.
+    Everything is checked before memory is allocated: sizes of files, names that lead out of the folder,
     shapes, dtypes, and scales that are NaN. Files are mapped into memory, and layers are converted one
     after another on the device. No pickle is read.
 
     Args:
       path: a folder with config.json and .safetensors files, with or without an index; or a
-        .safetensors file, with its config.json beside it; or a .gguf file, of a split one any part.
-      config: the `quantization_config`, in place of that beside the files.
+        .safetensors file, with its config.json next to it; or a .gguf file, any part of a split one.
+      config: the `quantization_config`, in place of the one next to the files.
       prefix: only tensors whose names start with it are read; results have their whole names.
       sharding: where arrays are to be: a `jax.sharding.Sharding` for all, or a function of a name and
         a shape that returns one or None. It is about weights [..., D, F]; scales, bias and permutation
@@ -192,13 +192,13 @@ def from_tensors(
 
 
 _Plans = dict[str, tuple[Build, int]]
-"""Functions that build layers, with the layers' bytes, by the layers' names."""
+"""Maps a layer's name to the function that builds it and its number of bytes."""
 
 
 def planned(
     op: str, tensors: Mapping[str, np.ndarray], config: Config
 ) -> tuple[_Plans, dict[str, np.ndarray]]:
-    """Returns functions that build all layers, after a check, and the tensors of no layer."""
+    """Returns functions that build the layers, which are checked, and the tensors of no layer."""
     form = _format(op, config)
     others = dict(tensors)
     plans: _Plans = {}

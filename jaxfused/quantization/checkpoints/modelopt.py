@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt: NVFP4, whose scale of the tensor multiplies, and FP8."""
+"""NVIDIA's ModelOpt: FP8, and NVFP4, whose scales are multiplied by one scale of the tensor."""
 
 import fnmatch
 

@@ -1,4 +1,4 @@
-"""Places a checkpoint's arrays on devices; scales are split as their weights are."""
+"""Places a checkpoint's arrays on devices; scales are sharded like their weights."""
 
 import math
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def _where(op: str, name: str, shape: tuple[int, ...], sharding: Placing | None)
 def _check_whole(
     op: str, name: str, array: QuantizedArray, where: NamedSharding, of_inputs: Any, of_outputs: Any
 ) -> None:
-    """Checks that no group of a scale, and no values that are packed together, are split over shards."""
+    """Checks that shards cut no group that shares a scale, and no values that are packed together."""
     together = WORD_BLOCK if array.values.dtype == jnp.int32 else array.packed
     for what, axes, axis in (("inputs", of_inputs, -2), ("outputs", of_outputs, -1)):
         names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)

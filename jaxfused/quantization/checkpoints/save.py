@@ -27,14 +27,14 @@ def save(
     `jaxfused.quantization.load` reads the same numbers again.
 
     Args:
-      path: a folder, which is made where there is none; model.safetensors is written to it, and the
+      path: a folder, created if missing; model.safetensors is written to it, and the
         `quantization_config` to its config.json, next to what this has already.
       layers: by their names, quantised layers or arrays [D, F] of axis -2, and other arrays, which are
         written under their names.
 
     Raises:
       ValueError: compressed-tensors has no format for an array: one with offsets or another codebook,
-        of a layer with a permutation, with zero points beside float8, or with blocks beside integers.
+        of a layer with a permutation, float8 with zero points, or integers with blocks.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused, pathlib, tempfile
@@ -151,7 +151,7 @@ def _floats(scale: jax.Array) -> jax.Array:
 
 
 def _strategy(name: str, array: QuantizedArray) -> dict[str, Any]:
-    """Returns how scales are shared, in compressed-tensors' terms."""
+    """Returns compressed-tensors' arguments for the sharing of scales."""
     groups, columns = array.scale.shape
     features, outputs = array.shape
     if array.scale.size == 1 and (features, outputs) != (1, 1):

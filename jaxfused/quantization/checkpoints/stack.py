@@ -12,14 +12,14 @@ from jaxfused.quantization.checkpoints.layer import QuantizedLayer
 def stack(layers: Sequence[QuantizedLayer]) -> QuantizedLayer:
     """Stacks quantised layers of one form: [E, D, F], as `jaxfused.ragged_dot` reads experts.
 
-    Checkpoints of GPTQ, AWQ and most others have the experts of a mixture as layers of their own. Zero
-    points and permutations that only some of them have are completed.
+    Checkpoints of GPTQ, AWQ and most others have a mixture's experts as layers of their own. If only
+    some have zero points or permutations, the others get zeros and the identity.
 
     Args:
       layers: E layers whose arrays have equal shapes, dtypes, layouts and groups.
 
     Returns:
-      A layer whose array, permutation and bias have an axis more in front.
+      A layer whose array, permutation and bias have another leading axis, E.
 
     Raises:
       ValueError: there is no layer, or two differ.

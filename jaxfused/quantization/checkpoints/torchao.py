@@ -1,4 +1,4 @@
-"""torchao: tensors of flatten_tensor_state_dict, whose types are in the files' metadata."""
+"""torchao: tensors as flatten_tensor_state_dict writes them, with types in the files' metadata."""
 
 import json
 from typing import Any
