@@ -208,7 +208,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// Returns the address at which block `rank` of the cluster has what this block has at `shared`.
+// Returns the address in block `rank` of the cluster that corresponds to `shared` in this block.
 __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t rank) {
   uint32_t address = 0;
   JAXFUSED_SM90(

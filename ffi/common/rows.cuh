@@ -268,7 +268,7 @@ class ParameterLoad {
     }
   }
 
-  // Words of shifted columns hold one value each, and others as many as they have room for.
+  // A word holds one value if columns are shifted, otherwise as many as fit.
   template <typename T>
   __device__ __forceinline__ static void convert(T, const uint32_t (&words)[kVec],
                                                  float (&out)[kVec]) {

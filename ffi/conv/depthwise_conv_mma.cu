@@ -894,7 +894,7 @@ ffi::Error launch_conv(ConvArgs args, const Device& device, cudaStream_t stream)
   int resident = 1;
   RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
   args.channel_groups = divide_up(shape.channels, kChannels);
-  // Each worker takes as many tiles as the others, or one fewer.
+  // The fewest workers for which none has more tiles than with `most` of them.
   const int most = std::max(1, resident * device.multiprocessors / args.channel_groups);
   const int workers = divide_up(tiling.count, divide_up(tiling.count, most));
   launch.grid = dim3(static_cast<unsigned>(workers) * args.channel_groups);

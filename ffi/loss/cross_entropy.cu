@@ -704,7 +704,7 @@ constexpr int row_blocks(Form form, bool warp, Mode mode) {
   return mode == Mode::kResident ? kRowsInFlight : 2;
 }
 
-// Each team of threads (a warp with kWarp, else a block or a cluster of blocks) takes some of the
+// Each team of threads (a warp with kWarp, else a block or a cluster of blocks) has some of the
 // rows. If a team keeps its row, a part of the next row is copied as soon as the gradient of this
 // part is written.
 template <typename T, int kVec, Form kForm, bool kWarp, Mode kMode>

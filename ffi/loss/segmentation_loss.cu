@@ -559,7 +559,7 @@ struct ClusterSums {
       cluster_store(cluster_address(&sums[cluster_rank()][i], rank), sum,
                     cluster_address(&barrier, rank));
     }
-    // A block stays until it has all sums, since none may be sent to a block that has ended.
+    // A block must not end before it has received all sums.
     if (threadIdx.x >= kWarpSize) return 0.0f;
     mbarrier_wait(&barrier, 0);
     float total = 0.0f;

@@ -204,7 +204,7 @@ class ClusterJoin {
     }
   }
 
-  // Returns what block `rank` of the cluster has in its shared memory where this one has `from`.
+  // Returns the float in block `rank` of the cluster that corresponds to `from` in this block.
   __device__ __forceinline__ float read(const float* from, int rank) const {
     return cluster_ > 1 ? cluster_load(cluster_address(from, rank)) : *from;
   }

@@ -22,7 +22,7 @@ namespace {
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kNone = -1;  // the token of a row without a distribution
-// Words that a list is expected to have, by Poisson's distribution, and those that it has room for.
+// Expected number of words in a list, which is Poisson distributed, and a list's capacity.
 constexpr float kExpected = 24.0f;
 constexpr int kMostListed = 64;
 // Words that a pass tests, and pivots that a counting pass compares each logit with.

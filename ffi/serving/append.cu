@@ -1,7 +1,7 @@
 // Writes keys and values of new tokens into a cache, in place: rotates the keys, rounds or
 // quantises, and finds each token's place, in one launch.
 //
-// A warp has a head of a token's keys or values. Lane l has its columns l, l + 32, ...
+// A warp writes one head of a token's keys or values, and lane l its columns l, l + 32, ...
 #include <cstdint>
 #include <string>
 
@@ -16,7 +16,7 @@ constexpr int kWarps = 4;
 constexpr int kMaxHead = 512;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// New tokens and the pages that take them; once for keys, once for values.
+// New keys or values, and the pages into which they are written.
 struct Side {
   const void* tokens;  // [tokens, heads, size]
   void* pages;

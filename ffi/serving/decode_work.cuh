@@ -2,10 +2,10 @@
 // device.
 //
 // The work is a list of tiles of 16 keys: those of the first sequence, of the next one, and so on.
-// A slot takes as many consecutive tiles as any other, whatever sequences they belong to, and has a
-// warp for each unit: a key head and 16 of the rows, which are its queries. What a slot computes
-// for one sequence is a part of that sequence; since both only grow along the list, (slot +
-// sequence) numbers the parts uniquely.
+// Each slot has `quota` consecutive tiles, whatever sequences they belong to, and a warp for each
+// unit: a key head and 16 of the rows, which are its queries. What a slot computes for one sequence
+// is a part of that sequence; since both only grow along the list, (slot + sequence) numbers the
+// parts uniquely.
 #pragma once
 
 #include <cstdint>
