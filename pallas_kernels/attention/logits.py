@@ -208,7 +208,7 @@ class Tile:
         return lax.broadcast_in_dim(values, self.shape, axes)
 
     def axes(self, ref) -> tuple[int, ...]:
-        """Returns the axes along which `ref` is not broadcast: its last two unless of length 1."""
+        """Returns the axes along which `ref` is not broadcast: 0 for queries, 1 for keys."""
         return tuple(axis for axis in (0, 1) if ref.shape[2 + axis] > 1)
 
     def read(self, ref) -> jax.Array:

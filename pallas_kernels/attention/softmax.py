@@ -27,7 +27,7 @@ class Softmax(NamedTuple):
     maximum: jax.Array
     """Running maximum of each row."""
     total: jax.Array
-    """Running sums [64, 8], each over columns 8 apart, which one thread holds."""
+    """Running sums of weights [64, 8]: sum i is over columns i, i + 8, i + 16, ... of one thread."""
 
     @classmethod
     def start(cls) -> "Softmax":

@@ -205,7 +205,7 @@ def _tiles(
 
 
 class Span(NamedTuple):
-    """Kept blocks (entries) that are multiplied for a tile, as a kernel sees them."""
+    """Kept blocks (entries) that are multiplied for a tile."""
 
     start: Any
     end: Any

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 STRIP = 32
-"""Features of either half that the epilogue processes at a time, if the head is cut."""
+"""Features of each half of a head that the epilogue processes at a time, if it `splits` heads."""
 VALUES = 2
 """Index of the output without norm and rotation."""
 
