@@ -14,7 +14,7 @@ import numpy as np
 from jaxfused.fusion.graph import Node, Value, cuts, known_array
 
 LARGEST = 1 << 26
-"""Most elements of an array that is evaluated: a mask of 8192 queries and keys."""
+"""Largest number of elements of an array that is evaluated: a mask of 8192 queries and keys."""
 
 _ERF = np.vectorize(math.erf, otypes=[float])
 _ERFC = np.vectorize(math.erfc, otypes=[float])

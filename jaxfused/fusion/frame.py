@@ -1,4 +1,4 @@
-"""An array's axes, cut into parts in which the axes of every other array of a formula are expressed.
+"""Cuts an array's axes into parts that make up the axes of all arrays of a formula.
 
 A norm over groups views an array [B, H, W, C] as [B, H, W, G, S]. Its statistics are [B, G] and become
 [B, 1, 1, C] again, and another library has the same as [B, C, H, W]. The axes of all these arrays

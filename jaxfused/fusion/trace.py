@@ -1,4 +1,4 @@
-"""Traces a call of a function to a jaxpr, and makes the call's result of the jaxpr's results.
+"""Traces a call of a function to a jaxpr, and converts the jaxpr's results to the call's result.
 
 Arrays among the arguments are inputs of the jaxpr, and arrays that the function returns its results.
 Everything else (flags, names, static fields of modules) is static. Modules of `flax.nnx` and its other

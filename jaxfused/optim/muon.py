@@ -70,7 +70,7 @@ def _is_numbers(x: Any) -> bool:
 
 
 class _View(NamedTuple):
-    """A leaf as matrices [batch, fan in, fan out]: the order of its axes, and how many form each."""
+    """A leaf as matrices [batch, fan in, fan out]: the axes' order, and how many are batch and input."""
 
     order: tuple[int, ...]
     batch_axes: int

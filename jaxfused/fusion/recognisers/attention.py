@@ -72,7 +72,7 @@ def _product_after(value: Value) -> Node | None:
 
 
 def _by_ones(node: Node) -> tuple[int, tuple[int, ...]] | None:
-    """Returns the index and the result's axes of the operand that a product multiplies by ones, or None.
+    """Returns index and axes, in the result's order, of an operand that is multiplied by ones; or None.
 
     The product sums over no axis. A mask of heads that masks none is such a product.
     """
@@ -151,7 +151,7 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
     key_atoms = logits.axes[softmax.axis]
     if len(key_atoms) != 1:
         raise NoAttention("the softmax is taken over several axes in one")
-    # The product's operands are queries and keys: the one that is not the keys is the queries.
+    # The operand with the softmax's axis is the keys, and the other one the queries.
     query_side = 0
     if key_atoms[0].startswith("q"):
         query_side = 1
@@ -184,7 +184,7 @@ def _in_two(axes: Axes, cut: CutAxis, sizes: dict[str, int]) -> Axes:
 
 
 def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
-    """Returns the index of the operand that is the probabilities, and the views of them, or None."""
+    """Returns the operand index of the probabilities, and the views from softmax to product, or None."""
     for side, operand in enumerate(after.ins):
         steps: list[Node] = []
         value = operand

@@ -41,7 +41,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class Statistics:
-    """The statistics of a norm, as its root shows them."""
+    """The statistics of a norm, as read from its root."""
 
     operator: str
     x: Value

@@ -24,7 +24,7 @@ from jaxfused.ops.rope.rope import rope
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Cosines or sines, with the axis of the rotated array that each of their axes is."""
+    """Cosines or sines; `seen` maps each of their axes to an axis of the rotated array."""
 
     seen: View
     part: str

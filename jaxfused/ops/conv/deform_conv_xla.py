@@ -42,7 +42,7 @@ def deform_conv(
     )
     if mask is not None:
         samples = samples * split_axis(mask.astype(wide), 3, parts, taps)[..., None]
-    # [B, H', W', parts, taps, C / parts] -> [B, H', W', taps, groups, C / groups]
+    # Shapes: [B, H', W', parts, taps, C / parts] -> [B, H', W', taps, groups, C / groups]
     patches = merge_axes(jnp.moveaxis(samples, 3, 4), 4)
     patches = split_axis(patches, 4, groups, channels // groups)
     kernel = split_axis(merge_axes(w.astype(x.dtype), 0), 2, groups, features // groups)
@@ -60,7 +60,7 @@ def deform_conv(
 
 
 def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Samples x [B, H W, parts, D] at places [B, H', W', parts, taps], the result's axes too."""
+    """Samples x [B, H W, parts, D] at places [B, H', W', parts, taps]; the result has D as last axis."""
     height, width = size
     # Infinity is outside of x, where a difference of infinities would be NaN; NaN stays NaN.
     down, right = (jnp.where(jnp.isinf(place), -2, place) for place in (down, right))

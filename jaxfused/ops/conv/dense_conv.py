@@ -264,7 +264,7 @@ class Residuals(NamedTuple):
     residual_like: jax.Array | None
     """Array without elements that has the residual's dtype."""
     z: jax.Array | None
-    """Activation's input, or y if its sign is enough; None without an activation."""
+    """Activation's input, or y if the derivative follows from it; None without an activation."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")

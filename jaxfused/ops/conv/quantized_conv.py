@@ -228,7 +228,7 @@ def _why_xla(window: Window, x: Any, w: Any) -> str | None:
 
 
 _WINDOW, _LEAST_PIXELS = 3, 2**14
-"""Pixels along an axis of the windows with which the kernel was timed, and fewest of the result."""
+"""Window size along each axis, and fewest pixels of the result, with which the kernel was timed."""
 
 
 def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """conv of images with few channels, such as the first layer's three, by space-to-depth.
 
-A product over three channels leaves the tensor cores mostly idle. So each square of strides becomes a
-pixel, and the squares of a row of the window are concatenated along the channels. What is left is a
-window of one column over enough channels for the tensor cores, at the cost of writing and reading that
-image, which is smaller than the result.
+A product over three channels leaves the tensor cores mostly idle. So each block of stride x stride
+pixels becomes one pixel, and the blocks of a row of the window are concatenated along the channels. The
+window then has one column, and enough channels for the tensor cores. The cost is to write and read the
+new image, which is smaller than the result.
 """
 
 import math

@@ -133,8 +133,8 @@ def _left_to_xla(
 ) -> LeftToXla | None:
     """Returns why XLA runs a layer without bias and activation, or None if a custom gradient is faster.
 
-    It is if wgrad is faster in a kernel, or if XLA's product can add the residual in 16 bits, which
-    needs a custom gradient. Otherwise JAX differentiates the product itself, to every order.
+    A custom gradient is faster if a kernel's wgrad is, or if XLA's product can add the residual in 16
+    bits, which needs one. Otherwise JAX differentiates the product itself, to every order.
     """
     if why_symbolic(x, w) is not None or not sharding.is_in_one_piece(x, w):
         return LeftToXla(_WHY_BARE)

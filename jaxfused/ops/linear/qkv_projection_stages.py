@@ -65,7 +65,7 @@ class Options:
         return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
 
     def apart(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the weights, or the biases, of q, k and v apart, with axes of groups and heads."""
+        """Returns the weights, or biases, of q, k and v as three arrays [..., groups, heads, H]."""
         if self.one_array is None or arrays[0] is None:
             return arrays
         return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))

@@ -431,9 +431,9 @@ class _Forward:
 def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
     """Returns [..., D] as [M, D]; with `tiled`, XLA reads the matrix several rows at a time.
 
-    XLA's norm takes several rows at a time only if their number
-    divides the last axis of rows in the array that it reads; with 197 rows it takes single rows, three
-    times as slow. A barrier makes it read the matrix.
+    XLA's norm reads several rows at a time only if their number divides the last axis of rows in its
+    operand. With 197 rows it reads single rows, which takes three times as long. A barrier makes the
+    matrix its operand.
     """
     matrix = array.reshape(-1, array.shape[-1])
     if not tiled or array.ndim <= 2 or array.shape[-2] % _ROWS_OF_A_TILE == 0:
@@ -442,7 +442,7 @@ def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
 
 
 _ROWS_OF_A_TILE = 16
-"""Largest number of rows that XLA's norm takes at a time, which it does with narrow rows."""
+"""Largest number of rows that XLA's norm reads at a time, which it does if rows are narrow."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def _at_the_largest(x, values, window, strides, padding):
 def _first_largest(x, values, axis, starts, block, stride, low):
     """Returns (x, values) of the windows that consist of blocks at `starts`.
 
-    An entry of x is the largest of `block` entries of the padded x, which begins with `low` of padding.
+    An entry of x is the maximum of `block` entries of the padded x, whose first `low` are padding.
     """
     count = (x.shape[axis] - starts[-1] - 1) // stride + 1
 

@@ -18,14 +18,10 @@ METHODS = ("nearest", "nearest_floor", "bilinear", "bicubic", "lanczos3", "lancz
 class ResizedAxis:
     """An axis of `size` values that becomes one of `result`.
 
-    Attributes:
-      size: values of the axis.
-      result: values of the result.
-      step: distance of neighbouring results in values of the axis, which a factor says.
-      method: one of `METHODS`.
-      align_corners: whether the first and the last values are those of the axis, else values are the
-        centres of equal parts.
-      antialias: whether windows grow where the axis shrinks.
+    Attributes: size: values of the axis. result: values of the result. step: distance of adjacent
+    results, in values of the axis. method: one of `METHODS`. align_corners: whether the first and the
+    last values are those of the axis, else values are the centres of equal parts. antialias: whether
+    windows grow where the axis shrinks.
     """
 
     size: int

@@ -449,7 +449,7 @@ _WHOLE = "gkhr"
 
 
 def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the heads of q [..., T, N, H] as [..., T, n, N/n, H], and those of k with the same n.
+    """Returns q [..., T, N, H] and k as [..., T, n, heads/n, H], with n the gcd of their head counts.
 
     Devices can split both along the axis n.
     """

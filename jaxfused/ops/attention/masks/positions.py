@@ -291,7 +291,7 @@ class RandomBlocksMask(AttentionMask):
 
     @property
     def _table(self) -> np.ndarray:
-        """True for each block of queries and block of keys that attend."""
+        """Array of bool, True where a block of queries attends to a block of keys."""
         rows, columns = (-(-size // self.block_size) for size in self.shape)
         # Sorted random numbers draw without replacement, and equally on every platform.
         drawn = np.random.default_rng(self.seed).random((rows, columns))
