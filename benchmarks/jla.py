@@ -1,7 +1,7 @@
 """Compares with jax-linear-attention, cuDNN and XLA in one process: `python -m benchmarks jla`.
 
-Its kernels have their own layouts (w_gate and w_up in one array, embeddings by class). They get inputs
-in these layouts, so that no time for conversion is counted. Needs `pip install jax-linear-attention`.
+Kernels of that package have their own layouts (w_gate and w_up in one array, embeddings by class). They
+get inputs in these layouts, so that no conversion is timed. Needs `pip install jax-linear-attention`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Problem:
 
 
 def with_gradients(f: Program, differentiable: Sequence[int]) -> Program:
-    """Returns a function of (*inputs, dy) to (y, gradients of the named inputs)."""
+    """Returns a function from (*inputs, dy) to (y, gradients to the inputs at these indices)."""
 
     def run(*args: Any) -> Any:
         *operands, dy = args
@@ -237,7 +237,7 @@ def _grouped(
 
 
 def group_sizes(groups: int, rows: int, skewed: bool) -> np.ndarray:
-    """Returns sizes that add up to `rows`: equal ones, or those of a router with preferences."""
+    """Returns group sizes that add up to `rows`: equal, or random and uneven if `skewed`."""
     if not skewed:
         return np.full(groups, rows // groups)
     shares = np.random.default_rng(0).dirichlet(np.full(groups, 2.0))

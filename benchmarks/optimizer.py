@@ -1,7 +1,7 @@
 """Steps of optimizers, in place: `python -m benchmarks optimizer [--trees NAME...] [--out FILE]`.
 
-With `--beside FOLDER` the package of another checkout takes the same steps, before and after, in its
-own processes. A step overwrites its state, so calls cannot repeat with the same buffers as in the
+With `--beside FOLDER` the package of another checkout takes the same steps too, before and after, in
+separate processes. A step overwrites its state, so calls cannot reuse the same buffers as in the
 operators' runner: each call continues from the previous one. Bytes are the least that a step must
 read and write.
 """
@@ -87,7 +87,7 @@ Adafactor and Muon 787 M in 146 arrays."""
 
 @dataclass(frozen=True)
 class Row:
-    """One optimizer, ours and Optax's."""
+    """An optimizer to measure: ours, and Optax's if there is one."""
 
     name: str
     ours: optim.FusedTransformation

@@ -27,8 +27,7 @@ NAMES = tuple(_COLOURS)
 """The chains that `--augment` takes."""
 
 _LARGER = 8 / 7
-"""Ratio of the side of the images that workers make for a chain that crops to the side of the model's
-images."""
+"""Height of the images that workers make for a chain that crops, over that of the model's images."""
 
 
 def add_flag(group: argparse._ArgumentGroup) -> None:
@@ -42,7 +41,7 @@ def add_flag(group: argparse._ArgumentGroup) -> None:
 
 
 def decoded_size(image_size: int) -> int:
-    """Returns the side of the images that a chain crops to `image_size`."""
+    """Returns the height, in pixels, of the square images that a chain crops to `image_size`."""
     return round(image_size * _LARGER)
 
 
@@ -54,7 +53,7 @@ def of_classes(
     Args:
       name: one of `NAMES`.
       crop: height and width of the result, or None where images keep their size.
-      least_crop: smallest share of an image's area that a crop shows.
+      least_crop: smallest share of an image's area that a crop covers.
       flip: whether half of the images are mirrored.
       dtype: of the result.
     """
@@ -67,11 +66,11 @@ def of_classes(
 
 
 def of_masks(name: str, *, turn: bool, dtype: str) -> augment.Chain:
-    """Returns the chain for segmentation: crops are rotated, bent and relit.
+    """Returns the chain for segmentation, which changes crops and their masks.
 
     Args:
-      name: one of `NAMES`; all but "light" are bent too.
-      turn: whether crops are turned and mirrored.
+      name: one of `NAMES`; "light" changes brightness alone, the others deform and rotate crops too.
+      turn: whether crops are turned by quarters and mirrored.
       dtype: of the result, whose values are -1 to 1.
     """
     turns = (augment.RandomQuarterTurn(), augment.RandomHorizontalFlip()) if turn else ()
@@ -126,9 +125,9 @@ def _square(path: Path, side: int) -> np.ndarray:
 
 
 def contact_sheet(chain: augment.Chain, images: np.ndarray, columns: int, seed: int) -> np.ndarray:
-    """Returns rows of images, uint8: each image [H, W, 3], then `columns` draws of a chain.
+    """Returns one picture, uint8, with a row for each image: the image, then `columns` draws of a chain.
 
-    The chain's results are values of -1 to 1.
+    Images are [H, W, 3], and the chain's results are values of -1 to 1.
     """
     count, side = len(images), images.shape[1]
     repeated = np.repeat(images, columns, 0)

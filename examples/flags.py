@@ -12,9 +12,9 @@ from examples import optimizers
 from examples.errors import ExampleError
 from examples.runs import Run
 
-# Flags of one call, which config.json does not keep.
+# Flags of one call, which are not saved in config.json.
 _CALL_FLAGS = ("out", "resume", "coordinator", "processes", "process_id", "cpu_devices")
-# Flags of the devices; a program without them resumes a run that has them, on its own.
+# Flags of the devices. A program that lacks them may still resume a run that was started with them.
 _DEVICE_FLAGS = ("mesh", "tensor", "fsdp")
 # Flags that say only where and how a run is carried out; all others define what the run computes.
 _PLACE_FLAGS = (*_CALL_FLAGS, *_DEVICE_FLAGS, "workers", "checkpoint_every", "data")
@@ -71,10 +71,10 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags.
 
-    With --resume, missing ones are the run's own, and the others may not differ.
+    With --resume, flags that are not passed come from the run, and those that are must agree with it.
 
-    The defaults of learning rate and weight decay are those of the optimizer that is named. "auto"
-    becomes the dtype of this device, so that a run keeps its dtype when resumed elsewhere.
+    The learning rate and the weight decay have the named optimizer's defaults. The dtype "auto" becomes
+    this device's, so that a run keeps its dtype when it is resumed elsewhere.
     """
     entry = optimizers.OPTIMIZERS[parser.parse_args(argv).optimizer]
     parser.set_defaults(

@@ -51,7 +51,7 @@ def read_image(path: Path, mode: str) -> Image.Image:
 
 
 def read_labels(path: Path) -> np.ndarray:
-    """Returns a label image's numbers, [H, W], as stored in the file: palette indices, not colours.
+    """Returns the class numbers of a label image, [H, W]: palette indices as stored, not colours.
 
     For an image in colour, the brightest channel is returned, so that black is 0.
 
@@ -97,7 +97,7 @@ def epoch_of(step: int, *, size: int, batch_size: int) -> int:
 
 
 def epoch_indices(step: int, *, size: int, batch_size: int, seed: int) -> np.ndarray:
-    """Returns which of `size` images make the batch of `step`, in an order drawn anew every epoch."""
+    """Returns the indices, below `size`, of a step's images; every epoch has a new random order."""
     epoch = epoch_of(step, size=size, batch_size=batch_size)
     start = step % (size // batch_size) * batch_size
     return _shuffled(size, seed, epoch)[start : start + batch_size]
@@ -114,7 +114,7 @@ class Loader:
     The processes start with the first batch and stay until the loader, a context manager, is left.
 
     Args:
-      make_batch: the batch of a step; with workers, an object that pickles.
+      make_batch: function of a step that returns its batch; it is pickled if there are workers.
       workers: number of processes; with 0 this process makes each batch when it is read.
     """
 
@@ -141,7 +141,7 @@ class Loader:
         """Yields the batch of each step, in order.
 
         Raises:
-          ExampleError: what `make_batch` raised, or a worker died.
+          ExampleError: `make_batch` raised it, or a worker died.
         """
         if not self._pool:
             yield from map(self._make_batch, steps)

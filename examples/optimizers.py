@@ -52,11 +52,11 @@ def is_decayed(params: Any) -> Any:
 
 
 def matrices(params: Any) -> Any:
-    """Returns which axes of a kernel Muon takes as a matrix, and None for parameters left to AdamW.
+    """Returns the axes of a kernel that are a matrix's rows and columns for Muon; None for AdamW's.
 
-    A stack of kernels [layers, in, out] counts as one matrix a layer; a convolution's kernel [height,
-    width, in, out] counts as one, from a window to a pixel. The first and the last layer are left to
-    AdamW, as Muon's author advises.
+    A stack of kernels [layers, in, out] is one matrix a layer; a convolution's kernel, [height, width,
+    in, out], is one of height * width * in rows. AdamW gets the first and the last layer, as Muon's
+    author advises.
     """
     numbers = contrib.MuonDimensionNumbers
     of_rank = {2: numbers(0, 1), 3: numbers(1, 2), 4: numbers((0, 1, 2), 3)}
@@ -75,8 +75,8 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def _adafactor(schedule: optax.Schedule, decay: float) -> FusedTransformation:
     # These are the settings of Zhai et al., https://arxiv.org/abs/2106.04560, for Vision Transformers:
-    # with momentum, and without the parameter's scale, which is nearly none for a layer that starts at
-    # 0. Decay is not multiplied by Adafactor's learning rate.
+    # with momentum, and without scaling steps by the parameter, which is tiny for a layer that starts
+    # at 0. Adafactor does not multiply its decay by the learning rate, so the schedule is applied here.
     return jaxfused.optim.adafactor(
         schedule,
         multiply_by_parameter_scale=False,
@@ -93,7 +93,7 @@ def _muon(schedule: optax.Schedule, decay: float) -> FusedTransformation:
         weight_decay_mask=is_decayed,
         adam_b2=0.99,
         muon_weight_dimension_numbers=matrices,
-        consistent_rms=0.2,  # The option makes a matrix's steps as large as AdamW's.
+        consistent_rms=0.2,  # A matrix's steps are then as large as AdamW's.
     )
 
 

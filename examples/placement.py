@@ -1,4 +1,4 @@
-"""Placement of a training on devices: the only code that differs between one device and many.
+"""Placements decide which devices hold and compute a training: only they differ for one device and many.
 
 A training is written once, for whole batches and whole parameters, and a placement compiles its
 functions. The placements on many devices are in examples/multi_gpu.
@@ -23,11 +23,11 @@ class OneDevice:
         return slice(0, batch_size)
 
     def parameters(self, f: Callable[[], Any]) -> Any:
-        """Returns parameters as plain arrays, made by the compiled `f()`, whose metadata name axes."""
+        """Returns the parameters that the compiled `f()` makes, as arrays without Flax's metadata."""
         return self.init(lambda: without_metadata(f()))
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:
-        """Returns a state made of parameters by the compiled `f(*args)`."""
+        """Returns the result of the compiled `f(*args)`, such as an optimizer's state."""
         return jax.jit(f)(*args)
 
     def value_and_grad(self, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -35,11 +35,11 @@ class OneDevice:
         return jax.value_and_grad(loss_of)
 
     def train_step(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `f(state, batch, step)`, compiled; it takes this process's rows, donates the state."""
+        """Returns `f(state, batch, step)`, compiled for this process's rows; it donates the state."""
         return jax.jit(f, donate_argnums=0)
 
     def predict(self, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns `f(params, images)`, compiled; it takes this process's rows and returns all rows."""
+        """Returns `f(params, images)`, compiled for this process's rows; its result has all rows."""
         return jax.jit(f)
 
 

@@ -24,7 +24,7 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Waits at its end until all processes arrive; an ExampleError in one is raised in all."""
+    """Waits at the block's end until all processes arrive; an ExampleError in one is raised in all."""
     error = None
     try:
         yield

@@ -17,7 +17,7 @@ from examples.errors import ExampleError
 from examples.flags import number, whole
 from examples.runs import Run
 
-# int8 and fp8 are multiplied in their own dtype, so inputs are quantised too. int4 weights are
+# Products of int8 and fp8 are computed in these dtypes, so inputs are quantised too. int4 weights are
 # dequantised.
 RULES = {
     "float": [],
@@ -40,7 +40,7 @@ class Quantized:
     name: str
     model: nnx.Module
     report: jaxfused.QuantizationReport | None
-    """Errors of the layers, if the network was calibrated."""
+    """Errors of the layers; None if the network was not calibrated."""
 
     @property
     def bytes(self) -> int:
@@ -49,7 +49,7 @@ class Quantized:
 
 
 def flags_of(run: Run, args: argparse.Namespace) -> argparse.Namespace:
-    """Returns the flags of a run, with --data of `args` if the images have moved."""
+    """Returns the flags of a run; --data of `args`, if given, replaces the run's folder of images."""
     flags = argparse.Namespace(**run.flags)
     folder = args.data or flags.data
     flags.data = None if folder is None else Path(folder)
@@ -109,8 +109,8 @@ def in_all_formats(
     calibration: Callable[[int], jaxfused.Calibration],
 ) -> Iterator[Quantized]:
     """Yields the network in each format; `calibration(n)` runs it on n training batches."""
-    # The rules of all formats are made first: a flag may be invalid, and judging the first format takes
-    # minutes.
+    # The rules of all formats are made first, so that an invalid flag is reported before the first
+    # format's measurements, which take minutes.
     formats = {name: with_flags(model, given, args) for name, given in RULES.items()}
     for name, rules in formats.items():
         if not rules:
@@ -127,8 +127,8 @@ def with_flags(
 ) -> list[jaxfused.QuantizationRule]:
     """Returns the rules, with groups for int4 and the flags' options for int8 inputs.
 
-    Depthwise convolutions stay in floats: they have few weights, and integers are multiplied no faster
-    there. Layers with an odd number of weights stay too in int4, which are stored in pairs.
+    Grouped and depthwise convolutions stay in floats: they have few weights, and integers are multiplied
+    no faster there. int4 is stored in pairs, so layers with an odd number of weights stay in floats too.
     """
     layers = _layers(model)
     result = []
@@ -152,7 +152,7 @@ def with_flags(
 def in_groups(
     model: nnx.Module, rule: jaxfused.QuantizationRule, group_size: int
 ) -> list[jaxfused.QuantizationRule]:
-    """Returns the rule for all layers, with groups where these divide a layer's weights."""
+    """Returns rules for all layers, with groups in those whose weights `group_size` divides."""
     layers = [layer for layer in _layers(model) if not layer.is_in_groups]
     names = [layer.name for layer in layers if layer.weights % group_size == 0]
     if not names:
@@ -169,9 +169,9 @@ class _Layer(NamedTuple):
     """A layer that can be quantised."""
 
     name: str
-    """Name that rules search."""
+    """Path of the layer in the model, such as "blocks/0/qkv", which the rules' patterns match."""
     weights: int
-    """Number of weights of each output."""
+    """Number of weights that an output feature sums over."""
     is_in_groups: bool
 
 
@@ -191,7 +191,7 @@ def _any_of(names: Sequence[str]) -> str:
 
 
 def calls_per_second(call: Callable[[], jax.Array]) -> float:
-    """Returns the best of three timings, each with one wait at its end."""
+    """Returns the calls per second of the fastest of three timings, each with one wait at its end."""
     jax.block_until_ready(call())
 
     def seconds(count: int) -> float:

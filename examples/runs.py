@@ -43,7 +43,7 @@ class Run:
 
     @classmethod
     def start(cls, directory: Path, config: dict[str, Any]) -> "Run":
-        """Creates the directory; a directory that is not empty is left as it is.
+        """Creates the directory and writes config.json.
 
         Raises:
           ExampleError: the directory is not empty or cannot be written, another run trains there, or
@@ -313,14 +313,14 @@ def note_other_data(run: Run, fingerprint: str, *, unit: str = "images") -> None
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Returns a pytree as {"blocks.qkv.kernel": array}, so that a checkpoint names no Python classes."""
+    """Returns a pytree as {"blocks.qkv.kernel": array}: a checkpoint then names no Python classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 @functools.cache
 def _lock(directory: Path) -> int | None:
-    """Locks a directory until this process ends; the lock ends with a killed process.
+    """Locks a directory until this process ends, even if it is killed; None where there are no locks.
 
     Raises:
       BlockingIOError: another process has locked it.
@@ -346,7 +346,7 @@ def _is_finite(array: jax.Array) -> bool:
 
 
 def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
-    """Returns `array`, or a NumPy copy if each process has its own; orbax writes the first's."""
+    """Returns `array`, or a NumPy copy if every process has all of it: orbax then writes one of them."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.array(array)
     return array
@@ -355,7 +355,7 @@ def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
 def _find_arrays(
     where: Path, arrays: dict[str, Any]
 ) -> tuple[dict[str, stacks.Source], dict[str, Any]]:
-    """Returns the place in a checkpoint's tree of each of `arrays`, and the targets of its own arrays.
+    """Returns where a checkpoint stores each of `arrays`, and the restore targets of its stored arrays.
 
     Raises:
       ExampleError: it has other arrays.

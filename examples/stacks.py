@@ -1,4 +1,4 @@
-"""Reads checkpoints in which layers of one kind are one stack, for models with separate layers.
+"""Reads checkpoints that store equal layers as one stack, for models with separate layers.
 
 The ViT's blocks used to be one stack, an array [blocks, ...] for each parameter, whether or not a loop
 ran them. Now they are a stack only if a loop runs them. The saved "blocks.qkv.kernel" is read as
@@ -23,13 +23,13 @@ Shape = tuple[tuple[int, ...], np.dtype]
 
 @dataclass(frozen=True)
 class Source:
-    """Place in a checkpoint of an array of a model."""
+    """Place of a model's array in a checkpoint."""
 
     names: tuple[str, ...]
     """Names of the saved arrays that the array is made of: one, or codes and scales of an 8-bit
     moment."""
     index: int | None = None
-    """Index into the saved arrays if they are stacks."""
+    """Index of the array's layer in the saved stacks; None if they are no stacks."""
     is_shared: bool = False
     """True if several arrays of the model are each a copy of the whole saved array."""
 
@@ -60,7 +60,7 @@ def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Shape]) -> dict[str
 
 
 def like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the shape and sharding in which to restore a stack; `array` is one of its layers."""
+    """Returns the target for restoring a stack of this shape, split like its layer `array`."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.empty(shape, dtype)
     sharding = array.sharding
@@ -78,7 +78,7 @@ def _of_stack(name: str, array: Shape, saved: Mapping[str, Shape]) -> Source | N
             if stacked_dtype == dtype and stacked[1:] == shape and index < stacked[0]:
                 return Source((stack,), index)
             if (stacked, stacked_dtype) == array:
-                # A placeholder has one size for arrays of any size.
+                # An optimizer's placeholder for an unused array has the same shape in every layer.
                 return Source((stack,), is_shared=True)
         codes, scales = f"{stack}.codes", f"{stack}.scales"
         # A layer's moment may be too small for 8 bits although the stack's was not.

@@ -10,9 +10,9 @@ async def body_of(request: Any, what: str, most: int) -> bytes:
     """Returns the body of a request.
 
     Args:
-      request: of starlette.
+      request: a request of starlette.
       what: the word for the body in errors.
-      most: the bytes that it may have.
+      most: largest number of bytes of the body.
 
     Raises:
       ExampleError: the body is larger, or incomplete.

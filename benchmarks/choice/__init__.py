@@ -1,1 +1,1 @@
-"""The choice of implementations: its size, its effect on recorded times, and its measured table."""
+"""Measures the choice of implementations: its size, its effect on recorded times, its table."""

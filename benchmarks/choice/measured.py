@@ -1,7 +1,7 @@
-"""`python -m benchmarks.choice.measured`: what today's rules choose at stages measured on a GPU.
+"""`python -m benchmarks.choice.measured`: judges today's choices by times that were measured on a GPU.
 
-benchmarks/results/choice has stages with the times of all their implementations, what was chosen then,
-and the case of the sweep that has the stage. Each case is traced as for an H200, without a GPU and
+benchmarks/results/choice lists stages, each with the times of its implementations, the choice at that
+time, and a case of the sweep that contains it. Each case is traced as for an H200, without a GPU and
 without a table of measured choices. A choice is wrong if it takes 5 % longer than the fastest
 implementation.
 """
@@ -27,7 +27,7 @@ _SLOWER = 1.05
 
 
 class Judged(NamedTuple):
-    """A measured stage: the times of today's choice and of the choice then, over the fastest one."""
+    """A measured stage: times of today's choice and of the recorded one, over the fastest's."""
 
     now: float
     then: float
@@ -63,7 +63,7 @@ def _judged(records: Sequence[dict[str, Any]]) -> Iterator[Judged]:
 
 
 def _choices(line: str, with_gradient: bool) -> dict[str, str]:
-    """Returns the implementation of each stage of a case, those of a call left to XLA too."""
+    """Returns the implementation of each stage of a case, also in calls that are left to XLA."""
     found: dict[str, str] = {}
 
     def add(choice: dispatch.Choice) -> None:

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.choice.replay`: what a change of the choice does to the recorded sweeps.
+"""`python -m benchmarks.choice.replay`: estimates how a changed choice affects the recorded sweeps.
 
 `--out FILE` traces the recorded cases as for an H200, without a GPU, and writes what runs each stage.
 `--before FILE` traces them again and compares: a case whose stages all run as before has a ratio of 1.
-The other cases are judged by recorded times if these apply (ours ran kernels, stock is XLA); those of
-the rest are unknown. A ratio is the time before over the time now: below 1 the change makes a case
-slower. A loss is at least 5 % and half a microsecond, as in the sweep.
+Cases that change between kernels and XLA are judged by recorded times, ours for kernels and stock's for
+XLA; ratios of the rest are unknown. A ratio is the time before over the time now: below 1 the change
+makes a case slower. A loss is at least 5 % and half a microsecond, as in the sweep.
 """
 
 import argparse

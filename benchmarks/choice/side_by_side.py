@@ -1,9 +1,9 @@
-"""`python -m benchmarks.choice.side_by_side BEFORE`: two builds over the same new cases of the sweep.
+"""`python -m benchmarks.choice.side_by_side BEFORE`: compares two checkouts on new cases of the sweep.
 
-BEFORE is a folder with the other checkout, whose `benchmarks.choice` lowers too. Both builds lower each
-case in processes of their own. Cases whose stages run the same implementations and configs in both count
-as equal; the others are run in turns on this GPU, in one process, and compared in their results and
-times. A ratio is the time before over the time now.
+BEFORE is the folder of the other checkout, which has this program too. Each checkout lowers every case
+in its own processes. Cases whose stages run the same implementations and configs in both count as equal;
+the others are run in turns on this GPU, in one process, and compared in their results and times. A ratio
+is the time before over the time now.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _lines(options: argparse.Namespace) -> list[str]:
-    """Returns lines of cases drawn by this process's checkout, one operator after the other."""
+    """Returns the lines of the cases, which the main process draws, with operators in turn."""
     if options.lower:
         return (options.folder / "cases").read_text().splitlines()
     names = options.operators or list(configs.OPERATORS)
@@ -101,7 +101,7 @@ def _lower(folder: Path, index: int, line: str) -> None:
 
 def _compare(options: argparse.Namespace, lines: Sequence[str], processes: Sequence[Any]) -> None:
     if cuda_library.why_unavailable() is None:
-        # The registered kernels are called by name in modules that other processes lowered.
+        # Modules that other processes lowered call the kernels by name, so they must be registered.
         cuda_library.register()
         cublaslt.why_unavailable()
     deadline = time.monotonic() + options.seconds

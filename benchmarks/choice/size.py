@@ -3,9 +3,9 @@
 A choice begins at a stage's `estimate`, or where an operator leaves a call to XLA before its custom_vjp.
 The count covers all that these roots name, directly or indirectly, in `jaxfused` and `pallas_kernels`:
 functions, classes of sizes, and module constants. A constant is a numeric literal in them other than -1,
-0, 1 and 2. A second row adds what orders the configs of a kernel (`configs`). Reasons why a kernel
-cannot run (`why_not`, `why_unsupported`) are limits, not choices, and not followed; nor are the Runner
-and the table, which have no figure of an operator.
+0, 1 and 2. A second row adds what orders the configs of a kernel (`configs`). Two kinds of code are not
+counted: reasons why a kernel cannot run (`why_not`, `why_unsupported`), which are limits, not choices,
+and the Runner and the table, which have no constants of an operator.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """`python -m benchmarks.choice.tune_sweep`: a measured table for the shapes of models and of the sweep.
 
-Each stage of these programs, forward and gradient, is measured in all its implementations, each by its
-default config. The file in `--out` has the format of the shipped tables and is added to, so that a run
-that was cut off goes on. Several processes lower and compile at the same time; one at a time measures,
-while the others rest. `measured.jsonl` next to it has, for each stage, the code's choice and its rule.
+Each stage of these programs, forward and gradient, is measured in all its implementations, each in its
+default config. The file in `--out` has the format of the shipped tables; a run appends to it, so an
+interrupted one can be continued. Several processes lower and compile at the same time, but only one at a
+time measures. `measured.jsonl` next to it has, for each stage, the code's choice and its rule.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def _work(options: argparse.Namespace) -> None:
-    """Measures each `workers`-th case until the time is up."""
+    """Measures every `workers`-th case, from `part` on, until the time is up."""
     device = dispatch.current_device()
     if cuda_library.why_unavailable() is None:
         cuda_library.register()

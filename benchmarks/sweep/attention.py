@@ -1,7 +1,7 @@
 """Attention for the sweep: jaxfused, jax.nn, Flax, cuDNN, and the truth a few heads at a time.
 
-Operands are q, k, v, then the bias, the keys' lengths and the segment ids that the case has, which are
-those of queries and, once more, of keys.
+Operands are q, k, v, then those of these that the case has: the bias, the number of valid keys of each
+sequence, and the segment ids, which serve queries and keys alike.
 """
 
 from functools import partial
@@ -17,11 +17,10 @@ from benchmarks.sweep.configs import Attention
 from benchmarks.sweep.program_parts import Programs, of_problem
 
 STOCK_LOGITS_BYTES = 5 * 2**30
-"""Bytes of the logits [B, N, T, S] in float32, of which XLA holds up to four at a time for a
-gradient."""
+"""Most bytes of float32 logits [B, N, T, S] for stock; XLA holds up to four such arrays for a gradient."""
 
 _TRUTH_LOGITS = 2**27
-"""Logits that the truth holds at a time in each of its arrays."""
+"""Largest number of logits in an array of the truth, which computes some heads at a time."""
 
 
 def programs(config: Attention) -> Programs:
@@ -55,8 +54,8 @@ def programs(config: Attention) -> Programs:
         stock,
         peers={"cudnn": partial(of_jax, config, implementation="cudnn")},
         reference=partial(in_pieces, config),
-        # If one key has all the weight, the gradients of q and k are differences of equal numbers, one
-        # of which comes from a 16-bit output.
+        # If one key has all the weight, the gradients of q and k are differences of numbers that are
+        # equal but for the rounding of the output to 16 bits.
         terms=(
             0.0,
             config.keys**-0.5,
@@ -101,7 +100,7 @@ def of_jax(config: Attention, *operands: Any, implementation: Any) -> jax.Array:
 
 
 def of_flax(config: Attention, *operands: Any) -> jax.Array:
-    """Calls flax.linen.dot_product_attention, with everything as a mask."""
+    """Calls flax.linen.dot_product_attention, with all restrictions of keys in one mask."""
     q, k, v, bias, lengths, segments = _split(config, operands)
     mask = None if segments is None else _same_segment(segments)
     columns = jnp.arange(config.keys)[None, None, None]
@@ -120,10 +119,10 @@ def _same_segment(segments: jax.Array) -> jax.Array:
 
 
 def in_pieces(config: Attention, *operands: Any) -> jax.Array:
-    """Runs jax.nn's attention over some key heads of some examples at a time, and recomputes the logits.
+    """Runs jax.nn's attention over some key heads and examples at a time, and recomputes the logits.
 
-    The result is the truth and, if the logits of all heads do not fit, the measure of stock's
-    accuracy.
+    In float32 the result is the truth; in the case's dtype it is the low-precision reference, in less
+    memory than stock needs.
     """
     q, k, v, bias, lengths, segments = _split(config, operands)
     batch, key_heads, group = config.batch, config.key_heads, config.group

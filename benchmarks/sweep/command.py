@@ -1,4 +1,4 @@
-"""`python -m benchmarks sweep`: draws cases, has them lowered, compiled, checked and timed."""
+"""`python -m benchmarks sweep`: draws cases, then lowers, compiles, checks and times them."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ from jaxfused.runtime import cuda_library
 NAME = "sweep"
 
 _BATCH = 24
-"""Number of cases that are compiled at the same time; nothing else uses the GPU while one is timed."""
+"""Number of cases that are compiled at the same time; they are timed afterwards, one by one."""
 _SAVE_SECONDS = 10.0
 
 
@@ -93,7 +93,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _cases(options: argparse.Namespace) -> list[configs.Config]:
-    """Returns the cases, alternating between operators, so that an interrupted run has some of each."""
+    """Returns the cases, with operators in turn, so that an interrupted run has some of each."""
     cases = [configs.from_line(line) for line in options.case]
     if not options.case:
         cases = [
@@ -113,9 +113,9 @@ class _Sweep:
         self._begin = self._saved = time.monotonic()
 
     def run(self, cases: Sequence[configs.Config]) -> None:
-        """Lowers all cases ahead in processes, and compiles and times them batch by batch."""
+        """Lowers all cases in other processes, and compiles and times them batch by batch."""
         if cuda_library.why_unavailable() is None:
-            # The registered kernels are called by name in modules that other processes lowered.
+            # Modules that other processes lowered call the kernels by name, so they must be registered.
             cuda_library.register()
             cublaslt.why_unavailable()
         workers = Workers(

@@ -27,8 +27,8 @@ from benchmarks.sweep.quantized_configs import (
 )
 
 MOST_TRUTH_LOGITS = 2**30
-"""Largest number of logits, of the query heads that share a key head, that attention's truth holds at a
-time."""
+"""Largest number of logits of the query heads that share a key head: the least that attention's truth
+computes at a time."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """dot_product_attention; `window` keys to the left, 0 for all."""
+    """dot_product_attention; a query attends to at most `window` keys before its own, 0 for all."""
 
     batch: int
     queries: int
@@ -104,7 +104,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear over [batch, tokens, width] to `out` features."""
+    """linear over [batch, tokens, width] to `out` features."""
 
     batch: int
     tokens: int
@@ -127,7 +127,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class MLP:
-    """Mlp or gated_mlp over [batch, tokens, width]; with `stacked`, w_gate holds w_up too."""
+    """mlp or gated_mlp over [batch, tokens, width]; with `stacked`, w_gate holds w_up too."""
 
     operator: str
     batch: int
@@ -155,7 +155,7 @@ class MLP:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rope of q [batch, tokens, heads, head_size] and, with key heads, of k."""
+    """rope of q [batch, tokens, heads, head_size] and, with key heads, of k."""
 
     batch: int
     tokens: int
@@ -422,7 +422,7 @@ def _qkv_projection(draw: Draw) -> QKVProjection:
 
 
 def _cross_entropy(draw: Draw) -> CrossEntropy:
-    # Images have one class each; texts have one per token.
+    # A classifier has one label for each image, a language model one for each token.
     of_images = draw.chance(0.3)
     classes = (10, 100, 1000, 1000, 21841) if of_images else _VOCABULARIES
     return CrossEntropy(
@@ -469,7 +469,7 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
 
 
 def drawn(operator: str, seed: int, index: int) -> Config:
-    """Returns case `index` of a seed: the first draw of its random stream that fits."""
+    """Returns case `index` of a seed: the first draw within the sweep's bounds of its random stream."""
     draw = Draw(seed, f"{operator} {index}")
     config = OPERATORS[operator](draw)
     while not config.fits():

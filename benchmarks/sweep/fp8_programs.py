@@ -1,8 +1,8 @@
 """Layers that multiply in float8, ours and stock, forward and with gradients.
 
 Stock is the same layer in bfloat16, and with XLA's float8 products in the two forms that users write.
-The truth has no rounding. A result may differ from the truth twice as much as the exact product of the
-same float8 numbers.
+The truth does not quantise. A result's error may be twice that of the exact product of the same float8
+numbers.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def fp8_mlp(config: Fp8MLP) -> Programs:
 
 
 def _fp8_programs(problem: Problem, written: Function) -> Programs:
-    """Builds the programs; stock is `written` with XLA's products of bfloat16 and of float8."""
+    """Returns the programs; stock is `written` with XLA's products of bfloat16 and of float8."""
     stock = {
         "bfloat16": partial(written, jnp.matmul),
         "float8 scaled first": partial(written, _fp8_product(_scaled_first)),
@@ -81,9 +81,9 @@ _Fp8 = tuple[jax.Array, jax.Array]
 
 
 def _fp8_product(multiply: Callable[[str, _Fp8, _Fp8, Any], jax.Array]) -> Function:
-    """Returns x @ w with a gradient, of matrices that are quantised by their largest magnitude.
+    """Returns a function x @ w with a gradient, which quantises matrices by their largest magnitude.
 
-    x and w become e4m3 and the cotangent e5m2 as in Flax, which however takes scales from earlier steps.
+    x and w become e4m3 and the cotangent e5m2. Flax does the same, but takes scales from earlier steps.
     """
 
     @jax.custom_vjp

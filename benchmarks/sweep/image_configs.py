@@ -70,7 +70,7 @@ def image_norm(draw: Draw, operator: str) -> ImageNorm:
 
 @dataclass(frozen=True)
 class DepthwiseConv(_Images):
-    """A convolution with a filter for each channel, "SAME"; a sequence if the height is 1."""
+    """A depthwise convolution with "SAME" padding; over a sequence if the height is 1."""
 
     window: int
     stride: int
@@ -83,8 +83,7 @@ class DepthwiseConv(_Images):
         return (1 if self.height == 1 else self.window, self.window)
 
     def fits(self) -> bool:
-        # XLA computes these convolutions multiplication by multiplication: long windows of large images
-        # take seconds.
+        # XLA has no fast kernel for these convolutions: large windows over large images take seconds.
         multiplications = math.prod(self.shape) * math.prod(self.kernel)
         return super().fits() and 2 * multiplications <= MOST_FLOPS // 32
 
@@ -168,12 +167,12 @@ def upsample(draw: Draw) -> Upsample:
 
 @dataclass(frozen=True)
 class Conv:
-    """Conv over [batch, *sides, channels] with as many sides as `axes`; "SAME" padding."""
+    """conv over [batch, *sides, channels] with `axes` sides and "SAME" padding."""
 
     batch: int
     axes: int
     side: int
-    """Size of all sides but the last, which is `last`."""
+    """Size of all sides but the last, whose size is `last`."""
     last: int
     channels: int
     out: int

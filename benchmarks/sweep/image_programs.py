@@ -142,7 +142,8 @@ def depthwise_conv(config: DepthwiseConv) -> Programs:
 
 
 _FAR = 8.0
-"""Biases before a relu, in standard deviations: no rounding of a sum then turns a gradient on or off."""
+"""Magnitude of biases before a relu, in standard deviations of its input. No input is then near 0, where
+rounding would decide whether its gradient is 0."""
 
 
 def inverted_residual(config: InvertedResidual) -> Programs:

@@ -34,12 +34,12 @@ MEMORY_LIMIT = 24 * 2**30
 """Bytes of memory beyond which a stock program is left out."""
 
 _TRUTH_ROUNDING = 2.0**-18
-"""Error of the float32 truth itself, relative to its largest value."""
+"""Allowance for the error of the float32 truth, relative to its largest value."""
 
 _NO_AUTOTUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""Options of the low-precision reference, which rounds where its formula does: inside fusions XLA would
-leave roundings out."""
+"""XLA's options for the low-precision reference, which must round wherever its formula does: by default
+XLA leaves out roundings inside fusions."""
 
 Entry = dict[str, Any]
 Compiled = dict[str, Future[Any]]
@@ -53,9 +53,9 @@ def compile_case(
 ) -> tuple[Compiled, dict[str, Compiled]]:
     """Compiles each program of the case in threads; returns (shared, by direction).
 
-    Programs of a direction compile one after the other, ours last: XLA autotunes a product or fusion
-    once in a process, and its choice varies between runs. Parts that two programs share therefore run
-    the same config.
+    Programs of a direction compile one after the other, ours last. XLA autotunes a product or fusion
+    once in a process, and its choice varies between runs; so parts that two programs share get the same
+    config.
     """
     quick = _NO_AUTOTUNING if on_gpu else {}
     options = dict.fromkeys((INPUTS, TRUTH, COMPARE), quick) | {YARDSTICK: quick | _AS_WRITTEN}
@@ -154,7 +154,8 @@ def judge(
         sets = input_sets(shared[name].result(), written.weight_bytes, on_gpu=on_gpu)
         name = TRUTH
         truth = jax.block_until_ready(shared[name].result()(*sets[0]))
-        # XLA refuses jax.nn's float16 attention of one query: "Unsupported dot precision algorithm".
+        # This may fail: XLA refuses jax.nn's float16 attention of one query, for instance, with
+        # "Unsupported dot precision algorithm".
         name = YARDSTICK
         plain = jax.block_until_ready(shared[name].result()(*sets[0]))
     except Exception as error:
@@ -174,7 +175,7 @@ def judge(
 
 
 def input_sets(make: Callable[[Any], Any], weight_bytes: int, *, on_gpu: bool) -> list[Any]:
-    """Returns the sets of inputs that are used in turn."""
+    """Returns several sets of inputs; successive calls use them in turn, so that caches do not help."""
     first = make(jnp.int32(0))
     count = _count_of_sets(sum(a.nbytes for a in first), weight_bytes) if on_gpu else 2
     return jax.block_until_ready([first, *(make(jnp.int32(seed)) for seed in range(1, count))])
@@ -260,7 +261,7 @@ def _time(compiled: Compiled, sets: Sequence[Any], *, seconds: float, on_gpu: bo
         else:
             programs_by_name[name] = program
     entry: Entry = {"left_out": left_out, "memory": sizes}
-    # The entry says which form of stock, if any, compiles to the same program as ours.
+    # Name of the form of stock, if any, that compiles to the same program as ours.
     text = program_text(programs_by_name[OURS])
     same = (n for n in programs_by_name if n.startswith(STOCK))
     same = (n for n in same if program_text(programs_by_name[n]) == text)
@@ -275,7 +276,8 @@ def _on_gpu(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], second
     try:
         samples = timing.interleaved(calls, sets, seconds)
     except RuntimeError as error:
-        # If kernels cannot be told apart, each program is timed alone, which clocks and heat may bias.
+        # If the programs' kernels cannot be told apart, each program is timed alone; clocks and heat may
+        # then bias the comparison.
         note = {"note": f"not interleaved: {peers.describe(error)}"}
         samples = {name: timing.cupti(call, sets) for name, call in calls.items()}
     kernels = {
@@ -287,7 +289,7 @@ def _on_gpu(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], second
 
 
 def _on_host(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any]) -> Entry:
-    """Times by the host's clock, to test the sweep without a GPU."""
+    """Returns times by the host's clock, for tests of the sweep without a GPU."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     turns = itertools.cycle(sets)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Traces and lowers the programs of a case in several processes, because Python does that on one core.
+"""Traces and lowers cases in several processes, because a process of Python uses one core for that.
 
 The modules are sent to the process that has the GPU, which compiles them in threads.
 """
@@ -92,7 +92,7 @@ def lower_ours(line: str, direction: str, platform: str) -> tuple[Module, list[s
 
 
 _ACROSS_A_KINK = 2.0**-22
-"""Fraction of normally distributed float32 sums that rounding may move across 0: it moves a sum by a few
+"""Fraction of normally distributed float32 sums whose sign rounding may change: it moves a sum by a few
 units in the last place of the standard deviation."""
 
 _SEED = jax.ShapeDtypeStruct((), jnp.int32)
@@ -106,11 +106,11 @@ def _compare_judged(judged: Any, ours: Any, plain: Any, truth: Any, *, strict: i
 def compare(ours: Any, plain: Any, truth: Any, strict: int) -> jax.Array:
     """Returns per result: largest error of ours and of plain, largest value, misplaced NaNs, allowance.
 
-    NaNs count if either ours or the truth has them, but not both.
+    A NaN is misplaced if either ours or the truth has it, but not both.
 
-    From number `strict` on, errors are root mean squares: in the gradient of relu, a preactivation that
-    rounding moves across 0 changes a few values completely. If a fraction f of the preactivations
-    crosses at random, gradients move by sqrt(f) of their own root mean square, which is allowed.
+    From result number `strict` on, errors are root mean squares: where rounding changes the sign of a
+    relu's input, a few gradients change completely. If a random fraction f of the inputs changes sign,
+    gradients change by sqrt(f) times their root mean square, which is allowed.
     """
     rows = []
     for index, (mine, other, true) in enumerate(zip(ours, plain, truth, strict=True)):
@@ -135,7 +135,8 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
 
 
 def _export(platform: str, f: Callable[..., Any], *shapes: Any) -> Module:
-    # JAX does not promise that calls into our CUDA library stay stable, which is not needed here.
+    # JAX refuses to export calls of custom libraries, which may change between versions; here the same
+    # version compiles the module.
     anything = jax.export.DisabledSafetyCheck.custom_call("ALL")
     # An operator's error belongs to its case and must not end the sweep.
     try:
@@ -194,7 +195,7 @@ class Workers:
 
     def _start(self, indices: Iterable[int]) -> None:
         self.close()
-        # These processes see the GPU, because operators ask which one it is, but use none of its memory.
+        # These processes see the GPU, because operators choose by its kind, but use none of its memory.
         context = get_context("spawn")
         self._pool = ProcessPoolExecutor(self._count, context, initializer=_without_memory)
         for index in indices:

@@ -1,4 +1,4 @@
-"""Sizes and activations that the cases of all matrix products draw."""
+"""Sizes and activations from which the cases of all matrix products are drawn."""
 
 from benchmarks.run.draw import MOST_ELEMENTS, MOST_FLOPS, Draw
 

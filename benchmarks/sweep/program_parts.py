@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True)
 class Programs:
-    """Functions of the same operands; the first `differentiable` operands get gradients."""
+    """A case's functions, ours and others, all of the same operands."""
 
     make_inputs: Callable[[jax.Array], Arrays]
     """Function of a key that returns the operands, then a cotangent for each result if any operand gets
@@ -38,25 +38,25 @@ class Programs:
     """Number of results."""
     peers: Mapping[str, Function] = field(default_factory=dict)
     terms: tuple[float, ...] = ()
-    """Usual size of terms that may cancel, for each result and gradient; 0 if none cancel."""
+    """Usual magnitude of terms that may cancel in each result and gradient, 0 for none. Errors relative
+    to it are allowed."""
     reference: Function | None = None
-    """Formula of stock in little memory; by default the first form of stock itself."""
+    """Stock's formula in a form that needs little memory; None for the first form of `stock`."""
     truth: Function | None = None
-    """Truth of quantised results, which differs from `plain` in float32."""
+    """Formula that float32 makes the truth; None for `plain()`, which quantised results differ from."""
     judged: Callable[[Arrays], Arrays] = lambda results: results
     """Function from results to the arrays that are compared."""
     units: tuple[Any, ...] = ()
-    """Dtypes in which compared values may be off by one unit in the last place; by default our
-    results'."""
+    """Dtypes in which compared values may be off by one unit in the last place; () for our results'."""
     floats: Function | None = None
-    """Function of the operands that returns the floats that they stand for, which a listed case's bare
-    product multiplies: they are further operands there, which the other functions ignore."""
+    """Function from the quantised operands to their float values. A listed case appends these to the
+    operands, for its peer that multiplies floats; the other functions ignore them."""
     weight_bytes: int = 0
     """Bytes of weights that a call reads, which in a network are never cached; 0 adds no input sets for
     them."""
 
     def whole(self, forward: Function, with_gradient: bool) -> Function:
-        """Returns a function of (*operands, *cotangents) to results, with gradients if asked."""
+        """Returns a function from (*operands, *cotangents) to results and, if asked, gradients."""
         if not self.differentiable:
             return lambda *args: _as_tuple(forward(*args))
         if with_gradient:
@@ -68,7 +68,7 @@ class Programs:
         return self.reference or next(iter(self.stock.values()))
 
     def in_float32(self) -> Function:
-        """Returns the function in float32 throughout, products included."""
+        """Returns the truth: a function in float32 throughout, products included."""
         whole = self.whole(self.truth or self.plain(), with_gradient=True)
 
         def run(*args: jax.Array) -> Arrays:
@@ -92,7 +92,7 @@ def of_problem(
     """Returns the programs of a case that a problem of the fuzz describes: operands, and our call.
 
     Args:
-      problem: its operands, then its constants, are the programs' operands, in this order.
+      problem: the fuzz's problem; the programs' operands are its operands, then its constants.
       stock: stock's forms, as functions of the same operands.
       results: how many of our results are judged.
       more: further fields of the programs.
@@ -143,7 +143,7 @@ class RandomArrays:
         return self.normal((size,), dtype, mean=mean, deviation=0.1)
 
 
-# --- layers as Flax has them -----------------------------------------------------------------------
+# --- layers as Flax computes them ------------------------------------------------------------------
 
 
 def split_operands(config: Any, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:

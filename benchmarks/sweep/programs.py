@@ -1,4 +1,4 @@
-"""Each case as functions of its operands: ours, the forms of stock JAX, and the truth.
+"""Turns each case into functions of its operands: ours, the forms of stock JAX, and the truth.
 
 Stock is what a user of JAX and Flax writes, never jaxfused's own reference. If an operator has several
 usual forms, all are timed and the fastest counts.
@@ -82,7 +82,7 @@ def of(config: Config) -> Programs:
 
 
 def _rows(config: Norm | Linear | MLP | QKVProjection) -> tuple[int, ...]:
-    """Returns the axes before the features: rows alone, of a listed benchmark, if the batch is 0."""
+    """Returns the axes before the features; batch 0, of a listed benchmark, stands for no batch axis."""
     return (config.batch, config.tokens) if config.batch else (config.tokens,)
 
 
@@ -131,7 +131,7 @@ def _layer(config: Linear | MLP | QKVProjection) -> dict[str, Any]:
 
 
 def _over_rows(config: Linear | MLP, forms: dict[str, Function], residual: bool) -> Any:
-    """Adds stock's form over [rows, width], which XLA multiplies otherwise than batches."""
+    """Adds stock over [rows, width] to the forms, for which XLA may choose another kernel."""
     if config.batch <= 1:
         return forms
 
@@ -345,6 +345,6 @@ def _cross_entropy(config: CrossEntropy) -> Programs:
             return found.mean().astype(jnp.float32)
         return (jnp.sum(found * counts) / jnp.maximum(counts.sum(), 1)).astype(jnp.float32)
 
-    # A program that stays in the logits' dtype is stock too, although few rely on its losses.
+    # A loss in the logits' own dtype is also a form of stock, although its accuracy is poor.
     forms = {"as they are": partial(stock, False), "float32": partial(stock, True)}
     return of_problem(problem, forms)

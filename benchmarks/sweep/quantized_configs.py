@@ -9,11 +9,10 @@ from benchmarks.sweep.image_configs import Conv
 from benchmarks.sweep.product_sizes import ACTIVATIONS, hidden_features, product_fits
 
 _SMOOTH = tuple(name for name in ACTIVATIONS if name != "relu")
-"""Activations for fp8. relu is left out: errors of float8 products change the sign of too many of its
-inputs."""
+"""Activations for fp8. Not relu, since errors of float8 products change the sign of too many inputs."""
 
 _WORD_BLOCK = 128
-"""Block length of int4 in layout "columns"."""
+"""Number of input features in a block of int4 in layout "columns"."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class QuantizedMatmul:
 
 
 def quantized_matmul(draw: Draw) -> QuantizedMatmul:
-    """Draws decoders of few tokens and prompts of many, over weights of language and vision models."""
+    """Draws decoding (few rows) or prefill (many), with weights of language and vision models."""
     weights = draw.pick(("int8", "int8", "int4", "int4", "float8_e4m3fn"))
     layout = "columns" if draw.chance(0.85) else "rows"
     group = draw.pick((0, 32, 64, 128, 128)) if weights == "int4" else draw.pick((0, 0, 0, 128))
     width, out = _width_and_out(draw)
-    # Only weights in columns and of one format are multiplied in one pass.
+    # The gated unit's kernel reads only weights in layout "columns".
     gated = layout == "columns" and draw.chance(0.15)
     return QuantizedMatmul(
         rows=_rows(draw),
@@ -85,7 +84,7 @@ def _rows(draw: Draw) -> int:
 
 
 def _width_and_out(draw: Draw) -> tuple[int, int]:
-    """Draws mostly multiples of 16; one width in 16 is an odd number."""
+    """Draws (width, out), mostly multiples of 16; one width in 16 is odd."""
     width = draw.width(16384)
     out = draw.shard(hidden_features(draw, width)) if draw.chance(0.6) else draw.width(16384)
     return (out, width) if draw.chance(0.3) else (width, out)
@@ -102,7 +101,7 @@ class QuantizedProduct:
     group: int
     """Features that share a scale in x and in the weights; 0 for one scale a row and a column."""
     per_tensor: bool
-    """True if x has one scale."""
+    """True if one scale serves all of x."""
     out_dtype: str
     bias: bool
     activation: str | None
@@ -121,7 +120,7 @@ class QuantizedProduct:
 
 
 def quantized_product(draw: Draw) -> QuantizedProduct:
-    """Draws as `quantized_matmul` does, with x quantised too; float8 now and then in groups of 128."""
+    """Draws a product of quantised x and weights; 15 % of float8 has groups of 128."""
     width, out = _width_and_out(draw)
     number = draw.pick(("int8", "float8_e4m3fn"))
     group = 128 if number == "float8_e4m3fn" and draw.chance(0.15) else 0
@@ -162,7 +161,7 @@ _ROW_FORMATS = ("int8", "int8", "int8", "float8_e4m3fn", "float8_e4m3fn", "float
 
 
 def quantize_rows(draw: Draw) -> QuantizedRows:
-    """Draws activations as a quantised product reads them."""
+    """Draws activations to quantise for a product."""
     return QuantizedRows(
         rows=_rows(draw),
         width=draw.width(),
@@ -193,7 +192,7 @@ class QuantizedNorm:
 
 
 def quantized_norm(draw: Draw) -> QuantizedNorm:
-    """Draws the norm before a product of quantised operands."""
+    """Draws a norm whose quantised result a product reads."""
     norm = draw.pick(("layer_norm", "rms_norm", "rms_norm"))
     return QuantizedNorm(
         norm=norm,
@@ -234,7 +233,7 @@ def quantized_conv(draw: Draw) -> QuantizedConv:
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """Linear over [rows, width] with precision="fp8"."""
+    """linear over [rows, width] with precision="fp8"."""
 
     rows: int
     width: int
@@ -254,7 +253,7 @@ class Fp8Linear:
 
 
 def fp8_linear(draw: Draw) -> Fp8Linear:
-    """Draws layers of a network in training; one width in 16 is an odd number."""
+    """Draws layers of a network in training; one width in 16 is odd."""
     width, out = _width_and_out(draw)
     return Fp8Linear(
         rows=draw.rounded(1024, 65536),
@@ -270,7 +269,7 @@ def fp8_linear(draw: Draw) -> Fp8Linear:
 
 @dataclass(frozen=True)
 class Fp8MLP:
-    """Mlp over [rows, width] with precision="fp8"."""
+    """mlp over [rows, width] with precision="fp8"."""
 
     rows: int
     width: int

@@ -1,9 +1,8 @@
 """Quantised operators, ours and stock, and their truths.
 
 Stock multiplies the same numbers in the forms that XLA has kernels for. The truth of a product is the
-float32 product of the dequantised numbers. Quantised results are compared in steps of their format: a
-result may be twice as far from the truth as stock's rounding, which is one step if nothing else is
-rounded.
+float32 product of the dequantised numbers. Errors of quantised results are counted in steps of their
+format and may be twice stock's, whose rounding alone is off by at most half a step.
 """
 
 import math
@@ -44,7 +43,7 @@ from jaxfused.runtime.quantized_array import Layout
 class _Weights:
     """Arrays that represent weights [D, F] among the operands of a program.
 
-    int4 come twice: as jaxfused packs them, and in XLA's own 4-bit dtype, which stock reads.
+    int4 weights come twice: packed by jaxfused, and in XLA's own 4-bit dtype, which stock reads.
     """
 
     format: str
@@ -55,7 +54,7 @@ class _Weights:
 
     @property
     def count(self) -> int:
-        """Number of arrays."""
+        """Number of arrays that represent the weights."""
         return 2 + (not self.symmetric) + (self.format == "int4")
 
     def make(self, w: jax.Array) -> list[jax.Array]:
@@ -96,7 +95,7 @@ class _Weights:
 
 
 def narrow_sums(dtype: Any) -> Any:
-    """Returns the dtype for a product of unscaled numbers, which float16 might not hold."""
+    """Returns the dtype of a product's unscaled sums: float32 for float16, which they may overflow."""
     return jnp.float32 if dtype == jnp.float16 else dtype
 
 
@@ -170,7 +169,7 @@ def _bytes(numbers: int, number_format: str) -> int:
 
 
 _MOST_PARTS = 2**26
-"""Most float32 numbers that `_by_groups` may write before it sums them."""
+"""Largest number of float32 partial sums that `_by_groups` may write before it adds them."""
 
 
 def _forms_of_float_x(config: QuantizedMatmul) -> dict[str, Function]:
@@ -188,7 +187,7 @@ def _dequantised_first(weights: _Weights, x, arrays):
 
 
 def _scaled_last(weights: _Weights, x, arrays):
-    """Multiplies the sums by one scale a column."""
+    """Multiplies the stored numbers, then each column's sums by the column's scale."""
     numbers, scale = weights.in_groups(arrays, x.dtype)
     sums = jnp.matmul(x, numbers[0], preferred_element_type=narrow_sums(x.dtype))
     return (sums * scale).astype(x.dtype)
@@ -432,7 +431,7 @@ def quantized_conv(config: QuantizedConv) -> Programs:
             bias_dtype = config.dtype if config.param_dtype == "same" else config.param_dtype
             operands.append(random.small(config.out, bias_dtype))
         operands += [random.normal(config.result, dtype) for _ in range(config.residual)]
-        # The peer convolves the floats that the other operands were quantised from.
+        # The peer convolves x and w, from which the other operands were quantised.
         return (*operands, x, w)
 
     def split(args: Arrays) -> tuple[Arrays, Arrays, Any, Any, Arrays]:

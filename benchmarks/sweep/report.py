@@ -1,4 +1,4 @@
-"""The sweep's files and tables: runs of several seeds and machines add up."""
+"""The sweep's files and tables, which combine runs of several seeds and machines."""
 
 import json
 import os
@@ -24,7 +24,7 @@ the bfloat16 convolution of the unquantised operands."""
 
 
 def save(path: Path, run: dict[str, Any], entries: Sequence[Entry]) -> None:
-    """Writes all entries so far, so that an interrupted run keeps them."""
+    """Writes all entries so far, so that an interrupted run does not lose them."""
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial.write_text(json.dumps({"runs": [run | {"entries": list(entries)}]}, indent=1) + "\n")
@@ -88,7 +88,7 @@ def _is_loss(entry: Entry, against: str) -> bool:
 
 
 def text(entries: Sequence[Entry]) -> str:
-    """Formats the distributions, the worst cases, and what was wrong or raised."""
+    """Formats the distributions of ratios, the worst cases, and those that were wrong or raised."""
     lines = [
         f"{'operator':20} {'direction':17} {'against':7} {'count':>5} {'5th':>6} {'median':>6}"
         f" {'min':>6} {'<0.95':>5} {'<1.00':>5} {'wrong':>5} {'raised':>6}"

@@ -43,7 +43,7 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Job:
-    """One network to compile, as it is sent to the process that compiles it."""
+    """A network to compile and its options, as sent to the process that compiles it."""
 
     size: str
     variant: str
@@ -58,7 +58,7 @@ class Job:
 
 
 class ViT(flax.linen.Module):
-    """A ViT as a user of Flax writes it, with each layer unrolled in the program."""
+    """A ViT as users of Flax write it, with a Python loop over its layers."""
 
     size: ViTSize
     layers: Any
@@ -85,7 +85,7 @@ class ViT(flax.linen.Module):
 
 
 def program(job: Job) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns functions of a key to (state, batch), and of (state, batch) to (state, loss)."""
+    """Returns two functions: from a key to (state, batch), and from (state, batch) to (state, loss)."""
     model = ViT(SIZES[job.size], LAYERS[job.variant])
     optimizer = OPTIMIZERS[job.optimizer]()
 
@@ -185,12 +185,13 @@ def _step_time(compiled: Any, state: Any, batch: Any) -> dict[str, Any]:
 def count_kernels(text: str) -> dict[str, int]:
     """Counts the kernels in a lowered module, the functions that have any, and their shapes.
 
-    Under Auto axes on several devices kernels hide in custom_partitioning calls, which are counted.
+    Under Auto axes on several devices, kernels are inside custom_partitioning calls, whose number is
+    returned too.
     """
     functions = re.split(r"^  func\.func ", text, flags=re.MULTILINE)
     calls = [re.findall(r"custom_call @mosaic_gpu\w*\(.*", function) for function in functions]
-    # A call ends with the types of its operands and results. Attributes hold source lines, and so differ
-    # even for the same kernel.
+    # A call ends with the types of its operands and results, by which shapes are counted. Its attributes
+    # contain source lines, which differ even for the same kernel.
     types = {call.rpartition(" : ")[2] for found in calls for call in found}
     return {
         "kernels": sum(map(len, calls)),
@@ -259,8 +260,8 @@ def _in_process(job: Job) -> dict[str, Any]:
 def _prepare(job: Job) -> None:
     """Configures JAX before it lists devices, without a cache of compiled programs.
 
-    To lower without a GPU, operators are told that they run on an H200, and JAX gets as many CPU devices
-    as the job needs.
+    To lower without a GPU, operators choose as on an H200, and JAX gets as many CPU devices as the job
+    needs.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     if job.lower_for:

@@ -1,9 +1,9 @@
 """Whole training steps against stock Flax and torch: `python -m benchmarks end_to_end`.
 
-ViT-B/16, ViT-L/16, a U-Net, ConvNeXt-T and ResNet-50 on random images, in bfloat16 with float32
-parameters, AdamW and clipping by the global norm: time, memory and every kernel of a step. Models with
-"answers" and a batch in their names run inference; they, and the networks of other libraries, are
-measured if --models names them.
+It measures time, memory and every kernel of a step of ViT-B/16, ViT-L/16, a U-Net, ConvNeXt-T and
+ResNet-50 on random images, in bfloat16 with float32 parameters, AdamW and clipping by the global norm.
+Models with "answers" and a batch size in their names run inference; they, and networks of other
+libraries, are measured only if --models names them.
 """
 
 import argparse
@@ -45,7 +45,7 @@ TORCH = {
     ),
     **dict.fromkeys(("resnet-50-answers-1", "resnet-50-answers-64"), ("resnet50", "--answers")),
 }
-"""Arguments of `benchmarks.whole.end_to_end_torch`: timm's name of a network, and flags."""
+"""Arguments of `benchmarks.whole.end_to_end_torch`, by model: timm's name of the network, and flags."""
 
 _KERNELS_KEPT = 40
 _BY_NAME = ("ours-copies", "fused")
@@ -54,7 +54,7 @@ _BY_NAME = ("ours-copies", "fused")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    # Without preallocation torch can use the rest of the memory.
+    # Without JAX's preallocation torch can use the rest of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu":
         print(
@@ -265,8 +265,8 @@ def kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:
 def summed(timed: Sequence[tuple[str, float]], source: dict[str, str]) -> Row:
     """Sums milliseconds by kind of kernel, and lists the kernels that take longest, largest first.
 
-    The same operation in every layer is one entry: its count, its microseconds, its source. XLA gives
-    such kernels different final numbers, Flax different modules.
+    The same operation in all layers is one entry, with its count, microseconds and source. Its kernels'
+    names differ in XLA's number at the end, their sources in the number of Flax's module.
     """
     kinds: dict[str, float] = {}
     times: dict[tuple[str, str], list[float]] = {}
@@ -293,7 +293,7 @@ def sources(hlo: str) -> dict[str, str]:
 
 
 def _run_torch(model: str, batch: int, flags: Sequence[str] = ()) -> Row:
-    """Runs `benchmarks.whole.end_to_end_torch`, in a process with memory of its own; returns its row."""
+    """Runs `benchmarks.whole.end_to_end_torch` in another process, which has its own memory peak."""
     command = [sys.executable, "-m", "benchmarks.whole.end_to_end_torch", model, str(batch), *flags]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,8 +1,8 @@
 """Training steps of networks of other libraries, unchanged and under `jaxfused.fuse`.
 
-Networks are Hugging Face's Flax models, of the last release that has them, and a Vision Transformer of
-Equinox's layers; both come with `pip install '.[adoption]'`. Compute is in bfloat16, parameters are
-float32.
+The networks are Hugging Face's Flax models, of the last release that has them, and a Vision Transformer
+made of Equinox's layers; `pip install '.[adoption]'` installs both libraries. Compute is in bfloat16,
+and parameters are float32.
 """
 
 import functools

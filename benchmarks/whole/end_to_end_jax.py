@@ -1,8 +1,8 @@
-"""Whole training steps in JAX: on jaxfused, and as a user of Flax and Optax writes them.
+"""Whole training steps in JAX: with jaxfused, and as users of Flax and Optax write them.
 
-Both sides of a comparison are the same network with as many parameters, in bfloat16 with float32
-parameters, under AdamW and clipping by the global norm. In an inference workload parameters are
-bfloat16, and our variant folds batch norms into the convolutions.
+Both variants are the same network with as many parameters, in bfloat16 with float32 parameters, under
+AdamW and clipping by the global norm. In an inference workload parameters are bfloat16, and our variant
+folds batch norms into the convolutions.
 """
 
 import functools
@@ -30,9 +30,9 @@ from examples.vit.model import MODELS, Attention, VisionTransformer, ViTSize
 from jaxfused.modules.conv import Norm
 
 State = tuple[Any, Any, Any]
-"""(parameters, state of the optimizer, running averages of batch norms)."""
+"""Tuple (parameters, state of the optimizer, running averages of batch norms)."""
 Batch = tuple[jax.Array, jax.Array]
-"""(images, labels)."""
+"""Pair (images, labels)."""
 Loss = Callable[[Any, Batch], jax.Array]
 """Function of (parameters, batch) that returns a scalar."""
 
@@ -278,14 +278,14 @@ def _with_jaxfused(
 ) -> Program:
     """Returns a training step; with `copies`, layers read bfloat16 kernels that the optimizer wrote.
 
-    Then no weight is converted, and gradients of kernels are rounded to bfloat16, as in stock's program
-    and under torch's autocast.
+    No kernel is then converted in a step, and kernels' gradients are rounded to bfloat16, as in stock's
+    program and under torch's autocast.
     """
     graphdef = nnx.graphdef(nnx.eval_shape(build))
     optimizer = jaxfused.optim.adamw(**OPTIMIZER)
 
     def init(key: jax.Array) -> State:
-        del key  # `build` does not need the key: it has one of its own.
+        del key  # `build` has its own key.
         params, averages = nnx.state(build(), nnx.Param, ...)
         params, averages = nnx.to_pure_dict(params), nnx.to_pure_dict(averages)
         if copies:
@@ -316,7 +316,7 @@ def _with_jaxfused(
 
 @dataclass(frozen=True)
 class Network:
-    """A network and its loss as a user of some library writes them."""
+    """A network and its loss as users of its library write them."""
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     """Function of a key that returns (parameters, running averages of batch norms)."""
@@ -579,7 +579,7 @@ def product_flops(jaxpr: Jaxpr) -> int:
             _, kernel, out = shapes
             outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
             taps = math.prod(kernel) // outputs
-            # A transposed convolution's taps that meet inserted zeros do not count.
+            # Multiplications by the zeros that a transposed convolution inserts do not count.
             total += 2 * math.prod(out) * taps // math.prod(eqn.params["lhs_dilation"])
         repeats = eqn.params["length"] if name == "scan" else 1
         for inner in eqn.params.values():

@@ -57,7 +57,7 @@ def kind(kernel: str) -> str:
 
 
 def kernel_milliseconds(row: Row) -> float | None:
-    """Returns the sum of a step's kernels, or None if they were not timed."""
+    """Returns the milliseconds of a step's kernels in all, or None if they were not timed."""
     return sum(row["kinds"].values()) if row.get("kinds") else None
 
 
@@ -69,7 +69,7 @@ def by_kind(row: Row) -> dict[str, float]:
 
 
 def tflops(model: Section, row: Row) -> float:
-    """Returns model TFLOP/s, of the operations that the network needs, not the variant."""
+    """Returns model TFLOP/s: operations that the network needs, whatever the variant computes."""
     rate: float = model["flops"] / row["milliseconds"] / 1e9
     return rate
 
@@ -142,7 +142,7 @@ def kernel_table(row: Row, count: int = _TOP_KERNELS) -> tuple[list[str], list[l
 
 
 def print_report(section: Section) -> None:
-    """Prints the kernels of every variant, and last the table, which matters most."""
+    """Prints the kernels of every variant, then the table, which matters most."""
     for model in section["models"]:
         for variant, row in model["rows"].items():
             if row.get("kinds"):

@@ -44,7 +44,7 @@ def main() -> None:
         "compile_seconds": compile_seconds,
         "losses": losses,
     }
-    # The profiler may not work; the row then has no kernels.
+    # If the profiler does not work, the row has no kernels.
     try:
         row["kernels"] = kernels(lambda: run(1))
     except Exception as error:
@@ -155,7 +155,7 @@ def unet(base: int = 64, levels: int = 5, groups: int = 32) -> Any:
 
 
 def segmentation_loss(logits: Any, labels: Any) -> Any:
-    """Computes cross-entropy plus the Dice loss, on which the JAX networks are trained."""
+    """Computes cross-entropy plus the Dice loss, as the JAX networks' training does."""
     import torch
 
     targets = labels.float()

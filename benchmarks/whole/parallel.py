@@ -1,13 +1,13 @@
 """Compares several GPUs with one of them: `python -m benchmarks parallel`.
 
 Data parallel: a training step under Auto axes, with parameters on every device and the same number of
-images for each. The share is the slowest single device's time over that of all together. A run of all
-devices at the same time, each with its own step and no sums, separates the cost of the host from that of
-the sums. Tensor parallel: forward and gradients of an mlp whose hidden features are split, and the time
-of one device that has them all. Context parallel: forward and gradients of attention over one long
-sequence, by each method of `context_parallel_attention`. `--scaling` times whole programs on 1, 2, 4 and
-8 devices instead, and draws a picture; `--tiny` runs them on a CPU's virtual devices; `--paper` prints
-what more GPUs would do.
+images for each. The share is the slowest single device's time over that of all together. All devices
+also run at the same time without all-reduces, each its own step, which separates the cost of the host
+from that of the all-reduces. Tensor parallel: forward and gradients of an mlp whose hidden features are
+split, and the time of one device that has them all. Context parallel: forward and gradients of attention
+over one long sequence, by each method of `context_parallel_attention`. `--scaling` times whole programs
+on 1, 2, 4 and 8 devices instead, and draws a chart; `--tiny` runs them on a CPU's virtual devices;
+`--paper` prints estimates for more GPUs.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from examples.vit.model import MODELS
 
 NAME = "parallel"
 SIZES = {"vit-b16": 256, "vit-l16": 128}
-"""Images per device."""
+"""Images per device, by model."""
 ROWS, WIDTH, HIDDEN = 8192, 4096, 14336
 """Sizes of the MLPs whose hidden features are split."""
 
@@ -130,7 +130,7 @@ def measure(
 ) -> None:
     """Compiles all programs in parallel, then runs one after the other."""
     devices = jax.devices()
-    # Each device runs alone, then all together, because devices are not equally fast.
+    # Each device is timed alone too, because devices are not equally fast.
     groups = [*([device] for device in devices), devices]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         steps = {
@@ -203,7 +203,7 @@ class _Step:
 
 
 def _time_apart(steps: Sequence[_Step]) -> Row:
-    """Times the steps, each on its own devices, all at the same time."""
+    """Times the steps while all run at the same time, each on its own devices."""
     states, batches = map(list, zip(*(step.operands() for step in steps), strict=True))
 
     def run(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Attention of one sequence on several GPUs beside one, a part of `python -m benchmarks parallel`."""
+"""Attention of one sequence on several GPUs and on one, a part of `python -m benchmarks parallel`."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -56,7 +56,7 @@ def _operands(*, with_more: bool) -> list[Any]:
 
 
 def _one(options: Mapping[str, Any], query, key, value, dy, segments, sinks):
-    """Returns the output and the gradients to query, key and value, by one device."""
+    """Returns the output and the gradients to query, key and value, computed on one device."""
     given = (
         {} if segments is None else dict(query_segment_ids=segments, key_value_segment_ids=segments)
     )
@@ -71,7 +71,7 @@ def _one(options: Mapping[str, Any], query, key, value, dy, segments, sinks):
 def _all(
     options: Mapping[str, Any], how: Mapping[str, Any], query, key, value, dy, segments, sinks
 ):
-    """Returns the same by all devices."""
+    """Returns the output and the gradients to query, key and value, computed on all devices."""
 
     def f(*qkv):
         return jaxfused.context_parallel_attention(

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: how many bytes a device receives, and of which kind."""
+"""Counts the bytes that a device receives in a compiled program, by kind of collective."""
 
 import math
 import re
@@ -13,13 +13,13 @@ _ARRAY = re.compile(r"\b([a-z]+\d+(?:e\dm\d\w*)?|pred)\[([\d,]*)\]")
 
 
 def received_bytes(hlo: str, devices: int) -> dict[str, float]:
-    """Returns the bytes that a device receives, by kind of collective, of groups of all devices.
+    """Returns the bytes that a device receives by kind of collective; each must be of all devices.
 
     A collective in a loop counts as often as the loop's known trip count says.
 
     Args:
       hlo: `compiled.as_text()`.
-      devices: how many the program runs on.
+      devices: number of devices on which the program runs.
     """
     trips = _trips(hlo)
     found: dict[str, float] = {}

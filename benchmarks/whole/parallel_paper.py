@@ -1,9 +1,9 @@
-"""What many GPUs would do, on paper: `python -m benchmarks parallel --paper`.
+"""Estimates how programs scale to many GPUs: `python -m benchmarks parallel --paper`.
 
-A row's compute is a measurement of one GPU, or its FLOPs at a measured rate; what travels is counted in
+A row's compute is a measurement on one GPU, or its FLOPs at a measured rate; communication is counted in
 bytes. Collectives are rings within a host, and rings of hosts, in which each GPU has its own network
-port; a collective takes its bytes at the links' rate and a latency for each step. Two bounds follow:
-nothing of it runs beside the compute, or all that may.
+port; a collective takes its bytes at the links' rate and a latency for each step. There are two bounds:
+none of the communication overlaps the compute, or all that can does.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Machine:
     """Hosts of eight H200s."""
 
     flops: float = 600e12
-    """Products in bfloat16 of real sizes, a second; measured."""
+    """Operations a second of bfloat16 products at the sizes of models; measured."""
     host: int = 8
     link: float = 370e9
     """Bytes a second that a GPU receives through NVLink, 450e9 at most."""
@@ -25,16 +25,16 @@ class Machine:
     """Bytes a second that a GPU receives through its port of 400 Gb/s."""
     link_latency: float = 3e-6
     network_latency: float = 12e-6
-    """Seconds of a ring's step."""
+    """Seconds of a ring's step between hosts; `link_latency` is that within a host."""
     launch: float = 8e-6
-    """Seconds of a collective that moves nothing."""
+    """Seconds of a collective of no bytes."""
     memory: float = 141e9
 
     def gather(self, size: float, count: int) -> float:
-        """Returns the seconds in which each of `count` GPUs has all of `size` bytes, each a part before.
+        """Returns the seconds of an all-gather of `size` bytes in all on `count` GPUs.
 
-        A reduce-scatter takes as long. First the GPUs of the same place in each host exchange what they
-        have, then those of a host, so that a port carries an eighth of the bytes that a host receives.
+        A reduce-scatter takes as long. First GPUs with the same index in each host exchange their parts,
+        then those of a host, so that a port carries an eighth of the bytes that a host receives.
         """
         if count == 1:
             return 0.0
@@ -59,18 +59,18 @@ class Row:
     compute: float
     collectives: float
     hideable: float
-    """Seconds of compute that collectives may run beside."""
+    """Seconds of compute that collectives can overlap."""
     received: float
     memory: float
 
     @property
     def hidden(self) -> float:
-        """Share of the GPUs that is used, if all runs beside the compute that may."""
+        """Share of the time that is compute, if all communication overlaps that can."""
         return self.compute / (self.compute + max(0.0, self.collectives - self.hideable))
 
     @property
     def apart(self) -> float:
-        """The same if nothing does."""
+        """Share of the time that is compute, if no communication overlaps it."""
         return self.compute / (self.compute + self.collectives)
 
 
@@ -81,22 +81,25 @@ def _gathered(size: float, count: int) -> float:
 def data_parallel(
     name: str, parameters: float, compute: float, count: int, machine: Machine, wire: int = 4
 ) -> Row:
-    """Returns a step of equal batches, whose gradients are summed in `wire` bytes each."""
+    """Returns a data-parallel step, whose gradients are all-reduced at `wire` bytes a number."""
     size = wire * parameters
     return Row(
         name,
         count,
         compute,
         machine.all_reduce(size, count),
-        compute * 2 / 3 * 0.9,  # The first layer's gradients come last.
+        compute
+        * 2
+        / 3
+        * 0.9,  # All-reduces overlap the backward but for the first layers, its end.
         2 * _gathered(size, count),
-        # Parameters, gradients and two moments in float32, besides the activations.
+        # Parameters, gradients and two moments in float32; activations are not counted.
         16 * parameters,
     )
 
 
 def fully_sharded(parameters: float, tokens: int, count: int, machine: Machine) -> Row:
-    """Returns a step of a language model: parameters are gathered twice, gradients scattered."""
+    """Returns an FSDP step of a language model: two all-gathers of parameters, one reduce-scatter."""
     compute = 6 * parameters * tokens / machine.flops
     size = 2 * parameters
     return Row(
@@ -116,7 +119,7 @@ def context_parallel(tokens: int, count: int, machine: Machine) -> Row:
     flops = 3.5 * 4 * tokens**2 / 2 * heads * features / count
     size = 2 * 2 * tokens * key_heads * features
     compute = flops / (machine.flops * 0.8)
-    # Keys and values go round in 16 bits in each pass, and their gradients in float32.
+    # The ring passes keys and values in 16 bits, forward and backward, and their gradients in float32.
     hops = machine.gather(size, count) * 2 + machine.gather(2 * size, count)
     return Row(
         f"attention, T {tokens:,}",
@@ -130,7 +133,7 @@ def context_parallel(tokens: int, count: int, machine: Machine) -> Row:
 
 
 def tensor_parallel(count: int, machine: Machine, *, overlaps: bool = True) -> Row:
-    """Returns gated_mlp 8192 x 4096 x 14336, forward and gradients, with shared tokens."""
+    """Returns gated_mlp 8192 x 4096 x 14336, forward and gradients, with all tokens on every GPU."""
     rows, width, hidden = 8192, 4096, 14336
     compute = 3 * 3 * 2 * rows * width * hidden / count / machine.flops
     size = 2 * rows * width
@@ -148,7 +151,7 @@ def tensor_parallel(count: int, machine: Machine, *, overlaps: bool = True) -> R
 VIT_B = (86.6e6, 51.7e-3)
 """Parameters, and seconds of a step of 256 images on an H200; measured."""
 VIT_L = (304e6, 90e-3)
-"""The same for 128 images; seconds are from FLOPs."""
+"""Parameters, and seconds of a step of 128 images on an H200; estimated from FLOPs."""
 LANGUAGE_MODEL = (1.1e9, 16_384)
 """Parameters, and tokens a GPU."""
 

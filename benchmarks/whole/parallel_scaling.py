@@ -1,9 +1,8 @@
-"""How whole programs scale over devices, a part of `python -m benchmarks parallel`.
+"""Times whole programs on 1, 2, 4, 8 ... devices, a part of `python -m benchmarks parallel`.
 
-Each program is compiled and timed on 1, 2, 4, 8 ... devices. Weak scaling gives each device as much as
-one has alone; strong scaling shares one problem. A row has the time, the share of the devices that is
-used, the bytes that a device receives and its memory, from the compiled program, the share of the
-kernels' time that collectives take, from the profiler on a GPU, and the estimate on paper.
+Weak scaling gives each device as much work as one has alone; strong scaling divides one problem. A row
+has the time and the parallel efficiency; from the compiled program, the bytes that a device receives and
+its memory; from the profiler on a GPU, the collectives' share of the kernels' time; and an estimate.
 """
 
 import functools
@@ -36,13 +35,13 @@ class Sizes:
     """Sizes of all workloads."""
 
     vit: Mapping[str, int]
-    """Images a device of each Vision Transformer, of 224 x 224."""
+    """Images per device, by Vision Transformer."""
     vit_images: int
-    """Images in all, for strong scaling of the first of them."""
+    """Images in all for strong scaling of the first of these Vision Transformers."""
     image: int
     language_model: str
     rows: int
-    """Rows of text a device."""
+    """Rows of text per device."""
     length: int
     """Tokens of a row."""
     tokens: int
@@ -75,19 +74,19 @@ TINY = Sizes(
     heads=(8, 8, 8),
     mlp=(32, 16, 64),
 )
-"""For a run on virtual devices of a CPU."""
+"""Sizes for a run on virtual devices of a CPU."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program of a mesh's devices."""
+    """A program for the devices of a mesh."""
 
     step: Any
     """A function under `jax.jit` or `jax.pmap`."""
     make: Callable[[], tuple[Any, ...]]
-    """Makes its operands, placed."""
+    """Function that returns the operands, sharded."""
     carries: int = 0
-    """How many of its first operands are its first results."""
+    """Number of leading operands that a call overwrites with its leading results."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ def measure(
             except Exception as error:  # One workload that does not fit must not end the run.
                 row["error"] = peers.describe(error)
             if "milliseconds" in row:
-                # The smallest count that ran stands for one device, if one does not hold the work.
+                # If the work does not fit on one device, the smallest count that ran is the reference.
                 scale = 1 if workload.kind == "weak" else count
                 alone = scale * row["milliseconds"] if alone is None else alone
                 ideal = alone if workload.kind == "weak" else alone / count
@@ -207,7 +206,7 @@ def _timed(workload: Workload, count: int) -> Row:
             for _ in range(times):
                 results = once()
                 if jax.default_backend() == "cpu":
-                    # Steps in flight wait for each other's threads there.
+                    # On a CPU, steps that run at the same time would wait for each other's threads.
                     jax.block_until_ready(results)
             jax.block_until_ready(results)
 
@@ -224,7 +223,7 @@ def _timed(workload: Workload, count: int) -> Row:
 
 
 def _collective_share(once: Callable[[], Any]) -> Row:
-    """Returns what of the kernels' time collectives take; those that overlap others count too."""
+    """Returns the collectives' share of the kernels' time; those that overlap others count too."""
     try:
         timed = timing.kernels(lambda: jax.block_until_ready(once()))
     except Exception as error:
@@ -255,7 +254,7 @@ def line(row: Row) -> str:
 
 
 def draw(device: str, rows: Sequence[Row], path: Path) -> None:
-    """Draws the share of the devices that each workload uses, over their number."""
+    """Draws each workload's parallel efficiency over the number of devices."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -287,7 +286,7 @@ def _put(mesh: Any, spec: P, make: Callable[[], Any]) -> Any:
 
 
 def _vit(sizes: Sizes, model: str, variant: str, images: int | None, mesh: Any) -> Program:
-    """Returns a training step, whose gradients are summed as `variant` says."""
+    """Returns a data-parallel training step of a ViT, with the all-reduces of `variant`."""
     count = mesh.size
     batch = sizes.vit[model] * count if images is None else images
     classes = 10
@@ -356,7 +355,7 @@ def _vit(sizes: Sizes, model: str, variant: str, images: int | None, mesh: Any) 
 
 
 def _language_model(sizes: Sizes, mesh: Any) -> Program:
-    """Returns a training step whose parameters and state devices share (FSDP)."""
+    """Returns a training step of a language model, with parameters and state sharded (FSDP)."""
     config = config_of(
         sizes.language_model, vocabulary=LANGUAGE_MODELS[sizes.language_model].vocabulary
     )
@@ -376,7 +375,7 @@ def _language_model(sizes: Sizes, mesh: Any) -> Program:
 
     def step(params: Any, state: Any, text: jax.Array) -> tuple[Any, Any]:
         def of_parts(params: Any) -> jax.Array:
-            # Each parameter is gathered whole: XLA would split activations as the parameters are.
+            # Each parameter is all-gathered; otherwise XLA would split activations like parameters.
             whole = NamedSharding(mesh, P())
             params = jax.tree.map(lambda p: jax.lax.with_sharding_constraint(p, whole), params)
             return loss(params, {"text": text}, jax.random.key(0))
@@ -432,7 +431,7 @@ def _attention(sizes: Sizes, method: str, mesh: Any) -> Program:
 
 
 def _gated_mlp(sizes: Sizes, variant: str, mesh: Any) -> Program:
-    """Returns the gated perceptron of shared hidden features, forward and gradients."""
+    """Returns gated_mlp with hidden features split over the devices, forward and gradients."""
     rows, width, hidden = sizes.mlp
     f: Callable[..., jax.Array] = jaxfused.gated_mlp
     if variant != "xla":

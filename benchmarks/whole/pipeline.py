@@ -1,8 +1,8 @@
 """A ViT-S that trains from JPEG files: `python -m benchmarks pipeline`.
 
-The example's own program trains with `--augment`. Decoding alone takes the batches of its worker
-processes and does nothing with them; the step alone trains on one batch that stays on the device. The
-share is the whole run's images per second over those of the slower of decoding and step.
+The example's program trains with `--augment`. Then two parts are timed alone: decoding by its worker
+processes, and training steps on one batch that stays on the device. The share is the whole run's images
+per second over those of the slower part.
 """
 
 import argparse
@@ -30,7 +30,7 @@ MUST = 0.95
 _SIZE = (500, 375)
 _DISTINCT, _CLASSES = 64, 4
 _ROUNDS = 6
-"""Number of batches per worker that are timed; the workers' first batches come all at once."""
+"""One more than the number of timed batches per worker; two others per worker precede them."""
 _STEPS = 30
 
 
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         flags += ["--workers", str(options.workers)]
     out = ["--out", str(directory / "run")]
     workers = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags).workers
-    # Images for the timed rounds, for warm-up, and some that are held out.
+    # There are images for the timed rounds, for warm-up, and for the held-out share.
     write_images(directory / "images", options.batch_size * max(workers, 1) * (_ROUNDS + 2))
     args = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags)
     data = vit.load_data(args)

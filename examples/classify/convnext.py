@@ -133,7 +133,7 @@ class ConvNeXt(nnx.Module):
 
 
 def space_to_depth(x: jax.Array, size: int) -> jax.Array:
-    """Maps [B, H, W, C] to [B, H / size, W / size, size * size * C]: a square becomes a pixel."""
+    """Maps [B, H, W, C] to [B, H / size, W / size, size * size * C]: each square becomes one pixel."""
     batch, height, width, channels = x.shape
     shape = (batch, height // size, size, width // size, size, channels)
     return x.reshape(shape).transpose(0, 1, 3, 2, 4, 5).reshape(*shape[:2], shape[3], -1)

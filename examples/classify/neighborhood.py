@@ -1,7 +1,7 @@
 """Vision Transformers whose patches attend to those near them alone, by a mask of `jaxfused.masks`.
 
-No array of the mask's size exists: kernels visit the blocks of patches that it allows. The class is read
-from the mean over the patches, as a token for it would have no place among them.
+The mask is never stored: kernels visit only the blocks of patches that it allows. The class is read from
+the mean over the patches, because a class token would have no position in the grid of patches.
 
 Source: Hassani et al., "Neighborhood Attention Transformer", 2023, https://arxiv.org/abs/2204.07143, for
 the neighbourhoods

@@ -1,8 +1,8 @@
 """The ResNet, in the sizes of its paper, on the fused layers of jaxfused.
 
-By default it has group norm. A norm over groups of channels sees one image at a time: its function is
-the same in training and after it, for batches of any size and on any number of devices. With
-norm="batch_norm" it has the paper's batch norm, whose running averages are state next to the parameters.
+By default it has group norm, whose statistics are those of one image: its function is the same in
+training and after it, for batches of any size and on any number of devices. With norm="batch_norm" it
+has the paper's batch norm, whose running averages are state next to the parameters.
 
 Sources: He et al., "Deep Residual Learning for Image Recognition", 2015,
 https://arxiv.org/abs/1512.03385; Wu and He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494
@@ -31,7 +31,7 @@ class ResNetSize:
     groups: int = 32
     """Groups of channels in each norm."""
     is_small: bool = False
-    """True if images are small: the first layer is then 3 x 3 and does not shrink them."""
+    """True for small images: the first layer is then 3 x 3 with stride 1, and nothing is pooled."""
 
 
 # The digits' size learns 8 x 8 pixels in a minute or two on two CPU cores.

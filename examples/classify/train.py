@@ -1,9 +1,9 @@
 """Trains a classifier of images: `python -m examples.classify.train`, `--help` for the flags.
 
-ConvNeXts, ResNets and the Vision Transformers of examples/vit, some of which attend to near patches
-alone, with the same flags, pictures and checkpoints. Without --data they learn the handwritten digits
-that scikit-learn ships, on any CPU in a few minutes; with `--data DIR` the images in DIR/train/CLASS and
-DIR/val/CLASS, or DIR/CLASS.
+The models are ConvNeXts, ResNets, the Vision Transformers of examples/vit, and such ones with
+neighbourhood attention. All have the same flags, pictures and checkpoints. Without --data they learn the
+handwritten digits that scikit-learn ships, on any CPU in a few minutes; with `--data DIR` the images in
+DIR/train/CLASS and DIR/val/CLASS, or DIR/CLASS.
 """
 
 import argparse

@@ -31,11 +31,11 @@ class Mixture(NamedTuple):
     alpha: float
     """Factor of the gate inside the logistic function."""
     limit: float
-    """Largest value of the gate, and largest magnitude of what it multiplies."""
+    """Bounds of the clipping: the gate's largest value, and the other factor's largest magnitude."""
 
 
 class Routed(NamedTuple):
-    """Gated MLPs in place of one, of which a router gives each token a few: `jaxfused.nnx.MoE`."""
+    """Several gated MLPs in place of one; a router sends each token to a few: `jaxfused.nnx.MoE`."""
 
     experts: int
     experts_of_token: int
@@ -57,7 +57,7 @@ class Config:
     ropes: tuple[Rope | None, ...]
     """Rotation of each layer; None if the layer does not rotate."""
     windows: tuple[int | None, ...]
-    """Tokens that a query of each layer sees, itself included; None for all."""
+    """Keys that a query of each layer attends to, its own included; None for all."""
     scale: float
     """Scale of the attention's logits."""
     epsilon: float = 1e-6
@@ -77,24 +77,24 @@ class Config:
     attention_cap: float | None = None
     final_cap: float | None = None
     has_sinks: bool = False
-    """True if each query head has a learned logit that takes probability and gives nothing."""
+    """True if each query head has a learned logit in the softmax's denominator alone, with no value."""
     mixture: Mixture | None = None
     routed: Routed | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """Keys of a family's config.json besides those that all families have."""
+    """Rules for a family's config.json that add to those of all families."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a file may leave out."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of which this program supports one value; others are refused."""
+    """The one value that this program supports, for each of some keys; other values are refused."""
     features: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Config` that all models of the family share."""
     every: int | None = None
-    """Layers in a period, all but the last of which have a window; used if the file does not list the
-    layers."""
+    """Layers in a period, of which all but the last have a window, if the file does not list the layers;
+    None if the family has no period."""
     more: frozenset[str] = frozenset()
     """Keys that only this family has."""
 
@@ -358,7 +358,7 @@ def _check_keys(
 ) -> None:
     for key, value in given.items():
         if key == "quantization_config":
-            continue  # It says how the weights are stored.
+            continue  # This key says how the weights are stored.
         if key in fixed:
             if value != fixed[key]:
                 raise ExampleError(

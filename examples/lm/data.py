@@ -1,8 +1,8 @@
 """Rows of text for training: the bytes of documents, one after another.
 
-A token is a byte; START stands in front of each document. Documents are packed: a row of T + 1 tokens is
-cut from all of them in a row, and `split` says which of its tokens belong together. Worker processes
-import this module, so it does not import JAX.
+A token is a byte; START stands in front of each document. Documents are packed: they are concatenated
+and cut into rows of T + 1 tokens, and `examples.lm.sizes.split` returns the document of each token.
+Worker processes import this module, so it does not import JAX.
 """
 
 import bz2
@@ -26,7 +26,7 @@ TOKENS = 264
 
 _SUFFIXES = (".txt", ".md", ".py", ".rst", ".c", ".h", ".json", ".html", ".xml", ".tex")
 _NOT_READ = frozenset({"test", "tests", "idlelib", "site-packages", "__pycache__"})
-"""Folders of Python's library that hold tests or packages of others."""
+"""Folders of Python's library that are left out: tests and other projects' packages."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Rows:
     """Rows of a packed text; `rows(step)` is a batch of them, in a new order in each pass."""
 
     tokens: np.ndarray
-    """All documents, each after a START, uint16."""
+    """Tokens of all documents, uint16, with a START before each and at the end."""
     length: int
-    """Number of tokens in a row that a model reads, T."""
+    """Number of tokens T of a row that the model reads."""
     batch_size: int
     part: slice
     """Rows of a batch that this process makes."""
@@ -48,10 +48,10 @@ class Rows:
         return (len(self.tokens) - 1) // self.length - 1
 
     def __call__(self, step: int) -> Batch:
-        """Returns rows [B, T + 1]; the last T tokens are the labels."""
+        """Returns the rows of a step, [B, T + 1]: T tokens to read, then shifted by one the T labels."""
         of_all = dict(size=self.count, batch_size=self.batch_size)
         rows = epoch_indices(step, **of_all, seed=self.seed)[self.part]
-        # Each pass cuts the text into rows at other places.
+        # The rows of each pass start at different places in the text.
         shift = np.random.default_rng([self.seed, epoch_of(step, **of_all), 1]).integers(
             self.length
         )
@@ -80,10 +80,10 @@ class Texts:
     train: tuple[bytes, ...]
     held_out: tuple[bytes, ...]
     fingerprint: str
-    """A string that changes when files are added, removed or renamed."""
+    """Hash of the files' names, which changes when files are added, removed or renamed."""
 
     def compressed(self) -> dict[str, float]:
-        """Returns bits per byte of the held-out texts, concatenated, by general compressors."""
+        """Returns the bits per byte to which xz and bz2 compress the concatenated held-out texts."""
         text = b"".join(self.held_out)
         made = dict(xz=lzma.compress(text, preset=9), bz2=bz2.compress(text))
         return {name: 8 * len(data) / len(text) for name, data in made.items()}

@@ -304,7 +304,7 @@ class Engine:
                 self._release(text)
 
     def _record(self, slot: _Slot) -> None:
-        """Reports to the allocator the tokens in a slot's pages that the host has read."""
+        """Tells the allocator which tokens a slot's pages hold, as far as the host has them."""
         text, done = slot.text, slot.recorded
         start = len(text.prompt)
         answered = text.tokens[max(done - start, 0) : max(slot.read - start, 0)]

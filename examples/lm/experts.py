@@ -1,4 +1,4 @@
-"""The mixture of experts of gpt-oss, whose weights may lie in MXFP4."""
+"""The mixture of experts of gpt-oss, whose weights may be stored in MXFP4."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from examples.lm.config import Mixture
 class Experts(nnx.Module):
     """Gives each token the weighted sum of a few perceptrons, which a router chooses.
 
-    A perceptron is ((clip(u) + 1) g sigmoid(alpha g)) D + b, where g, below a limit, and u are the even
-    and the odd columns of x [G U] + c, as checkpoints have them.
+    A perceptron is ((clip(u) + 1) g sigmoid(alpha g)) D + b. As in checkpoints, g and u are the even and
+    the odd columns of one product with a bias; g is clipped from above, u on both sides.
 
     Args:
       features: of tokens.
@@ -35,7 +35,7 @@ class Experts(nnx.Module):
     ):
         self.mixture, self.dtype = mixture, dtype
         init = nnx.initializers.normal(0.02)
-        # The router's choice needs more digits than a product in 16 bits has.
+        # The router's choice needs the precision of float32.
         self.router = jaxfused.nnx.Linear(
             features,
             mixture.experts,
@@ -80,7 +80,7 @@ class Experts(nnx.Module):
         if not isinstance(kept, jaxfused.QuantizedArray):
             return jaxfused.ragged_dot(rows, kept.astype(self.dtype), sizes)
         if len(rows) <= len(sizes):
-            # A step of few tokens reads the weights of the experts that they chose.
+            # For few rows, only the weights of the chosen experts are read and dequantised.
             own = jax.tree.map(lambda array: array[expert], kept).dequantize(self.dtype)
             product = jnp.einsum("md,mdf->mf", rows, own, preferred_element_type=jnp.float32)
             return product.astype(rows.dtype)

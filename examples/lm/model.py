@@ -101,13 +101,13 @@ class LanguageModel(nnx.Module):
 
         Args:
           tokens: integers below the vocabulary's size.
-          positions: [B, T], by default 0, 1, 2, ... after the cache's tokens.
-          segments: [B, T], the document of each token: a token sees those of its own. Not with a cache.
-          cache: what was read before.
-          counts: [B], with a `KVCache`: how many of the T tokens are real; padding is behind them.
-          sequences: [B], with a `KVCache`: which of its sequences these are, by default all in order.
-          rows: with pages: which texts the T tokens are of; B is 1.
-          balances: a list that gets the loss of each layer's experts, which balances their load.
+          positions: place of each token in its text, [B, T]; by default they follow the cache's tokens.
+          segments: document of each token, [B, T], whose tokens alone it attends to. Not with a cache.
+          cache: keys and values of earlier tokens.
+          counts: number of real tokens among the T, [B], before the padding; for a `KVCache`.
+          sequences: index of each sequence in a `KVCache`, [B]; by default all in order.
+          rows: the texts to which the T tokens belong, for a cache of pages; B is 1.
+          balances: a list to which each layer's experts append the loss that balances their load.
         """
         if rows is not None:
             positions = rows.positions[None]
@@ -148,7 +148,7 @@ class LanguageModel(nnx.Module):
     def empty_cache(self, *, batch: int, length: int, chunk: int) -> Cache:
         """Returns a cache for `length` tokens of each of `batch` sequences.
 
-        Layers with a window keep what it shows, if at most `chunk` tokens are read at once.
+        A layer with a window stores only the window and a chunk: a call may read at most `chunk` tokens.
         """
         config = self.config
         return tuple(
@@ -199,7 +199,7 @@ class LanguageModel(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then a gated MLP; each follows a norm, and the next norm adds it to the stream."""
+    """Attention, then a gated MLP, each after a norm; the next norm adds their output to the stream."""
 
     def __init__(
         self,

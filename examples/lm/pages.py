@@ -14,15 +14,15 @@ class Rows:
     """Tokens that a model reads in one step: rows of any number of texts, one text after another."""
 
     table: jax.Array
-    """Pages of each text, [texts, n]; see `jaxfused.PageAllocator.table`."""
+    """Page table: the pages of each text, [texts, n]; see `jaxfused.PageAllocator.table`."""
     lengths: jax.Array
-    """Tokens of each text with the new ones, [texts]; 0 for a text that has no row."""
+    """Number of tokens of each text, these rows included, [texts]; 0 for a text that has no row."""
     starts: jax.Array
     """First row of each text, and the end of the last, [texts + 1]."""
     positions: jax.Array
     """Place of each row in its text, [rows]."""
     batch_invariant: bool = field(default=False, metadata={"static": True})
-    """Whether no text's result depends on the others."""
+    """True if no text's result may depend on the other texts."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +31,7 @@ class Pages:
     """Keys and values of a layer."""
 
     key: jax.Array
-    """Pool of pages [pages, places, key heads, head size]; `value` is that of the values."""
+    """Pool of the keys' pages, [pages, page size, key heads, head size]; `value` is alike for values."""
     value: jax.Array
 
     @classmethod
@@ -60,10 +60,10 @@ class Pages:
         soft_cap: float | None,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, "Pages"]:
-        """Writes keys and values of rows, and attends; all are [rows, heads, head size].
+        """Appends keys and values to the pages, and attends; arrays are [rows, heads, head size].
 
         Returns:
-          What the queries read, and the pages.
+          The output of attention, and the new pages.
         """
         of_rows = (rows.lengths, rows.table, rows.starts)
         pools = jaxfused.append_to_pages((self.key, self.value), key, value, *of_rows)

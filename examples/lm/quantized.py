@@ -12,7 +12,7 @@ from jaxfused.quantization import QuantizedLayer
 
 
 def quantized_kernel(layers: Sequence[QuantizedLayer | None]) -> jaxfused.QuantizedKernel | None:
-    """Returns layers with their outputs side by side as one kernel; None if they do not fit together."""
+    """Returns the layers' kernels concatenated along the outputs; None if their formats differ."""
     kernels = [layer.kernel for layer in layers if layer is not None]
     if len(kernels) < len(layers):
         return None
@@ -41,7 +41,7 @@ def quantized_kernel(layers: Sequence[QuantizedLayer | None]) -> jaxfused.Quanti
 
 
 def _form(array: jaxfused.QuantizedArray) -> tuple[Any, ...]:
-    """Returns what arrays must have in common to be put side by side."""
+    """Returns what arrays must have in common to be concatenated."""
     parts = (array.values, array.scale, array.zero_point, array.offset)
     dtypes = tuple(None if part is None else part.dtype for part in parts)
     static = array.axis, array.layout, array.group_size, array.codebook

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server: `python -m examples.lm.serve --model PATH`, `--help` for the flags.
 
-It has /v1/chat/completions, /v1/completions, /v1/models and /health. Requests are continued together, as
-many as there are slots and pages for; others wait in line. Those that begin alike are read once.
+It has /v1/chat/completions, /v1/completions, /v1/models and /health. Requests run in one batch, as many
+as there are slots and pages for; others are queued. A prefix that several share is prefilled once.
 """
 
 import argparse
@@ -36,10 +36,10 @@ class Server:
     """The routes, as an ASGI application: `Server(...).app`.
 
     Args:
-      worker: continues texts.
-      tokenizer: of the model.
-      name: the model's, as clients say it.
-      patience: seconds between the comments of a stream without news.
+      worker: generates the answers.
+      tokenizer: the model's tokenizer.
+      name: name of the model in requests and answers.
+      patience: seconds without a token after which a stream sends a comment.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ async def _body(request: Any) -> Any:
 
 
 class _Answer:
-    """Formats in which an answer is sent."""
+    """Formats an answer as one JSON object or as a stream of events."""
 
     def __init__(self, asked: Request, text: Text, name: str, *, is_chat: bool):
         self._asked, self._text, self._is_chat = asked, text, is_chat

@@ -42,9 +42,9 @@ def _size(
     )
 
 
-# The size "byte" learns in five minutes on two CPU cores, and "moe" has as many features in the two of
-# its eight experts that a token takes. Others are named by the parameters of their blocks; the largest
-# has the shape of many models of one billion.
+# "lm-byte" learns in five minutes on two CPU cores. In "lm-moe" a token takes two of eight experts,
+# which together have as many hidden features as the MLP of "lm-byte". The others are named by their
+# blocks' parameters; the largest has the shape of many models of one billion.
 MODELS = {
     "lm-byte": _size(width=128, depth=4, heads=4, key_heads=2, hidden=384),
     "lm-moe": _size(
@@ -65,7 +65,7 @@ def config_of(name: str, *, vocabulary: int) -> Config:
 def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (tokens, labels, segments, positions), [B, T] each, of rows [B, T + 1] of packed text.
 
-    Where devices share a sequence, they are in the order in which its attention is shared evenly.
+    If devices share a sequence, all four are in the order that divides causal attention evenly.
 
     A token attends to tokens of its own document, and its position counts from the document's start. The
     last token of a document has label -1, because the next document does not follow from it.
@@ -83,7 +83,7 @@ def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 
 _BALANCE = 0.01
-"""Factor of the loss that balances experts, beside the cross-entropy."""
+"""Factor of the loss that balances experts, which is added to the cross-entropy."""
 
 
 def make_loss(graphdef: nnx.GraphDef) -> Callable[[Any, Any, jax.Array], jax.Array]:

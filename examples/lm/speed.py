@@ -1,7 +1,7 @@
-"""How fast a model of a known shape reads and writes: `python -m examples.lm.speed --shape llama-8b`.
+"""Times prefill and decoding of a model's shape: `python -m examples.lm.speed --shape llama-8b`.
 
-The weights are random, so nothing is downloaded. Decoding is greedy, and each step is timed twice: as
-the server runs it, where the host sees each token, and in a loop on the device.
+The weights are random, so nothing is downloaded. Decoding is greedy and is timed twice: as the server
+runs it, where the host reads the tokens of each step, and in a loop on the device.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def random_model(config: Config, dtype: str, form: str) -> LanguageModel:
 def bytes_of_a_step(model: LanguageModel, size: int, args: argparse.Namespace) -> int:
     """Returns the bytes that a step has to read: weights, and the keys and values of all texts."""
     config = model.config
-    # A step reads only a few rows of an embedding that is not the head too.
+    # A step reads only a few rows of the embedding, unless this is the head too.
     embedding = model.embed.embedding[...]
     weights = size - (0 if config.is_tied else embedding.nbytes)
     of_token = (

@@ -1,7 +1,7 @@
-"""The two programs of an engine: one reads a chunk of a prompt, one decodes a token of every text.
+"""The two programs of an engine: one prefills a chunk of a prompt, one decodes a token of every text.
 
-All shapes are fixed but the width of the page table, which grows by factors of two, so that few programs
-are compiled.
+Few programs are compiled: the width of the page table grows by factors of two, and all other shapes are
+fixed.
 """
 
 import functools
@@ -21,7 +21,7 @@ from examples.lm.pages import Pages, Rows
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of a draw of tokens; the defaults take the likeliest one. See `jaxfused.sample`."""
+    """Options of sampling; the defaults take the likeliest token. See `jaxfused.sample`."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -45,13 +45,13 @@ class State:
     pages: tuple[Pages, ...]
     """Keys and values of each layer."""
     last: jax.Array
-    """Last token of each text, [slots], which has not been read yet."""
+    """Last token of each text, [slots], whose keys and values are not in the pages yet."""
     history: jax.Array
     """Prompt and answer so far, [slots, length]; -1 in unused places."""
     answers: jax.Array
-    """Number of answered tokens in the history, [slots]."""
+    """Number of tokens in the history that belong to the answer, [slots]."""
     options: dict[str, jax.Array]
-    """Fields of `Sampling`, [slots] each."""
+    """Values of the fields of `Sampling`, [slots] each, by name."""
 
     @classmethod
     def zeros(
@@ -71,7 +71,7 @@ class State:
     def admitted(
         self, slot: int, tokens: Sequence[int], *, answers: int, sampling: Sampling
     ) -> "State":
-        """Returns the state with a text in a slot, of whose tokens the last `answers` are its answer."""
+        """Returns the state with a text in a slot; the last `answers` of its tokens are its answer."""
         history = np.full(self.history.shape[1], -1, np.int32)
         history[: len(tokens)] = tokens
         options = {
@@ -128,7 +128,7 @@ def _prefill(
     *,
     penalties: bool,
 ) -> tuple[State, jax.Array]:
-    """Reads `count` tokens of a text after the `before` that are read; the last chunk draws the next."""
+    """Prefills `count` tokens of a text after its first `before`; the last chunk samples the next."""
     model = nnx.merge(graphdef, params)
     end = before + count
     rows = Rows(
@@ -155,7 +155,7 @@ def _decode(
     *,
     penalties: bool,
 ) -> tuple[State, jax.Array]:
-    """Reads the last token of each slot whose length, which counts it, is not 0; draws the next."""
+    """Feeds in each slot's last token, which `lengths` count (0 in idle slots), and samples the next."""
     model = nnx.merge(graphdef, params)
     slots = jnp.arange(len(lengths), dtype=jnp.int32)
     starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
@@ -168,9 +168,9 @@ def _decode(
 def _with_tokens(
     state: State, slot: jax.Array, drawn: jax.Array, active: jax.Array, place: jax.Array
 ) -> tuple[State, jax.Array]:
-    """Returns the state with drawn tokens in one slot, or in all slots, where they are active.
+    """Returns the state with sampled tokens in one slot, or in those of all slots that are active.
 
-    The last tokens are returned too, since the state itself is donated to the next program.
+    The last tokens are a result of their own, since the state is donated to the next program.
     """
     place = jnp.where(active, place, state.history.shape[1])
     last = state.last.at[slot].set(jnp.where(active, drawn, state.last[slot]))

@@ -29,11 +29,11 @@ class Stream:
         self.is_stopped = False
 
     def add(self, data: bytes) -> str:
-        """Returns the text that these bytes make certain."""
+        """Returns the text that is final now that these bytes have arrived."""
         return self._text(self._decoder.decode(data), is_last=False)
 
     def end(self) -> str:
-        """Returns the rest of the text, at the end."""
+        """Returns the rest of the text after the last token."""
         return self._text(self._decoder.decode(b"", final=True), is_last=True)
 
     def _text(self, new: str, *, is_last: bool) -> str:

@@ -28,16 +28,16 @@ _CONTROL, _USERS = 3, 4
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary with the rules of its model."""
+    """A model's vocabulary, end tokens and chat template."""
 
     rules: Any
     """A `tokenizers.Tokenizer`."""
     ends: frozenset[int]
     """Tokens that end a text."""
     first: int | None = None
-    """Token before a text that is no conversation."""
+    """Token that is put before a text that is no conversation; None for none."""
     template: str | None = None
-    """Chat template, in Jinja."""
+    """Chat template, in Jinja; None if the model has none."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts of bos_token and eos_token, which templates read."""
 
@@ -62,7 +62,7 @@ class Tokenizer:
         if names["eos_token"]:
             ends.add(rules.token_to_id(names["eos_token"]))
         template = options.get("chat_template")
-        # The template named "default" is for conversations without tools, where there are several.
+        # Of several templates, the one named "default" is for conversations without tools.
         if isinstance(template, list):
             template = {each["name"]: each["template"] for each in template}.get("default")
         if (path := directory / "chat_template.jinja").exists():
@@ -125,7 +125,7 @@ class Tokenizer:
         """Returns the tokens of a conversation, up to where the model's answer begins.
 
         Raises:
-          ExampleError: the model has no form for conversations, or refuses this one.
+          ExampleError: the model has no chat template, or the template refuses this conversation.
         """
         if self.template is None:
             raise ExampleError(NO_TEMPLATE)

@@ -1,7 +1,7 @@
 """Parameters of a `LanguageModel` from a checkpoint with the names of Hugging Face transformers.
 
 The checkpoint stores linear layers as [out, in], with queries, keys and values separate; here kernels
-are [in, out], and the three are one.
+are [in, out], and one kernel has the columns of all three.
 """
 
 import json
@@ -25,7 +25,7 @@ from jaxfused.quantization import QuantizedLayer
 Read = Callable[[], np.ndarray | jax.Array | jaxfused.QuantizedArray]
 """Function that reads one array of a checkpoint."""
 Layers = Mapping[str, QuantizedLayer]
-"""Quantised layers of a checkpoint, by the names that their weights of floats would have."""
+"""Quantised layers of a checkpoint, by the names that their weights would have in floats."""
 
 _LAYER = {
     "norm1": ("input_layernorm",),
@@ -51,12 +51,12 @@ _WHOLE = {
     "mlp.down": "mlp.experts.down_proj",
     "mlp.down_bias": "mlp.experts.down_proj_bias",
 }
-"""Parameters of a layer that are stored as they are here."""
+"""Parameters of a layer that a checkpoint stores in the same shape, and their names there."""
 _ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 
 _NOT_OF_TEXT = ("vision_tower.", "multi_modal_projector.")
 _COMPUTED = ("rotary_emb.inv_freq",)
-"""Ends of names of tables that old checkpoints hold although config.json determines them."""
+"""Ends of the names of tables in old checkpoints that are ignored: config.json determines them."""
 
 
 def load_model(
@@ -91,8 +91,8 @@ def assemble(
 ) -> LanguageModel:
     """Returns a model with the arrays of a checkpoint, which are read one by one.
 
-    Linear layers of the blocks stay quantised, if those that are one here are so alike; all else is of
-    floats.
+    Quantised linear layers of the blocks stay so if those that are concatenated here share a format;
+    others are dequantised.
 
     Raises:
       ExampleError: an array is missing, has another shape, or has no place in the model.
@@ -134,7 +134,7 @@ def assemble(
 
 
 def open_safetensors(directory: Path) -> dict[str, Read]:
-    """Returns the arrays of the *.safetensors of a directory; their files are mapped into memory.
+    """Returns functions that read the arrays of a directory's *.safetensors, which are memory-mapped.
 
     Raises:
       ExampleError: there are none, or one cannot be read.
@@ -152,7 +152,7 @@ def open_safetensors(directory: Path) -> dict[str, Read]:
 def _open_quantized(directory: Path) -> tuple[dict[str, Read], Layers]:
     """Returns the arrays and layers of a directory with weights that another library has quantised.
 
-    Stacks of experts are arrays under their own names.
+    Stacks of experts are among the arrays, and stay quantised.
 
     Raises:
       ExampleError: there are none, or one cannot be read.

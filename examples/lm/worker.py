@@ -27,7 +27,7 @@ class _Ticket:
     tokens: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
 
     def put(self, token: int | None) -> None:
-        """Passes on a token, or None at the end, from any thread."""
+        """Queues a token for the coroutine, or None at the end; any thread may call it."""
         try:
             self.loop.call_soon_threadsafe(self.tokens.put_nowait, token)
         except RuntimeError:
@@ -38,8 +38,8 @@ class Worker:
     """Runs an engine in a thread, from `with` to the end of its block.
 
     Args:
-      engine: continues the texts; no other code may call it.
-      most: texts that may be in line or under way.
+      engine: generates the texts; no other code may call it.
+      most: largest number of texts that are queued or in progress.
     """
 
     def __init__(self, engine: Engine, *, most: int):

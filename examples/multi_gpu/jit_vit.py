@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def placement(args: argparse.Namespace, *, heads: int, tokens: int) -> OneDevice:
-    """Returns where the flags place a training."""
+    """Returns the placement of the flags `--tensor` and `--fsdp`."""
     flag = f"{'fsdp' if args.fsdp else 'data'}=-1,tensor={args.tensor}"
     return mesh.placement(flag, heads=heads, tokens=tokens)
 

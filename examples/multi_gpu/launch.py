@@ -1,7 +1,7 @@
 """Connects the processes of a run to each other and to their devices, from arguments alone.
 
-JAX's coordination service, in process 0, gets a heartbeat of every process. When one is missing, JAX
-aborts the others: no collective would ever end. `start` sees to it that they end with a sentence.
+JAX's coordination service, in process 0, gets a heartbeat from every process. When one is missing, JAX
+aborts the others, whose collectives would never end. `start` makes them print an explanation first.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from examples.flags import whole
 _SECONDS = 120
 """Seconds that a process waits for the others at the start."""
 HEARTBEAT_SECONDS = 30
-"""Seconds without a heartbeat after which a process counts as dead. The others end within a minute: it
-takes JAX up to as long again to tell them."""
+"""Seconds without a heartbeat after which a process counts as dead. The others end within a minute,
+because JAX takes up to as long again to notify them."""
 LOST = (
     "error: the processes of a run go on together, but another one has ended or does not answer (what"
     " it printed, and the lines above, may say why); start all of them again with --resume, or fewer of"
     " them with another --processes and --mesh."
 )
 _COLLECTIVES = ("gloo", "nccl", "coordination service")
-"""Words in the errors of a collective that another process has left."""
+"""Words in the error of a collective in which another process no longer takes part."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Sets JAX up as the flags say; JAX must not have been asked for its devices before.
+    """Sets JAX up as the flags say; must be called before JAX lists its devices.
 
     Raises:
       ExampleError: the flags contradict each other, or the processes do not find each other.
@@ -99,9 +99,9 @@ if b"Aborted" in sys.stdin.buffer.read():
 
 
 def _explain_aborts() -> None:
-    """Lets a small process print what it means that JAX aborts this one, which cannot do it itself.
+    """Starts a small process that prints an explanation if JAX aborts this one, which then cannot.
 
-    Python's faulthandler writes to the other process when this one aborts, and at no other end.
+    Python's faulthandler writes to that process only when this one crashes, not when it exits.
     """
     watcher = subprocess.Popen(
         [sys.executable, "-c", _WATCHER, LOST], stdin=subprocess.PIPE, start_new_session=True
@@ -113,9 +113,9 @@ def _explain_aborts() -> None:
 def _end_at_once(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Prints an error that nothing expects, and ends the process, so that the others notice at once.
+    """Prints an uncaught error and ends the process, so that the other processes notice at once.
 
-    Python's own end would first wait for all processes.
+    Python's own exit would first wait for all processes.
     """
     if any(word in str(error).lower() for word in _COLLECTIVES):
         print(f"{kind.__name__}: {' '.join(str(error).split())[:300]}\n{LOST}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Layers that a mesh may split between its devices; without one they are jaxfused's operators.
+"""Layers that a mesh may split between its devices; without a mesh they are jaxfused's operators.
 
-`examples.multi_gpu.mesh` sets the mesh while it traces a model. Layers that work on one token by itself
-need no change: XLA splits them as their inputs and parameters are split.
+`examples.multi_gpu.mesh` sets the mesh while it traces a model. Layers that treat tokens separately need
+no change: XLA splits them as their inputs and parameters are split.
 """
 
 import functools
@@ -17,7 +17,7 @@ from examples.multi_gpu.rules import spec
 
 
 def sizes() -> Mapping[str, int]:
-    """Returns the sizes of the axes of the mesh here, none without a mesh."""
+    """Returns the sizes of the current mesh's axes; empty without a mesh."""
     return jax.sharding.get_abstract_mesh().shape
 
 
@@ -29,9 +29,9 @@ def split_tokens(array: jax.Array) -> jax.Array:
 
 
 def zigzag(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns arrays [B, T] of tokens in `jaxfused.zigzag_order`, in which devices share causal work.
+    """Returns arrays [B, T] in `jaxfused.zigzag_order`, which gives devices equal causal work.
 
-    `self_attention` expects it of causal attention, and each token's position with it. Without a context
+    Causal `self_attention` expects this order of the tokens and of their positions. Without a context
     axis the order stays.
     """
     devices = sizes().get("context", 1)
@@ -85,7 +85,7 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """Returns the cross-entropy of labels [B, T] by features [B, T, D] and a head [D, V].
 
-    Devices that share the vocabulary compute the logits of their own words alone.
+    Devices between which the vocabulary is split compute only the logits of their own part of it.
     """
     loss = functools.partial(
         jaxfused.linear_softmax_cross_entropy, ignore_index=ignore_index, **options

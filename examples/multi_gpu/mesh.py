@@ -32,11 +32,11 @@ from examples.runs import State
 
 
 class OnMesh(OneDevice):
-    """Splits batches, sequences, and parameters as the names of their axes say.
+    """Splits batches, sequences and parameters over a mesh, by the names of their axes.
 
     Args:
-      sizes: of the axes of the mesh; one may be -1, for the devices that are left.
-      rules: what names of axes mean, besides those of `flax.linen.logical_axis_rules`.
+      sizes: sizes of the mesh's axes by name; one may be -1, for the remaining devices.
+      rules: mesh axes by name of an array's axis; `flax.linen.logical_axis_rules` take precedence.
     """
 
     def __init__(self, sizes: Mapping[str, int], *, rules: Rules = RULES):
@@ -46,7 +46,7 @@ class OnMesh(OneDevice):
         self.batch = self._sharding(self._spec(("batch",), (0,)))
         self.copies = self._sharding(P())
         self._stored: dict[Path, P] = {}
-        """How the parameters are split, by their paths."""
+        """Partition specs of the parameters, by their paths."""
 
     def __str__(self) -> str:
         axes = " x ".join(f"{n} {name}" for name, n in self.mesh.shape.items() if n > 1)
@@ -103,7 +103,7 @@ class OnMesh(OneDevice):
         given = {path: leaf for arg in args for path, leaf in with_paths(arg)}
 
         def sharding(path: Path, leaf: Any) -> NamedSharding:
-            # The codes of an 8-bit moment follow their parameter's name.
+            # The path of an 8-bit moment's codes is the parameter's with one more name at the end.
             for end in (len(path), len(path) - 1):
                 for start in range(end):
                     like = given.get(path[start:end])
@@ -157,7 +157,7 @@ class OnMesh(OneDevice):
         return spec(names, shape, self.mesh.shape, rules)
 
     def _gathered(self, params: Any) -> Any:
-        """Returns the parameters as layers read them, whole over fsdp."""
+        """Returns the parameters as layers read them, all-gathered over fsdp."""
 
         def gathered(path: Path, param: jax.Array) -> jax.Array:
             stored = self._stored.get(path, P())
@@ -170,16 +170,16 @@ class OnMesh(OneDevice):
         return _map(gathered, params)
 
     def _whole(self, rows: Any) -> Any:
-        """Returns the batch as one array on all devices, of which this process has `rows`."""
+        """Returns the batch as one array on all devices; `rows` are this process's part of it."""
         return jax.tree.map(
             lambda array: jax.make_array_from_process_local_data(self.batch, array), rows
         )
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Returns whether the backward pass keeps a result of the forward: all but gathered parameters.
+    """Returns whether a result of the forward is saved for the backward: all but gathered parameters.
 
-    It gathers them again, rather than hold all of them at once.
+    The backward gathers parameters again, so that they are never all in memory at once.
     """
     return primitive.name != "linear_call"
 
@@ -195,7 +195,7 @@ def _without_fsdp(axes: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 
 def _gather(whole: NamedSharding, stored: NamedSharding, param: jax.Array) -> jax.Array:
-    """Returns a parameter whole; its gradient in parts, of which devices sum their own."""
+    """All-gathers a parameter; its gradient is reduce-scattered."""
 
     def gather(_: Any, param: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(param, whole)
@@ -224,7 +224,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def placement(flag: str | None, *, heads: int, tokens: int, is_causal: bool = False) -> OneDevice:
-    """Returns where `--mesh` places the training of a model with so many heads and tokens.
+    """Returns the placement of `--mesh` for a model with `heads` heads and `tokens` tokens.
 
     Raises:
       ExampleError: the mesh does not fit the devices or the model.
@@ -263,7 +263,7 @@ def _mesh(text: str) -> str:
 
 
 def _shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the sizes of all axes; -1 stands for the devices that are left."""
+    """Returns the sizes of all mesh axes, with -1 replaced by the number of remaining devices."""
     devices = jax.device_count()
     product = math.prod(size for size in sizes.values() if size > 0)
     given = ",".join(f"{name}={size}" for name, size in sizes.items())
@@ -274,7 +274,7 @@ def _shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
                 f"the mesh must use all devices, but --mesh is {given} and there are {devices}; pass"
                 f" sizes whose product divides {devices}."
             )
-    # One process may leave devices to other programs, but each of several has its part of the mesh.
+    # A single process may leave some devices unused; several must all have devices in the mesh.
     elif product > devices or (product < devices and jax.process_count() > 1):
         raise ExampleError(
             f"the mesh must have the devices that there are, but --mesh is {given}, for {product}, and"

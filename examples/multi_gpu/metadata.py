@@ -9,15 +9,15 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 Path = tuple[str, ...]
-"""Names of the containers of a leaf, and its own."""
+"""Path of a leaf: the names of the containers around it, then its own."""
 
 _Box = flax.linen.meta.AxisMetadata
 
 
 def names(*axes: str | None) -> dict[str, Any]:
-    """Returns metadata of an NNX parameter that name its axes, for `kernel_metadata` and its like.
+    """Returns the metadata that name an NNX parameter's axes, for arguments like `kernel_metadata`.
 
-    Flax then does not place the parameter itself where it is made, for which it would need a mesh.
+    Flax then does not shard the parameter when it is made, for which it would need a mesh.
     """
     return dict(out_sharding=axes, eager_sharding=False)
 
@@ -32,12 +32,12 @@ def with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
 
 
 def is_named(leaf: Any) -> bool:
-    """Returns whether a leaf may hold names, besides its array."""
+    """Returns whether a leaf is a container that may have names of axes next to its array."""
     return isinstance(leaf, nnx.Variable | _Box)
 
 
 def names_of(leaf: Any) -> tuple[Any, ...] | None:
-    """Returns the names of a leaf's last axes, or None if it has none."""
+    """Returns the names of a leaf's last axes; None if the leaf has no names."""
     names = None
     if isinstance(leaf, nnx.Variable):
         names = leaf.get_metadata().get("out_sharding")

@@ -38,8 +38,7 @@ class DataParallel(OneDevice):
         return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:
-        # Each device of this process gets a copy, in the form that `pmap` takes for an argument without
-        # an axis.
+        # Each device of this process gets a copy, as `pmap` expects of arguments that it does not map.
         copies = NamedSharding(Mesh(jax.local_devices(), AXIS), P())
         return jax.jit(f, out_shardings=copies)(*args)
 

@@ -1,4 +1,4 @@
-"""Which axis of the mesh splits which axis of an array, by the names that models state.
+"""Maps the names of arrays' axes, which models state, to the mesh axes that split them.
 
 A Flax model names the axes of its parameters: `nnx.with_partitioning(init, ("embed", "mlp"))`, or
 `kernel_metadata=dict(out_sharding=("embed", "mlp"))`; in Linen `nn.with_partitioning` or
@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 from examples.errors import ExampleError
 
 AXES = ("data", "fsdp", "context", "tensor")
-"""Axes of the mesh, the slowest first: devices of one host share the tensor axis, if they can.
+"""Axes of the mesh, in order of devices: those along the last, tensor, are on one host if they fit.
 
-data: devices that have a part of each batch, and all parameters.
-fsdp: devices that have a part of each batch, and of each parameter; it is gathered where it is used.
-context: devices that have a part of each sequence.
-tensor: devices that have some heads, hidden features and words.
+data: splits each batch; every device has all parameters.
+fsdp: splits each batch and each parameter, which is all-gathered where a layer reads it.
+context: splits each sequence.
+tensor: splits heads, hidden features and the vocabulary.
 """
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
@@ -36,7 +36,7 @@ RULES: Rules = {
 }
 
 FSDP_ELEMENTS = 2**12
-"""Parameters without names are split over fsdp if they have two axes and so many elements."""
+"""Fewest elements of a parameter without names, of two axes or more, that is split over fsdp."""
 
 
 def spec(
@@ -45,17 +45,17 @@ def spec(
     sizes: Mapping[str, int],
     rules: Rules = RULES,
 ) -> P:
-    """Returns how an array is split over the mesh; an axis that its devices do not divide stays whole.
+    """Returns an array's partition spec; an axis that the number of devices does not divide is unsplit.
 
     Args:
-      names: of the array's last axes. One without names is split over fsdp, if it is large, along the
-        largest axis that those devices divide.
-      shape: of the array.
-      sizes: of the axes of the mesh.
-      rules: what the names mean.
+      names: names of the array's last axes; None to split a large array over fsdp, along its largest
+        axis that the number of devices divides.
+      shape: shape of the array.
+      sizes: sizes of the mesh's axes.
+      rules: mesh axes by name.
 
     Raises:
-      ExampleError: a name has no meaning.
+      ExampleError: a name is in no rule.
     """
     axes: list[tuple[str, ...]] = [()] * len(shape)
     if names is None:

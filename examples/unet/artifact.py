@@ -1,10 +1,10 @@
-"""One file that answers: weights, programs compiled for one machine, and a portable program.
+"""One file for inference: weights, programs compiled for one machine, and a portable program.
 
 It is a zip file without compression, whose arrays and programs are read when they are needed:
 
-- manifest.json: format, machine, network, and what follows;
+- manifest.json: format, machine, network, and the list of the other members;
 - weights/N: the bytes of an array;
-- portable/HxW: the StableHLO of any batch, of operators that every platform has (`jax.export`);
+- portable/HxW: StableHLO for any batch, made of operations that every platform has (`jax.export`);
 - compiled/BxHxW: the executable of one batch, with the kernels of the machine that compiled it
   (`jax.experimental.serialize_executable`).
 
@@ -92,8 +92,8 @@ def write(
 
     Args:
       path: of the file.
-      network: what answers.
-      precision: its name, as information for readers of the file.
+      network: the model, the scaling of its images, and its classes.
+      precision: name of the precision, which is saved for information only.
       shapes: (batch, height, width) of the images.
       say: receives messages about what was compiled.
 
@@ -158,10 +158,10 @@ def _without_cache() -> Iterator[None]:
 
 
 def _portable(program: Program, like: list[Any], size: tuple[int, int, int]) -> bytes:
-    """Returns the StableHLO of a batch of any size, of operators that every platform has."""
+    """Returns StableHLO for batches of any size, made of operations that every platform has."""
     (batch,) = jax.export.symbolic_shape("b")
     images = jax.ShapeDtypeStruct((batch, *size), jnp.uint8)
-    # A new function is traced, because JAX caches traces, and a trace for a GPU contains kernels.
+    # The lambda is new to JAX's cache of traces, whose trace for a GPU would contain kernels.
     with dispatch.assume(_CPU):
         exported = jax.export.export(
             jax.jit(lambda weights, images: program(weights, images)), platforms=("cpu", "cuda")
@@ -177,7 +177,7 @@ class Artifact:
 
     Args:
       path: of the file.
-      recompile: compiles the portable program where the machine or a version is another one.
+      recompile: whether to compile the portable program if the machine or a version differs.
 
     Raises:
       ExampleError: it is no such file, is broken, or was compiled for another machine or version.

@@ -37,14 +37,14 @@ class Crops:
     """Makes the batch of a training step: random crops, turned, mirrored, brighter or darker.
 
     Args:
-      read: image i and its mask.
-      images: how many there are.
-      crops: of each image in an epoch.
+      read: function of i that returns image i and its mask.
+      images: number of images.
+      crops: number of crops of each image in an epoch.
       batch_size: crops a batch.
-      seed: of order and augmentation.
-      crop: height and width in pixels.
-      turn: whether crops are turned and mirrored.
-      plain: whether crops stay as they are, for the device to change them.
+      seed: seed of the order and the augmentation.
+      crop: height and width of a crop in pixels.
+      turn: whether crops are turned by quarters and mirrored.
+      plain: whether crops are left unchanged, because the device augments them.
     """
 
     read: ReadPair
@@ -102,11 +102,11 @@ class Data:
     train_batch: MakeBatch
     held_out: HeldOut
     fingerprint: str
-    """Text that changes when images are added, removed or renamed."""
+    """Hash that changes when images are added, removed or renamed."""
 
 
 def _held_out_count(size: int, share: float) -> int:
-    """Returns how many of `size` images to hold out: at least one, and not all."""
+    """Returns the number of images, or columns, of `size` to hold out: at least one, and not all."""
     return min(max(1, round(share * size)), size - 1)
 
 
@@ -151,7 +151,7 @@ def nuclei(
     held_out: float,
     plain: bool = False,
 ) -> Data:
-    """Cell nuclei in a fluorescence microscope: the left part for training, the right for evaluation.
+    """Returns one image of cell nuclei: the left part for training, the right part for evaluation.
 
     Source: Caicedo et al., "Nucleus segmentation across imaging experiments: the 2018 Data Science
     Bowl", 2019, https://doi.org/10.1038/s41592-019-0612-7; see data/README.md.
@@ -193,12 +193,12 @@ def folder(
     Args:
       directory: DIR.
       batch_size: crops a batch.
-      seed: of the order and the augmentation.
+      seed: seed of the order and the augmentation.
       crop: height and width of the crops, in pixels.
-      crops: of each image in an epoch.
-      turn: whether crops are turned and mirrored.
+      crops: number of crops of each image in an epoch.
+      turn: whether crops are turned by quarters and mirrored.
       held_out: the share of the images to hold out.
-      plain: whether crops stay as they are, for the device to change them.
+      plain: whether crops are left unchanged, because the device augments them.
 
     Raises:
       ExampleError: a folder is missing, an image or a mask has no partner, or a mask is a JPEG.
@@ -248,7 +248,7 @@ def folder(
 
 
 def _by_name(directory: Path) -> dict[str, Path]:
-    """Returns the image files below `directory` by their path in it, without the suffix."""
+    """Returns the image files below `directory`, by their relative path without the suffix."""
     if not directory.is_dir():
         raise ExampleError(
             f"--data must name a folder with images/ and masks/ in it, but {directory} is"

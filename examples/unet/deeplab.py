@@ -18,7 +18,7 @@ class DeepLabSize:
     """The shape of a DeepLabV3, apart from its images and classes."""
 
     depths: tuple[int, int, int, int]
-    """Blocks of each stage; the last two stages enlarge their windows where others halve the image."""
+    """Blocks of each stage; where a ResNet's last two stages halve the image, these dilate instead."""
     width: int = 64
     """Channels within the blocks of the first stage; each stage doubles them."""
     head: int = 256
@@ -36,8 +36,8 @@ DEEPLABS = {
 class DeepLabV3(nnx.Module):
     """Maps images to a logit for each class at each pixel.
 
-    Batch norms normalise by their running averages, and dropout is absent: the model answers, and is not
-    trained here. `jaxfused.nnx.fold_batch_norms` makes the norms a part of the convolutions.
+    The model is for inference only: batch norms use their running averages, and there is no dropout.
+    `jaxfused.nnx.fold_batch_norms` makes the norms a part of the convolutions.
 
     Args:
       size: one of `DEEPLABS`.
@@ -75,7 +75,7 @@ class DeepLabV3(nnx.Module):
         for index, depth in enumerate(size.depths):
             strides, first = (2 if index == 1 else 1), dilation
             if index >= 2:
-                # The first block of a stage has the windows of the stage before it.
+                # The first block of a stage has the dilation of the stage before it.
                 dilation *= 2
             blocks = []
             for j in range(depth):
@@ -124,7 +124,7 @@ class DeepLabV3(nnx.Module):
         return seen
 
     def _context(self, x: jax.Array) -> jax.Array:
-        """Returns the concatenated features of windows of several sizes, and of the whole image."""
+        """Returns the projected concatenation of windows of several dilations and the image's mean."""
         mean = self.pooled(jaxfused.global_avg_pool(x)[:, None, None])
         parts = [branch(x) for branch in self.branches]
         parts.append(jnp.broadcast_to(mean, (*x.shape[:-1], mean.shape[-1])))
@@ -151,7 +151,7 @@ class Bottleneck(nnx.Module):
 def _layer(
     before: int, width: int, window: int, *, strides: int = 1, dilation: int = 1, **shared
 ) -> jaxfused.nnx.ConvNormAct:
-    """Returns a convolution with equal zeros on both sides; "SAME" may have fewer before."""
+    """Returns a convolution padded equally on both sides; strided "SAME" may pad less before."""
     around = dilation * (window - 1) // 2
     return jaxfused.nnx.ConvNormAct(
         before,

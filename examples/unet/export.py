@@ -1,4 +1,4 @@
-"""Makes one file that answers: `python -m examples.unet.export SOURCE`, `--help` for the flags.
+"""Makes one file for inference: `python -m examples.unet.export SOURCE`, `--help` for the flags.
 
 SOURCE is a run of examples.unet.train, or a .safetensors or .npz file with the state dict of
 torchvision's DeepLabV3. Batch norms are folded into the convolutions, kernels are stored in bfloat16,
@@ -149,12 +149,12 @@ def quantized(
 ) -> Network:
     """Returns the network with convolutions in 8 bits, inputs included, where that is faster.
 
-    These are the windows of 3 x 3 over many channels; a network that has none has all in 8 bits.
+    These are the 3 x 3 convolutions over many channels; without any, all convolutions are quantised.
 
     Args:
       net: the network.
       precision: "int8" or "fp8".
-      batches: uint8 images, by which the scales of the inputs are chosen.
+      batches: uint8 images, on which the scales of the inputs are calibrated.
       percentile: of the inputs' magnitudes that a scale holds.
     """
     code = _CODES[precision]
@@ -189,7 +189,7 @@ def _calibration(
             f"--calibrate-on must name a folder of images, but {args.calibrate_on} has none; add some."
         )
     tiles = [cut_tile(open_image(path, net.channels), 0, 0, size) for path in paths]
-    # The last images do not fill a batch, and are left out if there are others.
+    # The last images, which do not fill a batch of four, are used only if there is no full batch.
     full = len(tiles) // 4 * 4 or len(tiles)
     return [np.stack(tiles[i : i + 4]) for i in range(0, full, 4)]
 

@@ -92,7 +92,7 @@ def scores(pairs: Iterable[Pair], classes: int, *, ignore_index: int | None = No
 def mean_iou_by_picture(
     pairs: Iterable[Pair], classes: int, *, ignore_index: int | None = None
 ) -> float:
-    """Returns the mean over pictures and their classes, which counts small pictures as much as large.
+    """Returns the mean IoU over pictures and their classes; a picture's size does not matter.
 
     The score is that of `torchmetrics.segmentation.MeanIoU`: each class that a picture has counts
     once.

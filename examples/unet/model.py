@@ -14,7 +14,7 @@ import jaxfused.nnx
 
 
 class UNet(nnx.Module):
-    """Maps images to one logit for each pixel, which says how likely the pixel is foreground.
+    """Maps images to each pixel's logit of being foreground.
 
     Each level halves the image and doubles the channels. On the way back up, the features of each level
     are concatenated with those that this level had before it was halved.

@@ -1,4 +1,4 @@
-"""A segmentation network with all that its answers depend on, from a training run or a weights file."""
+"""A segmentation network with its scaling and classes, from a training run or a weights file."""
 
 import argparse
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ class Network:
     """Dtype of the computation."""
 
     def answer(self, model: nnx.Module, images: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the class of each pixel, and how sure the model is of it.
+        """Returns the class of each pixel, and its probability.
 
         Args:
-          model: this network's, or one that stands in for it.
+          model: this network's model, or an equivalent one.
           images: uint8 [B, H, W, channels].
 
         Returns:
@@ -61,7 +61,7 @@ class Network:
         return found.astype(jnp.uint8), jnp.round(sure * 255).astype(jnp.uint8)
 
     def scaled(self, images: jax.Array) -> jax.Array:
-        """Maps uint8 pictures to what the model reads."""
+        """Maps uint8 pictures to the normalised floats that the model reads."""
         mean, deviation = (jnp.asarray(part, jnp.float32) for part in (self.mean, self.deviation))
         return ((images.astype(jnp.float32) / 255 - mean) / deviation).astype(self.dtype)
 

@@ -1,9 +1,9 @@
-"""Answers for images of any size, by programs of a few fixed shapes.
+"""Segments images of any size by programs of a few fixed shapes.
 
 An image that fits a compiled size is padded to it by mirroring. A larger one is cut into tiles of the
-largest size; neighbours overlap, and each pixel comes from the tile in which it lies farther inside.
-Tiles are answered in batches. While the device works on one, the next is copied to it and the one before
-comes back.
+largest size; neighbours overlap, and each pixel's class comes from the tile whose edge is farther away.
+Tiles are computed in batches. While the device computes one, the next is copied to it and the results of
+the previous one are copied back.
 """
 
 import collections
@@ -28,7 +28,7 @@ _AHEAD = 2
 
 @dataclass(frozen=True)
 class Window:
-    """Position of a tile in its image, and the pixels of the image that the tile decides."""
+    """Position of a tile in its image, and the pixels of the image that get their class from it."""
 
     top: int
     left: int
@@ -43,7 +43,7 @@ class Segmentation:
     classes: np.ndarray
     sure: np.ndarray
     missing: int = 0
-    """Number of tiles in progress."""
+    """Number of tiles whose result is not written yet."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Runner:
 
         Args:
           images: uint8 [H, W, channels] of any sizes; a memory-mapped one is read tile by tile.
-          stages: are timed, one after the other.
+          stages: gets each stage's seconds; the stages then do not overlap. None to overlap them.
 
         Raises:
           ExampleError: an image has another dtype, number of channels, or no pixels.
@@ -119,7 +119,7 @@ class Runner:
     def _groups(
         self, images: Iterable[np.ndarray], jobs: collections.deque
     ) -> Iterator[tuple[Size, list]]:
-        """Yields groups of tiles that one program answers together, perhaps of several images."""
+        """Yields (size, tiles) for one call of a program; the tiles may be of several images."""
         group: list = []
         size: Size | None = None
         for image in images:
@@ -144,7 +144,7 @@ class Runner:
             yield size, group
 
     def _launch(self, size: Size, group: list, stages: Stages | None) -> tuple[jax.Array, ...]:
-        """Starts the copy of a group's tiles to the device, the program, and the copy back."""
+        """Starts a group's copy to the device, its program, and the copy of the result back."""
         timed = stages or Stages()
         batch = next(batch for batch in self._batches[size] if batch >= len(group))
         with timed.time("prepare"):
@@ -185,7 +185,7 @@ class Runner:
 
 
 def _land(answer: tuple[jax.Array, ...], group: list, stages: Stages | None) -> None:
-    """Writes a group's answer into the segmentations of its images."""
+    """Writes a group's results into the segmentations of its images."""
     with (stages or Stages()).time("copy out"):
         parts = [np.asarray(array) for array in answer]
     for index, (_, w, job) in enumerate(group):
@@ -215,7 +215,7 @@ def _windows(shape: Size, size: Size, overlap: float) -> Iterator[Window]:
 
 
 def _parts(length: int, tile: int, overlap: int) -> Iterator[tuple[int, slice]]:
-    """Yields the start of each tile along an axis, and the pixels that it decides, up to mid-overlap."""
+    """Yields each tile's start along an axis, and its own pixels: up to the middle of the overlaps."""
     starts = [*range(0, max(length - tile, 0), tile - overlap), max(length - tile, 0)]
     borders = [(a + tile + b) // 2 for a, b in itertools.pairwise(starts)]
     for start, first, last in zip(starts, [0, *borders], [*borders, length], strict=True):

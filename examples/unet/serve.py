@@ -36,9 +36,9 @@ class Page:
     """The routes, as an ASGI application: `Page(...).app`.
 
     Args:
-      runner: answers.
-      most_pixels: of an image; a larger one is refused before it is decoded.
-      waiting: images that may wait while another is answered; beyond them the answer is 429.
+      runner: segments the images.
+      most_pixels: largest number of pixels of an image; a larger one is refused before it is decoded.
+      waiting: images that may wait while another is segmented; further ones are answered by status 429.
     """
 
     def __init__(self, runner: Runner, *, most_pixels: int = 2**26, waiting: int = 16):
@@ -164,8 +164,8 @@ def decode(body: bytes, mode: str, *, most_pixels: int) -> np.ndarray:
 def palette(count: int) -> np.ndarray:
     """Returns a colour for each class, uint8 [count, 3], black for the first.
 
-    They are those of Pascal VOC: the bits of a class number, three at a time, are the highest bits of
-    red, green and blue.
+    The colours are those of Pascal VOC: bits 0, 1, 2 of a class number are the highest bits of red,
+    green and blue, bits 3, 4, 5 the next, and so on.
     """
     numbers = np.arange(count)[:, None]
     colours = np.zeros((count, 3), np.uint8)

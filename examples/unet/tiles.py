@@ -1,4 +1,4 @@
-"""Prediction of images of any size, tile by tile, without seams and without loading the image.
+"""Prediction of images of any size, tile by tile, without seams or the whole image in memory.
 
 Tiles overlap, and in the overlaps their predictions are blended. The weights fall off smoothly towards a
 tile's edge, where the model has the least context of a pixel.
@@ -28,7 +28,7 @@ def predict_rows(
 
     Args:
       image: uint8 [H, W, C], of any size; one smaller than a tile is mirrored at its edges.
-      predict: of `batch_size` tiles.
+      predict: function of `batch_size` tiles that returns their probabilities.
       tile: height and width of a tile.
       overlap: of neighbouring tiles, in pixels; at most half a tile.
       batch_size: tiles a call.
@@ -59,8 +59,8 @@ def predict_rows(
 def axis_tiles(length: int, tile: int, overlap: int) -> list[tuple[int, np.ndarray]]:
     """Returns the tiles that cover an axis: the start of each, and its weights, which sum to 1.
 
-    The ramps of two neighbours are sin² and cos², whose sum is 1. The last tile ends with the axis and
-    may overlap more; the division by the sum makes the weights sum to 1 there too.
+    In an overlap the weights of the two tiles are sin² and cos², whose sum is 1. The last tile ends with
+    the axis and may overlap more; dividing by the sum makes the weights sum to 1 there too.
     """
     if length <= tile:
         return [(0, np.ones(length, np.float32))]
@@ -74,7 +74,7 @@ def axis_tiles(length: int, tile: int, overlap: int) -> list[tuple[int, np.ndarr
 
 
 def cut_tile(image: np.ndarray, top: int, left: int, size: tuple[int, int]) -> np.ndarray:
-    """Returns [*size, C] of an image, which is mirrored where it ends."""
+    """Returns the tile [*size, C] at (top, left); the image is mirrored beyond its end."""
     part = image[top : top + size[0], left : left + size[1]]
     missing = [(0, wanted - has) for wanted, has in zip(size, part.shape[:2], strict=True)]
     return np.pad(part, [*missing, (0, 0)], mode="symmetric")

@@ -28,10 +28,10 @@ def load_deeplab(
     The file says how many blocks and classes there are, and whether there is an auxiliary head.
 
     Args:
-      path: ends in .safetensors or .npz. Files of torch.save are pickles, which run what they say:
-        write one of these from `model.state_dict()`.
+      path: ends in .safetensors or .npz, written from `model.state_dict()`. Files of torch.save are not
+        read, because they are pickles, which may run any code.
       dtype: of the computation.
-      rates: dilations of the head's windows, of which a state dict has only the number.
+      rates: dilations of the head's windows; a state dict has only their number.
 
     Raises:
       ExampleError: the file cannot be read, or lacks an array, has one of another shape or too many.

@@ -165,15 +165,15 @@ def make_predict(graphdef: nnx.GraphDef, *, dtype: str) -> Callable[[dict, np.nd
 
 
 def scores(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    r"""Dice and intersection over union of the foreground, over the pixels of all images together.
+    r"""Returns Dice and IoU of the foreground, over the pixels of all images together.
 
     .. math:: \text{Dice} = \frac{2 |P \cap T|}{|P| + |T|}, \quad
               \text{IoU} = \frac{|P \cap T|}{|P \cup T|}
 
-    Both are 1 where there is nothing to find and nothing was found.
+    Both scores are 1 if there is no foreground and none was predicted.
 
     Args:
-      pairs: of a prediction and its truth, both [H, W], not 0 in the foreground.
+      pairs: pairs of a prediction and its truth, both [H, W], not 0 in the foreground.
     """
     both = predicted = true = 0
     for prediction, truth in pairs:

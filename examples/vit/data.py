@@ -59,11 +59,11 @@ class Data:
     """The batch of a training step: "image", augmented, and "label"."""
     held_out: HeldOut
     fingerprint: str
-    """A string that changes when images are added, removed or renamed."""
+    """Hash that changes when images are added, removed or renamed."""
 
 
 def split(labels: np.ndarray, held_out: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns indices to train on and to hold out, an equal share of every class in each.
+    """Returns the indices to train on and those to hold out, the same share of every class.
 
     The seed is a constant and not the run's, so that runs of different seeds can be compared.
     """
@@ -88,7 +88,7 @@ def digits(
     Source: Alpaydin, Kaynak, "Optical Recognition of Handwritten Digits", 1998,
     https://doi.org/10.24432/C50P49
     """
-    # The import takes a second, which worker processes save.
+    # The import takes a second, and worker processes do not need it.
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
@@ -125,8 +125,7 @@ class _DigitsTrain:
             step, size=len(self.labels), batch_size=self.batch_size, seed=self.seed
         )
         rng = np.random.default_rng([self.seed, step, 1])
-        # The whole batch is processed, because random numbers are drawn for all of it; its pixels are
-        # few.
+        # The whole batch is processed, so that its random numbers do not depend on `rows`; it is small.
         images = jitter(self.images[indices], rng)
         return dict(image=images[self.rows], label=self.labels[indices][self.rows])
 
@@ -180,17 +179,17 @@ def folder(
     Args:
       directory: the folder.
       batch_size: images a batch.
-      seed: of the order and the augmentation.
+      seed: seed of the order and the augmentation.
       image_size: height and width of the batches' images.
       held_out: the share of each class to hold out, where there is no DIR/val.
-      least_crop: smallest share of an image's area that a training crop may show.
+      least_crop: smallest share of an image's area that a training crop may cover.
       flip: whether half of the training images are mirrored.
-      decoded: height and width of training images that are neither cropped at random nor mirrored, for
-        the device to do so; None to do it here.
+      decoded: height and width of training images if the device crops and mirrors them; None if this
+        process does.
       rows: the part of each batch that this process makes.
 
     Raises:
-      ExampleError: the folder is missing, or a class is empty or known to DIR/val only.
+      ExampleError: the folder is missing, or a class is empty or in DIR/val only.
     """
     if not directory.is_dir():
         raise ExampleError(

@@ -2,8 +2,8 @@
 
 python -m examples.vit.fp8_curves
 
-Three seeds each show the spread of one precision's curves, with which the other's can be compared.
-Without a GPU the reference computes with the same float8 numbers.
+Three seeds of each precision give the spread of its curves. Without a GPU, the jax.numpy reference
+computes with the same float8 numbers.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The Vision Transformer, in the sizes of its papers, on the fused layers of jaxfused.
 
-Each block returns the residual stream and what its last branch adds to it, a matrix and a bias, so that
-the additions happen inside the next norm: `y, stream = norm(delta, residual=stream, pre_bias=bias)`. The
-norm's kernel then sums the gradient of the bias from values that it has in registers.
+Each block returns the residual stream, its last branch's product and that product's bias. The next norm
+adds them: `y, stream = norm(delta, residual=stream, pre_bias=bias)`. Its kernel then sums the bias's
+gradient from values in registers.
 
 Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021, https://arxiv.org/abs/2010.11929
 """
@@ -41,7 +41,7 @@ class ViTSize:
     """Number of features inside the MLP."""
 
 
-# The digits' size learns 8 x 8 pixels in a minute on two CPU cores. ti, s: DeiT
+# "vit-digits" learns 8 x 8 pixels in a minute on two CPU cores. Sources of ti, s: DeiT
 # (https://arxiv.org/abs/2012.12877); b, l, h: the paper above, table 1; g: Zhai et al., "Scaling Vision
 # Transformers", 2022, table 2.
 MODELS = {
@@ -73,9 +73,9 @@ class VisionTransformer(nnx.Module):
       dtype: of the computation; parameters are float32.
       precision: "fp8" for the blocks' linear layers in float8.
       attention: the attention function.
-      unroll: blocks that are unrolled in each iteration of a loop over them; None
-        for all, without a loop. A loop compiles sooner and runs slower. It needs the blocks as one
-        stack, with the parameters [depth, ...]; without it each block has parameters of its own.
+      unroll: number of blocks in each iteration of a loop over them; None for no loop. A loop compiles
+        sooner and runs slower. It needs the blocks as one stack, with parameters [depth, ...]; without
+        a loop each block has parameters of its own.
       rngs: makes the parameters.
 
     Example:
@@ -132,8 +132,8 @@ class VisionTransformer(nnx.Module):
         tokens = patches + (pool == "token")
         self.positions = nnx.Param(normal(rngs.params(), (1, tokens, size.width)))
 
-        # The blocks are initialised as a stack, which compiles once. A loop runs the stack; without a
-        # loop, slices of it would be copies, and so would the concatenated gradients of the blocks.
+        # The blocks are initialised as a stack, which compiles once. Only a loop runs the stack: without
+        # one, every step would copy the slices of the stack and concatenate the blocks' gradients.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
             return Block(
@@ -216,7 +216,7 @@ class VisionTransformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then MLP; each follows a norm and is added to the residual stream by the next norm."""
+    """Attention, then an MLP, each after a norm; the next norm adds their output to the stream."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class Block(nnx.Module):
 
 
 def has_arrays(*layers: nnx.Module) -> bool:
-    """Returns whether all kernels are arrays: none is quantised, or observed for calibration."""
+    """Returns whether all kernels are plain arrays: none is quantised or watched for calibration."""
     return all(
         isinstance(layer, jaxfused.nnx.Linear) and isinstance(layer.kernel.get_value(), jax.Array)
         for layer in layers
@@ -340,7 +340,7 @@ def patchify(images: jax.Array, patch: int) -> jax.Array:
 
 
 def sharding_of_batch(x: jax.Array) -> NamedSharding | None:
-    """Returns the first axis's sharding if array types state one, which results must then keep."""
+    """Returns the sharding of the first axis under Explicit mesh axes, for reshapes of x; else None."""
     here = jax.typeof(x).sharding
     return NamedSharding(here.mesh, P(here.spec[0])) if here.mesh.explicit_axes else None
 

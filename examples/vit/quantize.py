@@ -1,8 +1,8 @@
 """Compares formats of few bits: `python -m examples.vit.quantize CHECKPOINT`.
 
 Quantises the layers of a trained Vision Transformer and prints size, held-out accuracy and images a
-second for float, int8, fp8 and int4. With --calibrate it first observes the layers' inputs on some
-training batches, chooses roundings by them, and prints each layer's error.
+second for float, int8, fp8 and int4. With --calibrate it first reads the layers' inputs on some training
+batches, chooses roundings that fit them, and prints each layer's error.
 """
 
 import argparse
