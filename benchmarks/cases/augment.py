@@ -1,4 +1,4 @@
-"""Augmentation of uint8 images to bfloat16, with given draws: two chains, forward."""
+"""Two chains of augmentation from uint8 images to bfloat16, forward, with the draws as inputs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

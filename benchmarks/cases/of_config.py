@@ -14,7 +14,7 @@ from benchmarks.sweep.program_parts import Programs
 
 FORWARD, WITH_GRADIENTS = "forward", "forward+backward"
 _FAR = 8.0
-"""Magnitude of a bias before a relu, in standard deviations of a sum."""
+"""Magnitude of a bias before a relu, in standard deviations of the sum that it is added to."""
 
 
 def case(
@@ -40,23 +40,23 @@ def case(
     """Returns a case of a config.
 
     Args:
-      name: of the case, with its direction.
-      shape: the sizes that the case is listed by.
-      config: of the sweep, or the programs of a problem.
-      stock: the form of stock JAX that is the peer "xla", if there is one. Where XLA has no room for it,
-        `skipped` says so.
+      name: name of the case, with its direction.
+      shape: sizes by which the case is listed.
+      config: a config of the sweep, or the programs of a problem.
+      stock: the form of stock JAX that is the peer "xla"; None for no such peer. If XLA has too little
+        memory for it, `skipped` says so.
       torch: the same function of torch's tensors.
       with_gradient: whether the backward is measured too.
-      read_again: bytes of what the forward saved that the backward reads, and of saved values that are
-        neither an operand nor a result, when they are written and when they are read.
-      bytes: in all, if not every operand and result counts once.
-      flops: of the forward's products.
+      read_again: bytes in addition to every operand and result once: saved values that the backward
+        reads, and writes of saved values that are neither an operand nor a result.
+      bytes: bytes in all, if operands and results do not count once each; None if they do.
+      flops: operations of the forward's products.
       backward: operations of the backward's products for each of the forward's.
       bars: what ours must reach.
       peers: further functions in JAX.
       torch_peers: further functions that import what a torch peer needs and return it.
-      far_bias: the index of a bias before a relu, of which each value is far from 0: no rounding of a
-        sum then turns a gradient on or off.
+      far_bias: index of a bias before a relu whose values are moved far from 0, so that rounding does
+        not decide whether a gradient is 0.
       differentiable: how many operands get a gradient, if not all that the sweep differentiates by.
       skipped: reasons for not running an implementation, by name.
       error_limit: largest error of a row that counts as right.
@@ -110,11 +110,11 @@ def of_images(
     """Returns the cases of an operator over images, forward and with gradients.
 
     Args:
-      name: without the direction.
-      shape: of x, which the backward reads again.
-      config: of the sweep, over images [B, H, W, C] in bfloat16.
-      bars: by name and shape.
-      options: of `case`.
+      name: name of the cases, without the direction.
+      shape: shape of x, which the backward reads again.
+      config: a config of the sweep, over images [B, H, W, C] in bfloat16.
+      bars: bars by name and shape.
+      options: further arguments of `case`.
     """
     size = 2 * shape[0] * shape[1] * shape[2] * shape[3]
     return [

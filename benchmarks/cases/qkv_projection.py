@@ -12,7 +12,7 @@ from benchmarks.run.case import BARE, UNROTATED, Bar, Case, Function
 from benchmarks.sweep.configs import QKVProjection
 
 Shape = tuple[int, int, int, int, int]
-"""Sizes (B, T, N, K, H); there are N * H input features."""
+"""Sizes (batch, tokens, heads, key heads, head size); there are heads * head size input features."""
 
 _LLAMA: Shape = (8, 4096, 32, 8, 128)
 _VIT_B: Shape = (256, 197, 12, 12, 64)

@@ -22,7 +22,7 @@ class _Operation:
     name: str
     w_dtype: str
     group: int = 0
-    """Features that share a scale in w and in quantised x; 0 for all."""
+    """Input features that share a scale in w and in quantised x; 0 for all of them."""
     columns: int = 1
     """Columns of w that share a scale."""
     both: bool = False

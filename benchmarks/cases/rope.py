@@ -9,7 +9,7 @@ from benchmarks.run.case import BULK_COPY, Bar, Case
 from benchmarks.sweep.configs import Rope
 
 Shape = tuple[int, int, int, int, int]
-"""Sizes (B, T, N, K, H)."""
+"""Sizes (batch, tokens, heads, key heads, head size)."""
 
 SHAPES: tuple[Shape, ...] = ((8, 4096, 32, 8, 128), (256, 197, 12, 12, 64))
 

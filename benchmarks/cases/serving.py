@@ -38,7 +38,7 @@ SHAPES: tuple[Sizes, ...] = tuple(
 QUICK_SHAPES = SHAPES[:3]
 _MOST_SPLITS = 32
 _LARGE, _SMALL = 128e6, 32e6
-"""Bytes of keys and values from which on, and below which, the bars are others."""
+"""Bytes of keys and values: cases of `_LARGE` or more, and of less than `_SMALL`, have other bars."""
 
 
 def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) -> list[Case]:
@@ -135,7 +135,7 @@ def _jax_pages(query, key, value, lengths, *pages):
 def _flash_attn3(query, key, value, lengths, *pages):
     from flash_attn3_jax import flash_mha_with_kvcache
 
-    # Its own default is one part; this many fill the SMs.
+    # By default each sequence and head is one part; as many parts as here fill the SMs.
     parts = max(1, min(_MOST_SPLITS, 132 // (key.shape[0] * key.shape[2])))
     return flash_mha_with_kvcache(query, key, value, cache_seqlens=lengths, num_splits=parts)
 

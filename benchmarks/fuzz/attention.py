@@ -88,7 +88,7 @@ _PLAIN: Options = dict(
     offset=None,
     mask_object=None,
 )
-"""Options of attention that need not be stated: queries and keys have segments of their own, and a
+"""Values of options that a printed case may leave out. Queries and keys have separate segments, and a
 sequence may have no keys."""
 
 _MASK_OBJECTS: dict[str, Callable[[tuple[int, int]], masks.AttentionMask]] = {
@@ -192,7 +192,7 @@ _UNIT_VECTORS = 256
 
 
 def _rounded_output_noise(o: Options) -> Any:
-    """Returns the error of gradients in a backward that reads a rounded output, not the weights.
+    """Returns the additional error of gradients if the backward reads the rounded output.
 
     The gradient of a logit is p (dp - delta), with delta = sum(dy * y) of a row. Where a row gives all
     of its weight to one key, dp and delta are equal, and only p times the rounding error of y remains.
@@ -251,7 +251,7 @@ def _weights(attend: Any, k: jax.Array) -> jax.Array:
 
 
 def _over_broadcast(moved: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Sums [..., T, N, S] to the shape of a bias, by squares: errors of rows are independent."""
+    """Sums errors [..., T, N, S] to a bias's shape, by squares, as errors of rows are independent."""
     moved = jnp.moveaxis(moved, -2, -3)
     whole = (1,) * (4 - len(shape)) + shape
     moved = moved.reshape((1,) * (4 - moved.ndim) + moved.shape)

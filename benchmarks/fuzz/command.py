@@ -17,8 +17,8 @@ NAME = "fuzz"
 
 _EVERY_SECONDS = 20.0
 _CHEAP_COMPILES = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-"""XLA's flags without autotuning, which takes longer than all the rest. Triton's products are off too:
-without autotuning their int8 is wrong, see LAB.md."""
+"""XLA's flags that turn off autotuning, which takes most of the time, and Triton's products, which
+without autotuning are wrong for int8 (see LAB.md)."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, judged: processes.Judge) -> int:
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses what to draw and what to print."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=__doc__)
     known = ", ".join(operators.OPERATORS)
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of: {known}")
@@ -90,7 +90,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _prepare(jobs: int) -> None:
-    """Sets the environment of the processes, before any of them asks for the GPU."""
+    """Sets the environment of the processes, before any of them initialises the GPU."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.8 / max(1, jobs):.3f}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_CHEAP_COMPILES}"
@@ -119,7 +119,7 @@ def _told(case: Options, verdict: judge.Verdict) -> str:
 
 
 def _summary(counts: collections.Counter[str]) -> str:
-    """Returns the counts so far; refused cases are counted apart."""
+    """Returns the counts so far; refused cases are not among the cases."""
     wrong, raised = counts[judge.WRONG], counts[judge.RAISED]
     cases = counts.total() - counts[judge.REFUSED]
     hung = counts[processes.HUNG] + counts[processes.CRASHED]

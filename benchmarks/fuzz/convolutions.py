@@ -61,7 +61,7 @@ def _enlarging(draw: Draw, drawn: Options) -> Options:
 
 
 def draw_depthwise_conv(draw: Draw) -> Options:
-    """Draws mostly convolutions that depthwise kernels support: their windows, one channel per group."""
+    """Draws mostly convolutions with the windows and groups that depthwise kernels support."""
     channels = features(draw, 300)
     window = draw.pick(((3,), (4,), (7,), (3, 3), (5, 5), (7, 7), (7, 7), (5, 3)))
     dilated = draw.chance(0.1)
@@ -172,7 +172,7 @@ def conv(options: Options) -> Problem:
     eps = float(jnp.finfo(o["dtype"]).eps)
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, jax.Array]:
-        """Returns the noise of the bias's gradient, a sum of gradients rounded to x's dtype."""
+        """Returns the allowed noise of the bias's gradient: it sums gradients rounded to x's dtype."""
         if "bias" not in operands or cotangents is None:
             return {}
         before = jnp.zeros(results[0].shape, operands["x"].dtype)
@@ -188,7 +188,7 @@ def conv(options: Options) -> Problem:
 
 
 def _statistics(y: jax.Array, statistics: Any) -> Any:
-    """Returns y's statistics, computed here if the kernel took none; they have no gradient."""
+    """Returns y's statistics, without gradient; they are computed here if the kernel returned None."""
     if statistics is None:
         values, axes = y.astype(jnp.float32), tuple(range(y.ndim - 1))
         statistics = values.mean(axes), values.var(axes)

@@ -1,4 +1,4 @@
-"""Runs one case: ours twice, and XLA in the same precision and in float32.
+"""Judges a case: runs ours twice, XLA in the same precision, and XLA in float32 as the truth.
 
 A result is right if its error is at most twice that of XLA in the same precision plus two units in the
 last place at the largest value, over several draws of the operands. The tests' rule, which compares with
@@ -27,7 +27,7 @@ _FACTOR, _UNITS = 2.0, 2.0
 _TRUTH_ROUNDING = 2.0**-18
 """Error of the float32 truth itself, as a share of its largest value."""
 _UNSURE = 4.0
-"""Allowed multiple of the truth's change when all operands are off by their last bits. A difference of
+"""Allowed multiple of the truth's change when the last bits of all operands change. A difference of
 nearly equal numbers, such as the gradient of a norm over two features, cannot be more accurate."""
 _TF32_BITS = 10
 _KINK_STEPS = 6
@@ -145,11 +145,11 @@ def _verdict(programs: Programs, errors: list[dict[str, Any]]) -> Verdict:
 def _slack(
     programs: Programs, truth: Any, operands: Arrays, cotangents: list[Any], true: list[Any]
 ) -> list[Any]:
-    """Returns how far values move while a relu's input is shifted up and down by its rounding error.
+    """Returns how far results change while a relu's input is shifted up and down by its rounding error.
 
-    Within that range a preactivation is on either side of the kink by luck, and its gradient with it.
-    The shift grows in steps whose changes are added up: in a sum over rows two kinks may cancel each
-    other at one shift and not at another.
+    Within that range rounding decides whether the input is above 0 and has a gradient. The shift grows
+    in steps whose changes are added up: in a sum over rows two inputs that cross 0 may cancel each other
+    at one shift and not at another.
     """
     slack = [np.zeros(a.shape, np.float32) for a in true]
     for name in programs.problem.kinks:
@@ -175,12 +175,12 @@ def _coarsest(problem: Problem) -> Any:
 def _add(
     seen: dict[str, Any], ours: Any, plain: Any, true: Any, cut: Any, slack: Any, shaken: Any
 ) -> None:
-    """Updates the largest errors of one result by one draw.
+    """Updates a result's largest errors with those of one draw.
 
     XLA's error is the larger one of `plain` and of `cut`, the truth for operands cut to tf32.
     """
     seen["dtype"] = ours.dtype
-    # An overflow in float16 where float32 has none is no error.
+    # A value that overflows only in float16 is no error.
     limit = min(_HUGE, float(jnp.finfo(ours.dtype).max) / 2)
     usual = np.isfinite(true) & (np.abs(true) < limit)
     with warnings.catch_warnings():

@@ -81,7 +81,7 @@ _PLAIN: Options = dict(
     tversky_beta=0.5,
     focal_gamma=0.0,
 )
-"""Options of a loss that need not be stated."""
+"""Values of a loss's options that a printed case may leave out."""
 
 
 def _loss(
@@ -128,7 +128,7 @@ def _loss(
     eps = float(jnp.finfo(o["dtype"] if is_product else "float32").eps)
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """Returns the noise of rounding logits and their gradients to x's dtype, and sums to float32."""
+        """Returns the allowed noise of rounding: logits and gradients to x's dtype, sums to float32."""
         del results
         bias = operands.get("bias")
         logits = operands["x"] @ operands["w"] if is_product else operands["logits"]
@@ -142,8 +142,8 @@ def _loss(
             of_rows = of_rows / max(1, logits[..., 0].size)
         found = {"result 0": of_rows}
         if cotangents is not None and not is_product:
-            # The gradient is a difference of two numbers up to 1; with one class only its rounding error
-            # is left.
+            # The gradient is a difference of two numbers up to 1. With only one class these are equal,
+            # and the gradient is their rounding error.
             of_row = jnp.max(jnp.abs(cotangents[0]), initial=0.0) * constants.get("weights", 1.0)
             of_row = of_row / (max(1, logits[..., 0].size) if o["reduction"] == "mean" else 1)
             of_row = jnp.broadcast_to(of_row, logits.shape[:-1])[..., None]

@@ -39,7 +39,7 @@ def draw_norm(draw: Draw) -> Options:
     after = activation(draw, 0.25)
     shape = [*rows(draw, max(1, _MOST // width)), width]
     residual = draw.pick(("float32", "bfloat16", "float16")) if draw.chance(0.35) else None
-    # A relu needs a bias before it: the judge shifts the bias to see what crossing the kink changes.
+    # A relu needs a bias before it, which the judge shifts to see what a change of sign changes.
     return _draw_images(draw, len(shape), residual is not None) | dict(
         shape=shape,
         dtype=draw.pick(DTYPES),
@@ -57,7 +57,7 @@ def draw_norm(draw: Draw) -> Options:
 
 
 def _draw_images(draw: Draw, rank: int, has_residual: bool) -> Options:
-    """Draws the adaLN modulation: its leading axes (None without one), its parameters and the gate."""
+    """Draws the adaLN modulation (its leading axes, None for none, and its parameters) and the gate."""
     adaptive = rank > 2 and draw.chance(0.2)
     gates = ("all images", "each image") if adaptive else ("all images",)
     return dict(
@@ -79,7 +79,7 @@ _PLAIN: Options = dict(
     residual=None,
     epsilon=1e-6,
 )
-"""Options of a norm that others read too, which need not be stated."""
+"""Values of a norm's options that a printed case may leave out."""
 
 
 def layer_norm(options: Options) -> Problem:
@@ -152,8 +152,7 @@ def _images(o: Options) -> dict[str, Operand]:
 def draw_group_norm(draw: Draw) -> Options:
     groups, size = draw.pick((1, 2, 4, 8, 32)), draw.pick((1, 2, 3, 4, 8, 16))
     options = _draw_image(draw, groups * size)
-    # A modulation before a relu is left out: the relu would read the image's shift, but the judge shifts
-    # the bias.
+    # No modulation before a relu: the judge shifts the bias, not the image's shift that comes last.
     modulated = options["activation"] != RELU and draw.chance(0.2)
     return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)), modulated=modulated)
 
@@ -213,7 +212,7 @@ def group_norm(options: Options) -> Problem:
         )
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """Returns dx's noise: for equal values dx is rstd times a difference of equal numbers."""
+        """Returns dx's allowed noise: for equal x, dx is rstd times a difference of equal numbers."""
         del constants, results
         if cotangents is None:
             return {}

@@ -13,7 +13,7 @@ class Operator(NamedTuple):
     draw: Callable[[Draw], Options]
     problem: Callable[[Options], Problem]
     share: int
-    """Relative frequency of its cases, larger for operators with more options."""
+    """Relative frequency of the operator's cases, larger for operators with more options."""
 
 
 OPERATORS = {

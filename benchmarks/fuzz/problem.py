@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.run.draw import Draw
 
 Options = dict[str, Any]
-"""Drawn sizes and options by name, of JSON's types."""
+"""Drawn sizes and options by name, with values that JSON can represent."""
 
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
 ACTIVATIONS = (
@@ -34,8 +34,7 @@ class How(NamedTuple):
     """One of three ways to compute a function: as drawn, by XLA, and by XLA in float32."""
 
     implementation: str | None
-    """Implementation to name: the drawn one for the judged program, "xla" for those it is compared
-    with."""
+    """Implementation that the call names: the drawn one in the judged program, "xla" in the others."""
     exact: bool
     """True if operands are float32, and results too, even if the call names a dtype."""
 
@@ -74,7 +73,7 @@ class Problem:
     name: "result 0", or an operand for its gradient. Without gradients the cotangents are None."""
 
     def whole(self, how: How, batched: tuple[str, ...], gradient: bool) -> Function:
-        """Returns a function of (operands, constants, cotangents) to results and, if asked, gradients.
+        """Returns a function from (operands, constants, cotangents) to results and, if asked, gradients.
 
         The exact function appends the noise of each result and gradient, if the problem defines
         noise.

@@ -1,7 +1,7 @@
 """Judges cases in several processes, by default one per core, which share the GPU if there is one.
 
-A process that raised is replaced, because an error of the GPU stays with its process. One that does not
-answer is stopped, and its case counts as hung.
+A process that raised is replaced, because after an error of the GPU every later call of the process may
+fail. A process that does not answer is stopped, and its case counts as hung.
 """
 
 import itertools
@@ -17,7 +17,7 @@ HUNG, CRASHED = "hung", "crashed"
 
 
 Judge = Callable[[Options], judge.Verdict]
-"""Function that judges a case, at the top of a module so that spawned processes can import it."""
+"""Function that judges a case, at a module's top level so that spawned processes can import it."""
 
 
 def _work(pipe: Any, judged: Judge) -> None:
@@ -84,7 +84,7 @@ def run(
 
 
 def _answers(workers: list[_Worker], limit: float) -> list[tuple[_Worker, judge.Verdict]]:
-    """Waits for verdicts, and adds those on workers that died or are too slow."""
+    """Waits for verdicts, and adds verdicts on the cases of workers that died or are too slow."""
     ready = connection.wait([worker.pipe for worker in workers], timeout=1.0)
     answers = []
     for worker in list(workers):

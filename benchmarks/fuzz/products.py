@@ -51,7 +51,7 @@ def _precision(draw: Draw, with_fp8: bool) -> str | None:
 
 
 def _as_float8_has_it(options: Options) -> Options:
-    """Adapts options to fp8: no dropout, and no relu, whose inputs are often rounded across its kink."""
+    """Adapts options to fp8: no dropout, and no relu, since float8 changes the sign of many inputs."""
     if options["precision"] != "fp8":
         return options
     is_relu = options["activation"] == RELU
@@ -266,7 +266,7 @@ def gated_mlp(options: Options) -> Problem:
         more = _shared(o, operands, how) | _dropped(o, constants)
         return jaxfused.gated_mlp(*weights, **biases, save=o["save"], **more)
 
-    # The judge shifts w_up's part of a stacked bias too, which crosses no kink and changes little.
+    # The judge shifts w_up's part of a stacked bias too, which no relu follows and which changes little.
     kinks = ("b_gate",) if o["activation"] == RELU else ()
     return Problem(run, operands, _dropout(o), kinks, tf32=_may_be_tf32(o))
 
@@ -290,7 +290,7 @@ def draw_quantized_matmul(draw: Draw) -> Options:
         quantized_x=_format_of_x(draw, dtype) if draw.chance(0.4) else None,
     )
     width = max(1, width // unit) * unit
-    # In the layout of columns, int4 comes in blocks of 128.
+    # The layout "columns" stores int4 in blocks of 128 input features.
     in_rows = dtype == "int4" and width % 128
     return options | dict(width=width) | (dict(layout="rows") if in_rows else {})
 

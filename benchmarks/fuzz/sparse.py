@@ -72,7 +72,7 @@ def draw_sparse24(draw: Draw) -> Options:
 
 
 def sparse24_matmul(options: Options) -> Problem:
-    """Returns a problem with the places of another matrix, so that no rounding decides the places."""
+    """Returns a problem whose places come from another matrix, so that rounding does not decide them."""
     o, rng = options, rng_of(options)
     places = jaxfused.Sparse24.from_dense(
         rng.normal(size=(o["width"], o["out"])).astype(np.float32)
@@ -109,7 +109,7 @@ def draw_sparse_matmul(draw: Draw) -> Options:
 
 
 def _places(o: Options, rows: int, columns: int) -> np.ndarray:
-    """Returns entries, some of which share a place, and a few of which lie beyond the matrix."""
+    """Returns (row, column) of each entry; some are repeated, and a few lie outside of the matrix."""
     rng = rng_of(o)
     count = max(1, int(o["entries"] * rows * columns))
     places = rng.integers(0, (rows + rows // 20 + 1, columns + columns // 20 + 1), (count, 2))

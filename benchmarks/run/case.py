@@ -26,7 +26,7 @@ ONE_DRAW = "torchvision"
 """Name of torchvision's transforms of a batch, which draw once for all of its images."""
 
 LESS = (BARE, UNROTATED, ONE_DRAW)
-"""Names of programs that do less than the others: their results are not compared."""
+"""Programs that do less than the others, by name; their results are not compared."""
 
 LABELS = {
     MIXED: "jaxfused",

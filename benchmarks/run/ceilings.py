@@ -13,7 +13,7 @@ from benchmarks.run import peers, timing
 
 _COPY_BYTES = 512 * 2**20
 _GEMM_SIZE = 8192
-# Elements of 2 bytes per chunk, chunks in flight per CTA, CTAs per SM.
+# Ring buffers to try: elements of 2 bytes per chunk, chunks per CTA, CTAs per SM.
 _RINGS = ((8192, 8, 1), (8192, 12, 1), (8192, 6, 2), (4096, 12, 2))
 
 

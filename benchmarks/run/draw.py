@@ -52,7 +52,7 @@ class Draw:
         return size if self._largest is None else min(size, self._largest)
 
     def rounded(self, low: int, high: int) -> int:
-        """Draws a `size` that people choose: often a power of two or a multiple of 8 or 128."""
+        """Draws a size from low to high, often a power of two or a multiple of 8 or 128."""
         value = self.size(low, high)
         unit = self.pick((1, 8, 128, 1 << (value.bit_length() - 1)))
         return value if unit > value else max(low, value // unit * unit)
@@ -82,7 +82,7 @@ class Draw:
         return self.shard(batch), tokens
 
     def batch(self, most: int) -> int:
-        """Draws the larger of two sizes, because training has large batches."""
+        """Draws a batch size: the larger of two draws, because training has large batches."""
         return max(self.rounded(1, most), self.rounded(1, most))
 
     def tokens(self, most: int = 32768) -> int:

@@ -28,7 +28,7 @@ def run(
 ) -> None:
     """Measures `chosen` (ours and peers) on every case; `save` gets all results after each case.
 
-    After `budget` seconds torch.compile is left out, so that a run has an end.
+    After `budget` seconds the remaining cases are measured without torch.compile, which is slow.
     """
     begin = time.monotonic()
 
@@ -150,7 +150,7 @@ def distance(outputs: Any, truth: Any) -> float:
 
 
 def make_sets(case: Case) -> list[Arrays]:
-    """Returns so many sets of random inputs that none is still cached when it is used again."""
+    """Returns enough sets of random inputs that none is still in the L2 when it is used again."""
     first = case.make_inputs(jax.random.key(0))
     count = timing.input_sets(sum(a.nbytes for a in first))
     more = [case.make_inputs(jax.random.key(seed)) for seed in range(1, count)]

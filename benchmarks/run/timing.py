@@ -21,7 +21,7 @@ _ROUND_MILLISECONDS = 1500.0
 
 
 def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Returns the kernels of one call in the order in which they ran: name, microseconds."""
+    """Returns (name, microseconds) of each kernel of one call, in the order in which they ran."""
     _, timings = profiler.measure(InTurn(call, [()]), aggregate=False)()
     if timings is None:
         raise RuntimeError("CUPTI saw no kernel")

@@ -1,1 +1,1 @@
-"""Kernels that programs become on an H200, found on a machine without a GPU."""
+"""Compiles programs for an H200 on a machine without a GPU, and lists their kernels."""

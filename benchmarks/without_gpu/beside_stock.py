@@ -1,8 +1,8 @@
 """Compares the sweep's cases with stock for an absent H200: `benchmarks sweep --without-gpu`.
 
 Where XLA alone runs an operator, its program should move as many bytes as stock's, in as many kernels.
-Nothing is timed: a kernel counts as its launch and its bytes at the memory's speed, on both sides, so
-that a product weighs as much as its traffic. Where kernels of this package run, only a GPU can tell.
+Nothing is timed: a kernel's estimated time is its launch plus its bytes at the memory's bandwidth, even
+for a product. Cases that run kernels of this package are not judged, which needs a GPU.
 """
 
 import collections

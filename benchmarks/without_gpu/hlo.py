@@ -34,7 +34,7 @@ class Kernel:
     """Generator of the kernel's code, or the library call with its epilogue."""
     results: tuple[str, ...]
     operands: tuple[str, ...]
-    """Shapes that the kernel reads: of an operand that is only sliced, the slices."""
+    """Shapes that the kernel reads; for an operand that it only slices, those of the slices."""
     source: str
     """Operation of the traced program after which the kernel is named."""
     function: str = ""

@@ -48,7 +48,7 @@ FORWARD, GRADIENT = "forward", "gradient"
 
 PARTS = ("text", "raised", "choices", "keys")
 Record = dict[str, Any]
-"""PARTS of a lowering, of JSON's types."""
+"""Values of `PARTS` for a lowering, which JSON can represent."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ class Case:
     value_head_size: int | None = None
     batch: int = 2
     bias: tuple[int, ...] | None = None
-    """Shape of the bias; the next field is that of the mask."""
+    """Shape of the bias, None for no bias; `mask` is the mask's."""
     mask: tuple[int, ...] | None = None
     scale: float | None = None
     is_causal: bool = False
@@ -28,7 +28,7 @@ class Case:
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     segments: int = 0
-    """Number of segments; the queries have one more, which no key is in."""
+    """Number of segments, 0 for none; queries have one more, which has no key."""
     soft_cap: float | None = None
     sinks: bool = False
 

@@ -89,7 +89,7 @@ CONV1D_CASES = (
     depthwise((2, 1, 4), (4,), padding=[(0, 3)], activation="silu"),
     depthwise((2, 6, 4), (3,), padding=[(2, 2)], activation="silu"),
 )
-"""Cases with several pieces, channels one by one, results that are shorter and longer than x."""
+"""Cases with several pieces of the length, channels not in vectors, results shorter or longer than x."""
 CONV1D_KERNEL_CASES = (
     depthwise((5, 300, 64), (7,), activation="gelu_erf"),
     depthwise((4, 1000, 512), (4,), padding=[(3, 0)], activation="silu"),

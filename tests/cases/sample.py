@@ -1,4 +1,4 @@
-"""The words that filters keep and the token that is drawn, by a sort in float64."""
+"""Computes by a sort in float64 the tokens that filters leave, and the sampled token."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ import numpy as np
 def kept_by_sorting(
     logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, slack=2.0**-21
 ) -> np.ndarray:
-    """Returns which words of one row are kept, bool [V]."""
+    """Returns whether each token passes the filters, bool [V], for logits [V]."""
     z = np.asarray(logits, np.float64)
     order = np.argsort(-z, kind="stable")
     weights = np.exp((z - z.max()) / temperature)[order]
@@ -26,7 +26,7 @@ def kept_by_sorting(
 
 
 def token_by_sorting(logits, noise, *, temperature=1.0, **filters) -> int:
-    """Returns the kept word with the largest sum of its scaled logit and its noise."""
+    """Returns the token with the largest scaled logit plus noise among those that pass the filters."""
     z = np.asarray(logits, np.float64)
     kept = kept_by_sorting(z, temperature=temperature or 1.0, **filters)
     if temperature == 0.0:

@@ -173,7 +173,7 @@ def rotated(w: Writer, x: str) -> str:
 
 
 def of_windows(w: Writer, logits: str, shape: tuple[int, ...]) -> str:
-    """Writes a bias of each window of an image, where the first axis is of images and windows."""
+    """Adds a bias for each window of an image; the first axis of the logits is images times windows."""
     batch, _, queries, keys = shape
     images = w.pick(1, batch)
     windows = batch // images

@@ -18,24 +18,24 @@ from tests.support.tolerances import FACTOR, ULPS, ulp
 OK, UNFUSED, INVALID, WRONG, RAISED = "ok", "unfused", "invalid", "wrong", "raised"
 
 _EXACT = 1e-12
-"""Allowed relative error of a fused program in float64, whose sums have another order."""
+"""Allowed relative error of a fused program in float64, which may sum in another order."""
 _DRAWS = (1, 15)
 """Draws of arguments for a narrow dtype, and further draws if a program seems wrong."""
 
 _UNSURE = 4.0
-"""Allowed multiple of a result's change when all arguments are off by their last bits: a small sum of
-large numbers cannot be more accurate."""
+"""Allowed multiple of a result's change when the last bits of all arguments change: a small sum of large
+numbers cannot be more accurate."""
 _CANCELS = 1e-3
 """Fraction of the largest result below which a result is a small sum of large numbers, such as the
 gradient of a bias of keys. In a narrow dtype it is noise, so float64 alone judges it."""
 _BESIDE = 4
 """Points next to the arguments at which a draw is tested for a kink."""
 _KINK = 0.05
-"""Relative change of a result by the last bits of a narrow dtype from which the program is not smooth
-there, as next to 0 in `maximum(x, 0)`. The draw then does not count, because any rounding is right."""
+"""Largest relative change of a result when the arguments' last bits change. Beyond it the program is not
+smooth at this draw, as `maximum(x, 0)` near 0, and the draw does not count."""
 
 _LEAST = 1e16
-"""Magnitude of a mask's number from which float64 keeps nothing of a logit beside it."""
+"""Magnitude of a mask's number in whose float64 sum with a logit nothing of the logit is left."""
 
 Arrays = list[np.ndarray]
 
@@ -142,7 +142,7 @@ def _in_float64(compiled: _Compiled, seed: int) -> Verdict:
 def _rounding_of_masks(program: Program) -> float:
     """Returns the rounding, in float64, of logits to which a mask adds a finite number such as -1e8.
 
-    It changes the probabilities of a row without a key by as much of themselves.
+    It is the relative change of the probabilities in a row whose keys are all masked.
     """
     added = [float(number) for number in re.findall(r"-\d+(?:\.\d+)?e\d+", str(program))]
     return max((2.0**-52 * abs(number) for number in added if abs(number) < _LEAST), default=0.0)
@@ -211,7 +211,7 @@ def _narrow(in_float64: _Compiled, compiled: _Compiled, seed: int) -> Verdict:
 
 
 def _shaken(arrays: Arrays, rng: np.random.Generator, share: float) -> Arrays:
-    """Changes the numbers of arrays by about this share of themselves."""
+    """Returns floating arrays with random relative changes of about `share`; others stay."""
     off = [1 + share * rng.standard_normal(a.shape) for a in arrays]
     return [a if a.dtype.kind in "bi" else a * o for a, o in zip(arrays, off, strict=True)]
 

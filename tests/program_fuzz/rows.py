@@ -76,7 +76,7 @@ def mean(
 def moments(
     w: Writer, x: str, axes: int | tuple[int, ...], *, is_rms: bool
 ) -> tuple[str, str, str]:
-    """Returns the normalised array, the dividend, and its variance with axes of length 1."""
+    """Returns (x, x to be divided, its variance with axes of length 1); the second is centred or x."""
     shape = w.shapes[x]
     of = {axis % len(shape) for axis in ((axes,) if isinstance(axes, int) else axes)}
     kept = tuple(1 if axis in of else size for axis, size in enumerate(shape))

@@ -62,7 +62,7 @@ class Program:
     lines: tuple[Line, ...]
     results: tuple[str, ...]
     wrapper: str = "program"
-    """Expression for the judged function, made of `program`."""
+    """Expression of the judged function, in terms of the written function `program`."""
 
     @property
     def floating(self) -> list[str]:
@@ -91,7 +91,7 @@ class Program:
             "wide": lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)),
             "by_16_bits": lambda x: x if is_exact else x.astype(jnp.bfloat16).astype(x.dtype),
         }
-        # Reports of explain give the program's lines as lines of this file.
+        # Reports of `explain` name lines of the file "program.py".
         exec(compile(self.source(), "program.py", "exec"), names)
         return names["f"]
 

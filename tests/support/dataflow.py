@@ -1,4 +1,4 @@
-"""Which instructions of a lowered program do not wait for each other, read in its HLO."""
+"""Finds instructions of a lowered program's HLO that do not depend on each other."""
 
 import re
 
@@ -19,14 +19,14 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def products_beside(text: str, collective: str) -> list[int]:
-    """Returns, for each collective of a kind, how many products are neither before nor after it.
+    """Returns, for each collective of a kind, the number of products that can overlap it.
 
-    Calls of functions that multiply count as one product. Of the program's computations that have the
-    collective, all are read.
+    These are products of its computation that neither depend on it nor it on them. A call of a function
+    that multiplies counts as one product.
 
     Args:
-      text: `jax.jit(f).lower(*operands).as_text("hlo")`, which keeps what orders instructions.
-      collective: the kind, as "collective-permute" or "all-reduce".
+      text: `jax.jit(f).lower(*operands).as_text("hlo")`, which has all dependences.
+      collective: the kind, such as "collective-permute" or "all-reduce".
     """
     computations = _computations(text)
     multiplying = {name for name, lines in computations.items() if " dot(" in "\n".join(lines)}

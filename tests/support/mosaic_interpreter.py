@@ -75,7 +75,7 @@ def share_unions(monkeypatch) -> None:
 
 
 def fill_before_the_start(monkeypatch) -> None:
-    """Makes copies read zeros before an array's start, as beyond its end, for one test."""
+    """Makes copies from before an array's start read zeros, as from beyond its end, for one test."""
     shared = gpu_callbacks.memory.GPUSharedMemory
     read = shared.get_buffer_content
 

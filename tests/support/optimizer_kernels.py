@@ -47,7 +47,7 @@ def direction(rule, s, nesterov, g, m, v):
 
 
 def halves(random, i, array, shape):
-    """Returns the random bits of a leaf, or of the part that this device has."""
+    """Returns 16 random bits for each number of a leaf, or of this device's shard of it."""
     seeds, base = random[i, 2 * array : 2 * array + 2], random[i, 6]
     local = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     index = base + local

@@ -11,7 +11,7 @@ _KEPT_BY_TF32 = np.uint32(0xFFFFE000)
 
 @jax.custom_vjp
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the product a [..., K] @ b [K, N], whose gradient has products of the same kind.
+    """Returns the product a [..., K] @ b [K, N]; the products of its gradient are rounded alike.
 
     On a GPU, float32 operands are cut to the 10 bits of tf32, as WGMMA does. XLA's small products round
     them instead, so their error is half as large and no fair reference.

@@ -11,7 +11,7 @@ from tests.support.arrays import put
 
 
 def assert_transforms(f, *args):
-    """Asserts that `f` of a tree of float arrays gives the same numbers and gradients under each one.
+    """Asserts that `f`, of trees of float arrays, has the same results and gradients when transformed.
 
     The first argument is an array, which is donated and is the carry of scan.
     """
