@@ -349,8 +349,8 @@ def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
 
 
 _MOST_KEPT, _LARGE, _MANY_ROWS = 0.5, 4_000_000, 4096
-"""Largest kept share of the matrix at which the kernel is faster, and least matrix or rows of
-x for it: small products end before the kernel starts."""
+"""Largest kept share of the matrix at which the kernel is faster, if the matrix has so many numbers or
+x so many rows: smaller products end before the kernel starts."""
 
 
 def example_weight(random: Any, blocks: Any, lists: Sequence[Any]) -> list[jax.Array]:
