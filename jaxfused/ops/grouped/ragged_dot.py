@@ -11,7 +11,7 @@ import numpy as np
 from jaxfused import dispatch
 from jaxfused.ops.grouped import ragged_dot_xla, ragged_mlp_xla, ragged_quantized
 from jaxfused.ops.grouped.grouped_stages import GroupedProduct, GroupedWeights, HiddenLayer
-from jaxfused.ops.grouped.ragged_dot_xla import Options
+from jaxfused.ops.grouped.ragged_dot_xla import Options, cleared
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import activate, value_and_slope
 from jaxfused.runtime.checkpoint_names import named
@@ -112,7 +112,10 @@ def ragged_dot(
         y = ragged_quantized.ragged_dot(
             options, lhs, w, group_sizes, offset, implementation=implementation
         )
-        return y if activation is None else activate(activation, y).astype(out_dtype)
+        if activation is None:
+            return y
+        y = activate(activation, y.astype(accumulator_dtype(out_dtype)))
+        return cleared(y, w.shape[0], group_sizes, offset).astype(out_dtype)
     device = dispatch.current_device(lhs)
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     operands = (lhs, w, group_sizes, offset)
@@ -132,7 +135,8 @@ def ragged_dot(
         first = ragged_mlp_xla.Options(op, activation, False, transpose_rhs, precision)
         return _activated(run, options, first, *aligned)
     wide = replace(options, out_dtype=accumulator_dtype(out_dtype))
-    return activate(activation, _ragged_dot(run, wide, *aligned)).astype(out_dtype)
+    y = activate(activation, _ragged_dot(run, wide, *aligned))
+    return cleared(y, w.shape[0], group_sizes, offset).astype(out_dtype)
 
 
 def _check_shapes(
@@ -158,7 +162,11 @@ def _check_shapes(
 
 
 def check_groups(
-    op: str, name: str, rhs: jax.Array, group_sizes: jax.Array, has_offset: bool
+    op: str,
+    name: str,
+    rhs: jax.Array | QuantizedArray,
+    group_sizes: jax.Array,
+    has_offset: bool,
 ) -> None:
     """Checks that there is one size for each matrix of `rhs`, or any number with an offset."""
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):

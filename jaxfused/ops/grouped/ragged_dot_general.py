@@ -82,10 +82,14 @@ def ragged_dot_general(
     if isinstance(plan, str):
         reasons = {"pallas": plan, **missing, "xla": None}
         choose_without_stages(_OP, implementation, reasons, lhs, rhs)
-        offset = None if group_offset is None else jnp.reshape(group_offset, 1)
+        if group_offset is not None:
+            raise ValueError(
+                f"{_OP}: group_offset was passed, but XLA has none, and of ragged_dot {plan}; pass"
+                " matrices for all groups, without group_offset."
+            )
         try:
             return jax.lax.ragged_dot_general(
-                lhs, rhs, group_sizes, numbers, precision, preferred_element_type, offset
+                lhs, rhs, group_sizes, numbers, precision, preferred_element_type
             )
         except TypeError as error:
             raise ValueError(f"{_OP}: {error}") from error
@@ -108,6 +112,11 @@ def ragged_dot_general(
 
 def _check_axes(lhs, rhs, group_sizes, numbers: jax.lax.RaggedDotDimensionNumbers) -> None:
     """Checks that the axes exist, that those of both operands agree, and that sizes are integers."""
+    if not isinstance(numbers, jax.lax.RaggedDotDimensionNumbers):
+        raise ValueError(
+            f"{_OP}: ragged_dot_dimension_numbers is {numbers!r}; pass"
+            " jax.lax.RaggedDotDimensionNumbers(...)."
+        )
     ((of_lhs, of_rhs), (batch_lhs, batch_rhs)) = numbers.dot_dimension_numbers
     left, right = (*of_lhs, *batch_lhs), (*of_rhs, *batch_rhs)
     for name, array, axes in (

@@ -65,12 +65,23 @@ def _bwd(options: Options, operands, dy):
 ragged_dot.defvjp(_fwd, _bwd)
 
 
-def activated(options: Options, activation: str | None, *operands: jax.Array) -> jax.Array:
+def activated(options: Options, activation: str | None, lhs, rhs, sizes, offset) -> jax.Array:
     """Returns the activation of `ragged_dot`, rounded once."""
     if activation is None:
-        return ragged_dot(options, *operands)
+        return ragged_dot(options, lhs, rhs, sizes, offset)
     wide = replace(options, out_dtype=accumulator_dtype(options.out_dtype))
-    return activate(activation, ragged_dot(wide, *operands)).astype(options.out_dtype)
+    y = activate(activation, ragged_dot(wide, lhs, rhs, sizes, offset))
+    return cleared(y, rhs.shape[0], sizes, offset).astype(options.out_dtype)
+
+
+def cleared(y: jax.Array, groups: int, sizes: jax.Array, offset: jax.Array) -> jax.Array:
+    """Returns y [M, N], an activation of products, with zeros in the rows of no group.
+
+    Their products are 0, but softplus(0) and sigmoid(0) are not.
+    """
+    bounds = row_bounds(y.shape[0], groups, sizes, offset)
+    row = jnp.arange(y.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.where((row >= bounds[0]) & (row < bounds[-1]), y, jnp.zeros((), y.dtype))
 
 
 def gradients(
@@ -113,12 +124,7 @@ def _over_tiles(
 ) -> jax.Array:
     """Returns `total` after `add(total, tile, height)` for each tile, in the order of their rows."""
     height = tile_height(rows, groups)
-    sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows).astype(jnp.int32)
-    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    # Groups from `offset` on have a matrix. Their bounds are the start of the first and the end of each.
-    index = offset.reshape(()).astype(jnp.int32) + jnp.arange(groups + 1, dtype=jnp.int32)
-    bounds = ends[jnp.clip(index, 0, sizes.shape[0])]
+    bounds = row_bounds(rows, groups, sizes, offset)
     counts = (jnp.diff(bounds) + (height - 1)) // height
     last = jnp.cumsum(counts, dtype=jnp.int32)
 
@@ -135,6 +141,15 @@ def _over_tiles(
     # Tiles beyond the last one have no rows.
     tiles = tile_at(jnp.arange(rows // height + min(groups, rows), dtype=jnp.int32))
     return lax.scan(lambda t, tile: (add(t, tile, height), None), total, tiles)[0]
+
+
+def row_bounds(rows: int, groups: int, sizes: jax.Array, offset: jax.Array) -> jax.Array:
+    """Returns the first row of the first group that has a matrix, and the ends of all of them."""
+    sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows).astype(jnp.int32)
+    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    index = offset.reshape(()).astype(jnp.int32) + jnp.arange(groups + 1, dtype=jnp.int32)
+    return ends[jnp.clip(index, 0, sizes.shape[0])]
 
 
 def tile_height(rows: int, groups: int) -> int:

@@ -64,8 +64,9 @@ def hidden_layer(
     def product(rows: jax.Array, w: jax.Array) -> jax.Array:
         return ragged_dot_xla.rows_product(of_rows, rows, w, sizes, offset)
 
-    found = _activated(options, _preactivations(options, product, x, w_first, w_second))
-    return (*found, None)[:3]
+    h, *saved = _activated(options, _preactivations(options, product, x, w_first, w_second))
+    h = ragged_dot_xla.cleared(h, w_first.shape[0], sizes, offset)
+    return (h, *saved, None)[:3]
 
 
 def hidden_gradient(

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.modules.linear import QuantizedKernel
-from jaxfused.ops.grouped.ragged_dot import ragged_dot
+from jaxfused.ops.grouped.ragged_dot import check_groups, checked_sizes, ragged_dot
 from jaxfused.ops.quantized.quantized_matmul import quantized_matmul
+from jaxfused.runtime.checks import as_arrays
 from jaxfused.runtime.packing import WORD_BLOCK, pack_codes, pack_int4, pack_words
 from jaxfused.runtime.quantized_array import Layout, QuantizedArray, of_each_column
 from jaxfused.runtime.serialization import serializable
@@ -44,7 +45,9 @@ class QuantizedLayer:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the layer's result [..., F], in x's dtype, for x [..., D]."""
-        x = x if self.permutation is None else jnp.take(x, self.permutation, axis=-1)
+        if self.permutation is not None:
+            self._check_inputs(x)
+            x = jnp.take(x, self.permutation, axis=-1)
         return quantized_matmul(x, self.array, self.bias)
 
     def of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -53,13 +56,25 @@ class QuantizedLayer:
         The product is `jaxfused.ragged_dot`; rows that no group has are zeros.
 
         Args:
-          group_sizes: int [E], the rows of each layer of the stack.
+          group_sizes: int [E], the rows of each layer of the stack; below 0 counts as 0.
         """
+        op = "QuantizedLayer.of_groups"
+        if self.array.ndim != 3:
+            raise ValueError(
+                f"{op}: the weights have shape {self.array.shape}, which is no stack"
+                " of layers; pass the layers to jaxfused.quantization.stack first."
+            )
+        x, group_sizes = as_arrays(x, group_sizes)
+        if x.ndim != 2:
+            raise ValueError(f"{op}: x has shape {x.shape}; pass one matrix [rows, features].")
+        check_groups(op, "the stack", self.array, group_sizes, False)
+        group_sizes, _ = checked_sizes(op, group_sizes, None, self.array.shape[0])
         if self.permutation is None and self.bias is None:
             return ragged_dot(x, self.array, group_sizes)
-        ends = jnp.cumsum(group_sizes)
+        ends = jnp.cumsum(jnp.clip(group_sizes, 0, x.shape[0]), dtype=jnp.int32)
         group = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right", method="compare_all")
         if self.permutation is not None:
+            self._check_inputs(x)
             order = jnp.take(self.permutation, group, axis=0, mode="clip")
             x = jnp.take_along_axis(x, order, axis=-1)
         y = ragged_dot(x, self.array, group_sizes)
@@ -67,6 +82,15 @@ class QuantizedLayer:
             return y
         bias = jnp.take(self.bias, group, axis=0, mode="fill", fill_value=0)
         return (y + bias).astype(y.dtype)
+
+    def _check_inputs(self, x: jax.Array) -> None:
+        """Checks x before it is permuted; the product would see only what a permutation has taken."""
+        features = self.array.shape[-2]
+        if jnp.shape(x)[-1:] != (features,):
+            raise ValueError(
+                f"QuantizedLayer: x has shape {jnp.shape(x)}, but the weights have shape"
+                f" {self.array.shape}; pass x with {features} features in its last axis."
+            )
 
     @property
     def kernel(self) -> QuantizedKernel:
@@ -80,9 +104,16 @@ class QuantizedLayer:
         free: the results of `up.with_outputs(down.permutation)` are in the order of `down.array`'s rows.
 
         Args:
-          order: int [F], the index of each output.
+          order: int [F], the index of each output, the same for all layers of a stack.
         """
         array, columns = self.array.as_read(), self.array.shape[-1]
+        [order] = as_arrays(order)
+        if order.shape != (columns,) or not jnp.issubdtype(order.dtype, jnp.integer):
+            raise ValueError(
+                f"QuantizedLayer.with_outputs: order has shape {order.shape} and dtype {order.dtype},"
+                f" but there are {columns} outputs; pass the index of each, int ({columns},)."
+                " Layers with orders of their own are reordered before jaxfused.quantization.stack."
+            )
 
         def taken(part: jax.Array | None, axis: int = -1) -> Any:
             return None if part is None else jnp.take(part, order, axis=axis)

@@ -93,6 +93,28 @@ def test_activation(dtype, activation):
     check_activation(dtype, activation)
 
 
+@pytest.mark.parametrize("rhs_dtype", ["float32", "bfloat16", "int8"])
+def test_rows_of_no_group_are_zeros_after_an_activation(rhs_dtype):
+    """softplus(0) is not 0; the first and the last rows have no matrix."""
+    x, w, _ = operands("float32", 2)
+    w = jaxfused.quantize(w) if rhs_dtype == "int8" else w.astype(rhs_dtype)
+    sizes, ends = put((7, 20, 9, 30), "int32"), np.cumsum([7, 20, 9])
+    y = jaxfused.ragged_dot(x, w, sizes, group_offset=1, activation="softplus")
+    exact, *_ = truth(x, w.dequantize() if rhs_dtype == "int8" else w, y, sizes, 1)
+    exact = np.logaddexp(0, exact)
+    exact[: ends[0]] = exact[ends[2] :] = 0
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_rows_of_no_group_are_zeros_by_kernels_and_by_stages_in_xla(interpreted_hopper):
+    x, w, _ = operands("bfloat16", 2)
+    sizes = put((20, 9), "int32")
+    for features in (N, 3):  # the kernels take multiples of 8
+        y = jaxfused.ragged_dot(x, w[..., :features], sizes, activation="sigmoid")
+        assert not y[29:].any() and y[:29].all()
+
+
 @pytest.mark.exhaustive
 def test_activation_by_kernels(interpreted_hopper):
     check_activation("bfloat16", "silu")

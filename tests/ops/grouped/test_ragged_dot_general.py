@@ -80,3 +80,9 @@ def test_messages():
     args = jnp.ones(left), jnp.ones(right), put(SIZES, "int32")
     with pytest.raises(ValueError, match=r"ragged_dot_general: .* it takes no batch axes"):
         f(*args, implementation="pallas")
+    with pytest.raises(
+        ValueError, match=r"ragged_dot_general: group_offset .* without group_offset"
+    ):
+        f(*args, group_offset=1)
+    with pytest.raises(ValueError, match=r"ragged_dot_general: .* is None; pass jax.lax.Ragged"):
+        jaxfused.ragged_dot_general(*args, None)

@@ -214,6 +214,28 @@ def test_stack_of_layers_multiplies_each_groups_rows():
     assert not y[ends[-1] :].any()
 
 
+def test_a_stack_takes_sizes_below_0_as_0():
+    apart = layers()
+    x = rows("float32")
+    y = jaxfused.quantization.stack(apart).of_groups(x, put((-5, 30, 100), "int8"))
+    chex.assert_trees_all_close(y[:30], apart[1](x[:30]), rtol=1e-5, atol=1e-4)
+    chex.assert_trees_all_close(y[30:], apart[2](x[30:]), rtol=1e-5, atol=1e-4)
+
+
+def test_layers_refuse_inputs_and_orders_that_do_not_fit():
+    """A permutation would read some of the inputs, or NaN beyond them, without an error."""
+    layer = layers()[1]
+    stacked = jaxfused.quantization.stack(layers())
+    wide = put(np.ones((4, K + 2)), "float32")
+    for call in (layer, lambda x: stacked.of_groups(x, put((4, 0, 0), "int32"))):
+        with pytest.raises(ValueError, match=f"x has shape .*pass x with {K} features"):
+            call(wide)
+    with pytest.raises(ValueError, match=r"of_groups: .* no stack of layers; pass the layers to"):
+        layer.of_groups(wide[:, :K], put((4,), "int32"))
+    with pytest.raises(ValueError, match=f"with_outputs: order .* there are {N} outputs; pass"):
+        layer.with_outputs(put(np.zeros(N - 1), "int32"))
+
+
 def test_stack_refuses_layers_of_other_forms():
     first, *others = layers()
     with pytest.raises(ValueError, match=r"stack: layers is empty; pass"):
