@@ -8,7 +8,7 @@ from jaxfused.ops.linear import gated_mlp as gated_mlp_operator
 from jaxfused.ops.linear.hidden_layer import Options, Save, check_save, check_second_layer
 from jaxfused.ops.linear.linear import check_affine
 from jaxfused.parallel.perceptron import perceptron
-from jaxfused.parallel.placement import Placement
+from jaxfused.parallel.placement import Placement, check_rows
 from jaxfused.runtime.checks import (
     as_arrays,
     check_activation,
@@ -80,12 +80,14 @@ def gated_mlp(
     check_floating(op, dict(zip(names, operands, strict=True)))
     check_activation(op, activation)
     check_save(op, save)
+    x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands
+    check_rows(op, x)
+    check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
+    check_shape(op, "w_up", w_up, w_gate.shape, f"w_gate has shape {w_gate.shape}")
+    check_affine(op, x, "w_up", w_up, "b_up", b_up)
+    check_second_layer(op, x, w_gate.shape[1], "w_down", w_down, "b_down", b_down, residual)
 
     def on_a_device(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
-        check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
-        check_shape(op, "w_up", w_up, w_gate.shape, f"w_gate has shape {w_gate.shape}")
-        check_affine(op, x, "w_up", w_up, "b_up", b_up)
-        check_second_layer(op, x, w_gate.shape[1], "w_down", w_down, "b_down", b_down, residual)
         run = Runner(implementation, dispatch.current_device(x))
         options = Options.of("gated_mlp", activation, save, x.dtype, None, precision)
         layers = gated_mlp_operator.Layers(run, options)

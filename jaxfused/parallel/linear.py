@@ -10,7 +10,7 @@ from jaxfused.ops.linear import linear_xla
 from jaxfused.ops.linear.linear import check_affine, check_residual
 from jaxfused.ops.linear.linear import linear as linear_operator
 from jaxfused.parallel.parts import added_up
-from jaxfused.parallel.placement import Placement
+from jaxfused.parallel.placement import Placement, check_rows
 from jaxfused.parallel.products import (
     Options,
     gathered_product,
@@ -96,11 +96,15 @@ def linear(
     operands = as_arrays(x, w, bias, residual)
     check_floating(op, dict(zip(("x", "w", "bias", "residual"), operands, strict=True)))
     check_activation(op, activation)
+    x, w, bias, residual = operands
+    check_rows(op, x)
+    check_affine(op, x, "w", w, "bias", bias)
+    if residual is not None and residual.ndim != x.ndim:
+        check_residual(op, residual, x, w.shape[1])
     of_columns = split == "columns"
     run_on = _columns if of_columns else _rows
 
     def on_a_device(x, w, bias, residual):
-        check_affine(op, x, "w", w, "bias", bias)
         return run_on(
             x,
             w,

@@ -50,7 +50,8 @@ def mean_gradients(
       axis_name: the mapped axis.
       bfloat16: whether gradients are sent in bfloat16.
       key: of `jax.random`, another one at each step; None to round to the nearest.
-      error: a tree like `grads` in float32, of zeros at the first step; each device keeps its own.
+      error: a tree like `grads` in float32, of zeros at the first step; each device keeps its own. What
+        a gradient that is not finite left is dropped.
       scatter: whether a device gets its shard of each mean only, by a reduce-scatter, along the axis
         that `zero1` splits; of leaves without such an axis it gets the whole mean.
       bucket: function from the path of a leaf, as `jax.tree.leaves_with_path` has it, to its layer. By
@@ -105,7 +106,9 @@ def mean_gradients(
     means = [*leaves]
     for i, (path, leaf) in enumerate(paths):
         axis = axis_to_share(leaf.shape, size, scatter)
-        if axis is None:
+        if leaf.size == 0:
+            means[i] = _mean(leaf, axis_name, axis)
+        elif axis is None:
             layers.setdefault(layer_of(path), []).append(i)
         else:
             parts = lax.all_to_all(sent[i][None], axis_name, axis + 1, 0, tiled=True)
@@ -118,6 +121,8 @@ def mean_gradients(
     result = treedef.unflatten(
         [m.astype(leaf.dtype) for m, leaf in zip(means, leaves, strict=True)]
     )
+    # A gradient that is not finite spoils its own step only.
+    errors = [jnp.where(jnp.isfinite(lost), lost, 0) for lost in errors]
     return result if error is None else (result, treedef.unflatten(errors))
 
 

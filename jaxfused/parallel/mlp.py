@@ -8,7 +8,7 @@ from jaxfused.ops.linear import mlp as mlp_operator
 from jaxfused.ops.linear.hidden_layer import Options, Save, check_save, check_second_layer
 from jaxfused.ops.linear.linear import check_affine
 from jaxfused.parallel.perceptron import perceptron
-from jaxfused.parallel.placement import Placement
+from jaxfused.parallel.placement import Placement, check_rows
 from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
 from jaxfused.runtime.runner import Runner
 
@@ -92,8 +92,6 @@ def mlp(
     placement = Placement(op, axis_name, sequence_parallel, spec)
 
     def on_a_device(x, w1, b1, w2, b2, residual):
-        check_affine(op, x, "w1", w1, "b1", b1)
-        check_second_layer(op, x, w1.shape[1], "w2", w2, "b2", b2, residual)
         run = Runner(implementation, dispatch.current_device(x))
         options = Options.of("mlp", activation, save, x.dtype, None, precision)
         layers = mlp_operator.Layers(run, options)
@@ -102,4 +100,8 @@ def mlp(
     check_floating(op, dict(zip(("x", "w1", "b1", "w2", "b2", "residual"), operands, strict=True)))
     check_activation(op, activation)
     check_save(op, save)
+    x, w1, b1, w2, b2, residual = operands
+    check_rows(op, x)
+    check_affine(op, x, "w1", w1, "b1", b1)
+    check_second_layer(op, x, w1.shape[1], "w2", w2, "b2", b2, residual)
     return placement.run(on_a_device, operands, (".t-", "-f", "f", "f-", "-", ".t-"), ".t-")

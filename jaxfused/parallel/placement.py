@@ -1,5 +1,6 @@
 """How the operands of a tensor parallel layer are split over a mesh, and the call on each device."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,15 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxfused.runtime import sharding
+
+
+def check_rows(op: str, x: jax.Array) -> None:
+    """Checks that x has an axis of tokens and one of features."""
+    if x.ndim < 2:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, but tokens and features are its last axes; pass x of shape"
+            " [..., tokens, features]."
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,11 @@ class Placement:
                 for operand, to in zip(operands, specs, strict=True)
             ]
         out = spec(result_axes) if isinstance(result_axes, str) else tuple(map(spec, result_axes))
-        return jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)(*operands)
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)
+        if any(operand is not None and operand.size == 0 for operand in operands):
+            # A program as a whole, from which XLA takes what is empty.
+            mapped = jax.jit(mapped)
+        return mapped(*operands)
 
     def _mesh(self, x: Any) -> tuple[Any, tuple[Any, ...]]:
         """Returns the mesh, and how the axes of x before its tokens are split over it."""
@@ -69,11 +83,23 @@ class Placement:
         spec = [*jax.typeof(x).sharding.spec] if mesh.explicit_axes else [*(self.spec or P())]
         leading = (*spec, *(None,) * count)[:count]
         names = {name for entry in leading for name in sharding.names_of(entry)}
+        if not names <= {*mesh.axis_names}:
+            raise ValueError(
+                f"{self.op}: spec is {self.spec}, but the mesh here has the axes {mesh.axis_names}; name"
+                " those."
+            )
         if self.axis_name in names:
             raise ValueError(
                 f"{self.op}: the axes of x before its tokens are split by {leading!r}, and axis_name"
                 f" is {self.axis_name!r}; split them by other axes of the mesh."
             )
+        for count, entry in zip(x.shape, leading, strict=False):
+            size = math.prod(mesh.shape[name] for name in sharding.names_of(entry))
+            if count % size:
+                raise ValueError(
+                    f"{self.op}: x has shape {x.shape}, but {size} devices of {entry!r} share an axis of"
+                    f" {count}; pass a multiple."
+                )
         return mesh, leading
 
     def _check_sizes(self, size: int, operands: Sequence[Any], operand_axes: Sequence[str]) -> None:

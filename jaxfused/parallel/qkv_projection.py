@@ -8,7 +8,7 @@ from jaxfused import dispatch
 from jaxfused.ops.linear import qkv_projection_xla
 from jaxfused.ops.linear.linear import linear
 from jaxfused.ops.rope.rope import check_tables
-from jaxfused.parallel.placement import Placement
+from jaxfused.parallel.placement import Placement, check_rows
 from jaxfused.parallel.products import Options, gathered_product
 from jaxfused.runtime.checks import (
     as_arrays,
@@ -101,10 +101,12 @@ def qkv_projection(
     check_floating(op, dict(zip(names[:9], operands[:9], strict=True)))
     check_epsilon(op, epsilon)
     check_finite(op, "scale_offset", scale_offset)
+    x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin = operands
+    check_rows(op, x)
+    _check(op, x, (w_q, w_k, w_v), (b_q, b_k, b_v), q_scale, k_scale)
 
     def on_a_device(x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin):
         weights, biases = (w_q, w_k, w_v), (b_q, b_k, b_v)
-        _check(op, x, weights, biases, q_scale, k_scale)
         # One product of concatenated weights: those of keys and values alone have few columns.
         w = jnp.concatenate([w.reshape(w.shape[0], -1) for w in weights], axis=1)
         bias = None if b_q is None else jnp.concatenate([b.reshape(-1) for b in biases])
@@ -133,7 +135,9 @@ def qkv_projection(
         return finish(q, q_scale), finish(k, k_scale), v
 
     def of_table(table: jax.Array | None) -> str:
-        return "--" if table is None or table.ndim < 3 else ".T-"
+        if table is None:
+            return ""
+        return ".T-" if table.ndim > 2 else "--"[: table.ndim]
 
     axes = (".t-", "-f-", "-f-", "-f-", "f-", "f-", "f-", "-", "-", of_table(cos), of_table(sin))
     placement = Placement(op, axis_name, sequence_parallel, spec)
@@ -157,9 +161,10 @@ def _check(op, x, weights, biases, q_scale, k_scale) -> None:
             )
         check_shape(op, f"b_{name}", bias, w.shape[1:], f"w_{name} has shape {w.shape}")
     check_shape(op, "w_v", weights[2], w_k.shape, f"w_k has shape {w_k.shape}")
-    if w_q.shape[1] % w_k.shape[1]:
+    heads, key_heads = w_q.shape[1], w_k.shape[1]
+    if heads % key_heads if key_heads else heads:
         raise ValueError(
-            f"{op}: a device has {w_q.shape[1]} query and {w_k.shape[1]} key heads, but query heads"
+            f"{op}: there are {heads} query and {key_heads} key heads, but query heads"
             " share key heads evenly; pass w_q with a multiple of w_k's heads."
         )
     rule = f"w_q has {w_q.shape[2]} features for each head"

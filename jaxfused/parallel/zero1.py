@@ -43,6 +43,7 @@ def zero1(
       mesh: the mesh; by default that of `jax.set_mesh`, or of the types of the arrays.
       param_specs: a tree like the parameters of PartitionSpecs: how other axes of the mesh split them,
         as Flax's metadata says. By default they are replicated, or split as Explicit types say.
+        Leaves that `axis_name` splits already stay so.
 
     Returns:
       A `jaxfused.optim.FusedTransformation` with a method more: `specs(params)` returns the
@@ -218,7 +219,8 @@ class _Placed:
             if shape != jnp.shape(leaf):
                 spec = P()
             axis = axis_to_share(jnp.shape(leaf), size, shared, spec)
-            if axis is not None:
+            is_split = any(self.axis_name in sharding.names_of(entry) for entry in spec)
+            if axis is not None and not is_split:
                 entries = [*spec, *[None] * (jnp.ndim(leaf) - len(spec))]
                 entries[axis] = self.axis_name
                 spec = P(*entries)

@@ -115,6 +115,26 @@ def test_nothing_is_lost_by_random_rounding_or_error_feedback():
 
 
 @on_eight_devices
+def test_a_gradient_that_is_not_finite_spoils_one_step():
+    def two_steps(tree):
+        spoilt = tree["head"].at[0].set(jnp.inf)
+        error = {"head": jnp.zeros_like(spoilt)}
+        _, error = mean({"head": spoilt}, bfloat16=True, error=error)
+        return mean({"head": tree["head"]}, bfloat16=True, error=error)[0]
+
+    expected = exact({"head": gradients()["head"]})
+    chex.assert_trees_all_close(on_devices(two_steps), expected, atol=6 * 2.0**-8)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_leaves_without_numbers(bfloat16, scatter):
+    f = lambda g: mean({"e": g["head"][:0]}, bfloat16=bfloat16, scatter=scatter)  # noqa: E731
+    assert on_devices(f)["e"].shape == (0,)
+
+
+@on_eight_devices
 def test_each_layer_has_collectives_of_its_own():
     """Two layers and the head: three exchanges and three gathers, in 16 bits."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -280,6 +300,20 @@ def test_parameters_that_another_axis_splits_stay_split():
     assert new["up"].sharding.spec == P(None, "model")
     assert state[0].mu["up"].sharding.spec == P("data", "model")
     assert state[0].mu["down"].sharding.spec == P("model", "data")
+
+
+@on_eight_devices
+def test_parameters_that_the_axis_itself_splits_stay_so():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params, specs = {"w": normal(0, 8, 16)}, {"w": P("data", None)}
+    placed = {"w": put(mesh, params["w"], specs["w"])}
+    inner = jaxfused.optim.adamw(0.1)
+    shared = parallel.zero1(inner, mesh=mesh, param_specs=specs)
+    new, state = jax.jit(shared.step)(placed, shared.init(placed), placed)
+    expected, _ = inner.step(params, inner.init(params), {"w": params["w"] + 0})
+    chex.assert_trees_all_close(new, expected, rtol=1e-5)
+    for array in (new["w"], state[0].mu["w"]):
+        assert array.sharding.shard_shape(array.shape) == (1, 16)
 
 
 def test_messages_of_zero1():

@@ -342,6 +342,67 @@ def test_sizes_that_devices_cannot_share():
             parallel.linear(x, w[:, :30], axis_name="model", split="columns")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=jnp.ones(D)), r"x has shape \(8,\), but tokens and features are its last axes"),
+        (dict(x=jnp.ones(())), r"x has shape \(\), but tokens and features"),
+        (dict(w=jnp.ones(D)), r"w has shape \(8,\), but x has 8 features"),
+        (dict(w=jnp.ones((2, D, F))), r"w has shape \(2, 8, 32\), but x has 8 features"),
+        (dict(bias=jnp.ones((1, F))), r"bias has shape \(1, 32\), but w has 32 features"),
+        (dict(bias=jnp.ones(D)), r"bias has shape \(8,\), but w has 32 features"),
+        (dict(residual=jnp.ones((T, F))), r"residual has shape \(32, 32\), but x has shape"),
+        (dict(spec=P("rows")), r"spec is .*'rows'.*, but the mesh here has the axes"),
+    ],
+)
+def test_messages_name_the_callers_shapes(change, message):
+    given = dict(x=normal(0, B, T, D), w=normal(1, D, F), axis_name="model", split="columns")
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        parallel.linear(**given | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=jnp.ones(D)), r"x has shape \(8,\), but tokens and features are its last axes"),
+        (dict(w_q=jnp.ones((D, N * H))), r"w_q has shape \(8, 64\)"),
+        (dict(w_q=jnp.ones((D, 3, H))), "there are 3 query and 8 key heads"),
+        (dict(cos=jnp.ones(2), sin=jnp.ones(2)), r"cos has shape \(2,\)"),
+    ],
+)
+def test_messages_of_heads(change, message):
+    w = jnp.ones((D, K, H))
+    given = dict(x=jnp.ones((B, T, D)), w_q=w, w_k=w, w_v=w, axis_name="model")
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        parallel.qkv_projection(**given | change)
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("split", ["columns", "rows"])
+@pytest.mark.parametrize("shape", [(B, 0, D), (0, T, D)])
+def test_empty_operands(split, shape):
+    """Their programs are compiled as a whole."""
+    with jax.set_mesh(mesh_of(8)):
+        f = functools.partial(
+            parallel.linear, axis_name="model", split=split, sequence_parallel=True
+        )
+        y, (dx, dw) = with_gradients(f, jnp.ones(shape), jnp.ones((shape[-1], F)))
+        assert y.shape == (*shape[:-1], F) and not y.any()
+        assert dx.shape == shape and dw.shape == (shape[-1], F) and not dw.any()
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+def test_a_batch_that_devices_cannot_share():
+    x, w, *_ = operands("columns")
+    message = r"x has shape \(1, 32, 8\), but 2 devices of 'data'"
+    with jax.set_mesh(mesh_of(4)), pytest.raises(ValueError, match=message):
+        parallel.linear(x[:1], w, axis_name="model", split="columns", spec=P("data"))
+
+
 def test_empty_rows():
     x, w, *_ = operands("columns")
     with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))):
