@@ -295,7 +295,7 @@ def test_batch_norm_along_another_axis_and_across_devices():
         (lambda **k: jaxfused.nnx.TransformerBlock(D, 2, norm="batch_norm", **k), "norm='batch"),
         (lambda **k: jaxfused.nnx.TransformerBlock(D, 3, **k), "8 features .* by 3 heads"),
         (lambda **k: jaxfused.nnx.ConvNormAct(D, D, 3, norm="layer_norm", **k), "norm='layer"),
-        (lambda **k: jaxfused.nnx.MLP(D, 4, activation="elu", **k)(jnp.ones(D)), "'elu' is not"),
+        (lambda **k: jaxfused.nnx.MLP(D, 4, activation="eluu", **k)(jnp.ones(D)), "'eluu' is not"),
     ],
 )
 def test_refuses(make, message):

@@ -87,7 +87,7 @@ def ragged_mlp(
       >>> x = jnp.array([[1.0], [2.0], [3.0]])
       >>> w = jnp.array([[[1.0]], [[10.0]]])
       >>> jaxfused.ragged_mlp(x, w, w, w, jnp.array([2, 1]), activation="relu").ravel()
-      Array([1.e+00, 8.e+00, 9.e+03], dtype=float32)
+      Array([1.e+00, 4.e+00, 9.e+03], dtype=float32)
 
     On a GPU forward-mode differentiation and gradients of gradients need `implementation="xla"`.
 
