@@ -30,7 +30,8 @@ MUST = 0.95
 _SIZE = (500, 375)
 _DISTINCT, _CLASSES = 64, 4
 _ROUNDS = 6
-"""One more than the number of timed batches per worker; two others per worker precede them."""
+"""Rounds of one batch per worker: all but one are timed, and the last makes up for images that are held
+out. Two rounds of warm-up precede them."""
 _STEPS = 30
 
 

@@ -102,9 +102,9 @@ __device__ __forceinline__ void merge_slices(const Crew<kBarrier>& crew, const I
       });
 }
 
-// A thread's sums for each of its channels: differences from its first value, and their squares.
-// They are as accurate as deviations from the mean: the first value's own deviation is part of the
-// variance, so little is lost even if it is large.
+// A thread's shifted sums for each of its channels: those of the differences from its first value,
+// and of their squares. A mean far from 0 loses no digits. A first value that is an outlier
+// multiplies the rounding error by at most about the number of values.
 template <int kVec>
 struct Differences {
   float shift[kVec] = {}, sums[kVec] = {}, squares[kVec] = {};

@@ -106,10 +106,10 @@ def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
 
 
 def check_classes(part: Part, labels: jax.Array | None) -> None:
-    """Checks that labels are classes of a mixing part, or weights of its classes.
+    """Checks that labels are classes, or weights of all classes, if MixUp or CutMix has `num_classes`.
 
     Raises:
-      ValueError: a class is `num_classes` or more, or the weights are of another number of classes.
+      ValueError: a class is negative or too large, or the weights are of another number of classes.
     """
     count = part.num_classes if isinstance(part, Mixing) else None
     if count is None or labels is None:

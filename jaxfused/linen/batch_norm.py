@@ -89,7 +89,7 @@ class BatchNorm(linen.BatchNorm):
         mask_gradient: bool = True,
         statistics: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """Implements a call, for the layers around it too: see `jaxfused.ops.norm.batch_norm.run`."""
+        """Implements a call; `ConvNormAct` passes the last two arguments (see `batch_norm.run`)."""
         x = jnp.asarray(x)
         reason = why_given(
             mask=mask is not None,

@@ -166,7 +166,7 @@ class Conv(nnx.Conv):
         hand_on: bool = False,
         statistics: bool = False,
     ) -> Convolved:
-        """Implements a call, for the layers around it too: see `jaxfused.ops.conv.conv.run`."""
+        """Implements a call; blocks like `ConvNormAct` pass the last two arguments (see `conv.run`)."""
         inputs = as_input(inputs)
         intercepted = why_intercepted()
         kernel = self.kernel[...] if intercepted else self.kernel.get_value()

@@ -150,7 +150,7 @@ class GroupNorm(nnx.GroupNorm):
         image_shift: jax.Array | None = None,
         mask_gradient: bool = True,
     ) -> jax.Array:
-        """Implements a call, for the layers around it too: see `jaxfused.ops.norm.group_norm.run`."""
+        """Implements a call; `ConvNormAct` passes the last argument (see `group_norm.run`)."""
         x = jnp.asarray(x)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]

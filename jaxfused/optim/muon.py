@@ -498,7 +498,7 @@ class _Momentum:
         count: jax.Array,
         factor: Any,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the orthogonal matrices and the momenta, by kernels."""
+        """Returns the orthogonal matrices and the momenta, computed by the fused GPU kernels."""
         of_momentum, of_gradient = self._weights(count)
         wide, tall, squares, new = momentum_op.momentum_both_ways(
             gradients,

@@ -168,7 +168,7 @@ class HasExamples(Protocol):
 
 
 Stage = tuple[Kernel, Sequence[Any]]
-"""A stage with its operands, or with their shapes."""
+"""A kernel, and its operands or their shapes."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +226,11 @@ class Runner:
         return self.choice_on_shard(kernel, *matrices)
 
     def left_to_xla(self, why: str, stages: Iterable[Stage]) -> gate.LeftToXla | None:
-        """Returns what leaves a call to XLA, or None if one of its stages was measured to be faster.
+        """Returns `why` and the choices to measure, or None if a kernel was measured to be faster.
 
         Args:
           why: the operator's reason, such as "nothing is fused".
-          stages: the stages of the call and of its gradient that would run otherwise.
+          stages: the kernels of the call and of its gradient that would run otherwise.
         """
         choices = [self.choice(kernel, *operands) for kernel, operands in stages]
         if any(c.measured is not None and c.implementation != "xla" for c in choices):
@@ -306,9 +306,9 @@ def _choice_of_shapes(
     shapes: Sequence[jax.ShapeDtypeStruct | None],
     precision: Any,
 ) -> dispatch.Choice:
-    """Returns a kernel's choice for known sizes, none of which is 0.
+    """Returns the implementation chosen for a kernel and operands of known sizes, none of which is 0.
 
-    A stage may read JAX's `precision` setting, so `precision` is part of the cache's key.
+    A kernel may read JAX's `precision` setting, so `precision` is part of the cache's key.
     """
     del precision
     reasons, estimate = kernel.why_not(runner.device, *shapes), None

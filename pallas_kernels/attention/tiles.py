@@ -132,7 +132,10 @@ class QueryTiles:
         operands: Operands,
         tables: Tables,
     ) -> np.ndarray | jax.Array:
-        """Returns the table of the function `schedule`; a tile's cost grows with its visited blocks."""
+        """Returns each CTA's count of tiles, then the tiles' numbers in order, int32 [CTAs, 1 + rounds].
+
+        A tile's cost grows with the blocks of keys that it visits.
+        """
         count = batch * self.heads * self.count
         if tables.bounds is not None and count >= _MANY * multiprocessors:
             start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
@@ -339,7 +342,10 @@ class KeyTiles:
         operands: Operands,
         tables: Tables,
     ) -> np.ndarray | jax.Array:
-        """Returns the table of the function `schedule`; a tile's cost grows with its visits."""
+        """Returns each CTA's count of tiles, then the tiles' numbers in order, int32 [CTAs, 1 + rounds].
+
+        A tile's cost grows with the blocks of queries that it visits.
+        """
         heads = self.key_heads * self.shares
         if tables.bounds is not None and batch * heads * self.count >= _MANY * multiprocessors:
             start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
@@ -431,7 +437,7 @@ def _listed(
 def schedule(
     costs: tuple[int, ...], heads: int, heads_together: int, multiprocessors: int
 ) -> np.ndarray:
-    """Returns a table, int32 [CTAs, 1 + rounds]: each CTA's number of tiles, then its tiles in order.
+    """Returns each CTA's count of tiles, then the tiles' numbers in order, int32 [CTAs, 1 + rounds].
 
     Groups of heads follow each other. Within a group, the tiles that cost most come first, and each goes
     to the CTA with the least work so far. A dynamic queue would do the same, but its order would vary
@@ -455,7 +461,7 @@ def schedule(
 
 
 def schedule_of(visits: jax.Array, heads: int, multiprocessors: int) -> jax.Array:
-    """Returns a schedule [CTA, 1 + rounds] like that of `schedule`, computed on the device.
+    """Returns a table [CTAs, 1 + rounds] like that of `schedule`, computed on the device.
 
     Args:
       visits: int32 [B, tiles], the cost of each tile, the same in all heads.

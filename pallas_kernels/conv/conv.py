@@ -500,7 +500,11 @@ def _layer(
     activation: str | None,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the outputs "y" and "preactivation" that the options of `conv` ask for."""
+    """Returns `conv`'s results by name, with y = activation(conv(x, w) + bias + residual).
+
+    The names are those in the options `outputs` ("y", "preactivation") and "mean_y" and "variance_y" for
+    `column_moments`.
+    """
     dtype = (x[0] if isinstance(x, tuple) else x).dtype
     return conv(
         x,

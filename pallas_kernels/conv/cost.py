@@ -48,7 +48,7 @@ class Speeds:
     overlap: float = 2.4
     """Exponent p of the norm (a^p + b^p)^(1/p) that two overlapping times a and b take together."""
     weights_multiplication: float = 3.05e-7
-    """Time of a multiply-add of wgrad, whose operands are read across their rows."""
+    """Time of a multiply-add of wgrad on one SM; its left operand, x, is transposed."""
     weights_wide: float = 1.16
     """Factor of `weights_multiplication` with tiles of more than 64 features, whose instructions take
     one block each."""

@@ -274,8 +274,8 @@ class Consumer:
                 plgpu.wgmma_wait(0)
                 return acc_ref[...]
 
-            # Accumulators that are allocated after the wait cost no instructions: the first WGMMA adds
-            # to the zero register.
+            # Accumulators that are allocated after the wait need no instructions that zero them: the
+            # first WGMMA adds to the zero register.
             sums = pl.run_scoped(multiply, self._accumulator).astype(jnp.float32)
             scaled = self._scaled_pieces(sums, slot, starts, numbers)
             totals = tuple(total + piece for total, piece in zip(totals, scaled, strict=True))
@@ -345,7 +345,7 @@ class Consumer:
             plgpu.wgmma_wait(0)
             return acc_ref[...], last
 
-        # Accumulators are allocated after the wait, as in `_accumulate_scaled`.
+        # Accumulators that are allocated after the wait need no instructions that zero them.
         self._await_slot(sequence_idx, slot)
         sums, last = pl.run_scoped(multiply, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[last])

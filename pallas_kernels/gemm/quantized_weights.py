@@ -264,7 +264,10 @@ class QuantizedTile:
     def _codes_loader(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
     ) -> Callable[[int, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]:
-        """Returns `_loader`'s function for codes, which are read from shared memory piece by piece."""
+        """Returns a function from a piece, its shifts (not used) and scales to its weights.
+
+        The stored codes are indices into a codebook; the function reads them from shared memory.
+        """
         stored = memory["values"][0].at[slot * self.blocks + index]
         if width < self.span:
             stored = stored.at[pl.ds(start, width)]
@@ -291,7 +294,7 @@ class QuantizedTile:
     def _loader(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
     ) -> Callable[[int, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]:
-        """Loads a block, and returns a function from a piece, its shifts and scales to its weights."""
+        """Loads a block; returns a function from a piece's index, shifts and scales to its weights."""
         if self.format.codebook is not None:
             return self._codes_loader(memory, slot, index, start, width)
         stored = (memory["values"] if self.format.in_words else memory["values"][0]).at[

@@ -147,9 +147,9 @@ def _sum_of_biases(
 
 
 def _is_mask_a_bias(logits: Logits) -> bool:
-    """Returns whether the only mask adds a number that leaves a bias its digits, as -1e9 in float32.
+    """Returns whether there are biases that may outweigh the only mask's number, such as -1e9.
 
-    It is then one more bias, where each query has a key that it leaves alone.
+    If each query has an unmasked key, such a mask is computed as one more bias.
     """
     if not logits.biases or len(logits.masks) != 1:
         return False

@@ -1,4 +1,4 @@
-"""The stages of dot_product_attention: forward and backward of its kernels, with their estimates."""
+"""Forward and backward kernels of dot_product_attention, with rules that choose an implementation."""
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -186,12 +186,12 @@ class Arrays(NamedTuple):
 
     @classmethod
     def of(cls, *operands: Any) -> "Arrays":
-        """Returns the arrays of a stage's operands."""
+        """Packs a flat sequence of operands: those after `pattern_heads` become `reads`."""
         count = len(cls._fields) - 1
         return cls(*operands[:count])._replace(reads=tuple(operands[count:]))
 
     def operands(self) -> tuple[Any, ...]:
-        """Returns the arrays as operands of a stage."""
+        """Returns the flat sequence that `of` packs."""
         return (*self[:-1], *self.reads)
 
     def axes(self) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ def within(mask: Mask, query_count: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Forward:
-    """Computes (output [B, T, K, G, V], lse [B, K, G, R]) from the operands of Arrays."""
+    """Computes (output [B, T, K, G, V], lse [B, K, G, R]) from `Arrays`; R is `saved_length` of T."""
 
     options: Options
 

@@ -107,9 +107,9 @@ def weights(
     logits_soft_cap: float | None,
     score_mod: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the probabilities before dropout [B, N, T, S], and their log-sum-exp [B, N, T].
+    """Returns probabilities [B, N, T, S] before dropout, and the log-sum-exp [B, N, T] of masked logits.
 
-    `score_mod` changes all logits [B, N, T, S] before they are masked.
+    `score_mod` changes all logits [B, N, T, S] before they are masked. The log-sum-exp includes sinks.
     """
     batch, query_count, heads, head_size = query.shape
     key_count, key_heads = key.shape[1:3]
@@ -135,7 +135,7 @@ def weights(
 def _softmax(
     logits: jax.Array, allowed: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (probabilities, log-sum-exp) of [B, N, T, S]; a row without weights has probabilities 0.
+    """Returns (probabilities, log-sum-exp) of logits [B, N, T, S]; fully masked rows have probability 0.
 
     A sink [N] is one more logit in every row of its head, with a probability that is dropped. No
     intermediate is infinite for finite arguments, because `jax_debug_infs` would report it.

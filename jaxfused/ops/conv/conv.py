@@ -37,10 +37,10 @@ Statistics = tuple[jax.Array, jax.Array]
 
 
 class Convolved(NamedTuple):
-    """The result of a convolution, with what the layers around it may use."""
+    """The result of a convolution, with x and statistics for blocks like `ConvNormAct`."""
 
     y: jax.Array
-    """[B, *spatial', O] of x's dtype."""
+    """Result [B, *spatial', O] of x's dtype."""
     x: jax.Array
     """Input for other readers; if it `hands_on`, the convolution's backward adds their gradient."""
     statistics: Statistics | None

@@ -156,7 +156,7 @@ def left_to_xla(
 
 
 def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Stage]:
-    """Yields the stages of a convolution and of its gradients."""
+    """Yields the kernels of a convolution and its gradients, with their operands' shapes."""
     x, w, residual = jax.eval_shape(
         lambda x, w, residual: (images(x), weights_of_images(x, w), images(residual)),
         x,

@@ -316,7 +316,7 @@ def weight_gradient(
     multiprocessors: int,
     config: Strips | Tile = Strips(),
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (dw [kh, kw, C], dbias [C]) in float32, from x and the gradient of z."""
+    """Returns float32 (dw [kh, kw, C], dbias [C]); dy is the gradient of y before its activation."""
     cuda_library.register()
     channels = x.shape[3]
     resident = _BLOCKS_OF_MULTIPROCESSOR * multiprocessors

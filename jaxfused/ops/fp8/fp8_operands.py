@@ -199,7 +199,7 @@ def _largest_by_xla(arrays: Sequence[jax.Array], activation: str | None) -> jax.
 
 @dataclass(frozen=True)
 class _Quantize(OneByOne):
-    """Computes the results of `quantize_cuda.quantize`, with `found` before `slope`."""
+    """Computes the results of `quantize_cuda.quantize`, with the maxima before the derivative."""
 
     dtype: Any
     activation: str | None

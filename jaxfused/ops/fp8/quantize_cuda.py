@@ -49,7 +49,7 @@ def quantize(
     observes: bool = False,
     from_end: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """Returns (values [M, N'], values^T [N, M'], scale [1], sums [N], slope [M, N'], found [P]).
+    """Returns values [M, N'], values^T [N, M'], scale [1], sums [N], derivative [M, N'], maxima [tiles].
 
     N' and M' are N and M rounded up to a multiple of `fp8_xla.PITCH`; zeros pad the values. Results that
     the caller does not ask for are None.
@@ -65,7 +65,7 @@ def quantize(
       sums: whether to return the matrices' sums over their rows, in float32.
       slope_steps: the integer that stands for 1 in the activation's derivative, returned as int8; None
         for no derivative. It takes one matrix, and no sums.
-      observes: whether to return magnitudes [P] whose maximum is that of the values.
+      observes: whether to return each tile's largest magnitude before scaling.
       from_end: whether the last rows are read first, which the L2 may still hold.
     """
     cuda_library.register()
@@ -103,7 +103,7 @@ def quantize(
 
 
 def tiles(rows: int, columns: int) -> int:
-    """Returns the number of magnitudes that `quantize` finds."""
+    """Returns the number of tiles of a matrix, each with a maximum if `quantize` observes."""
     return -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
 
 

@@ -69,7 +69,7 @@ def rotate(
 
 
 def _rotate_merged(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
-    """Computes `rotate` with one axis of positions, for which the tables are repeated."""
+    """Computes `rotate` with the axes before the heads merged into one, and tables broadcast to it."""
     rows = math.prod(x.shape[:-2])
     cos, sin = (
         jnp.broadcast_to(table, (*x.shape[:-2], table.shape[-1])).reshape(rows, table.shape[-1])

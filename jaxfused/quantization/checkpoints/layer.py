@@ -249,7 +249,10 @@ def names(parts: Parts, config: Config, name: str) -> list[str]:
 
 
 def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) -> np.ndarray | None:
-    """Returns the inputs [D] sorted by group, for groups of `size`; None if they are sorted already."""
+    """Returns the permutation [D] that sorts the inputs into groups of `size`; None if they are sorted.
+
+    `of_input` [D] is the group of each input.
+    """
     expected = np.arange(of_input.size) // size
     if (of_input == expected).all():
         return None
