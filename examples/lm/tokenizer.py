@@ -62,7 +62,7 @@ class Tokenizer:
         if names["eos_token"]:
             ends.add(rules.token_to_id(names["eos_token"]))
         template = options.get("chat_template")
-        # Of several templates, the one named "default" is for conversations without tools.
+        # The template named "default", of several, is for conversations without tools.
         if isinstance(template, list):
             template = {each["name"]: each["template"] for each in template}.get("default")
         if (path := directory / "chat_template.jinja").exists():

@@ -139,14 +139,19 @@ def open_safetensors(directory: Path) -> dict[str, Read]:
     Raises:
       ExampleError: there are none, or one cannot be read.
     """
+    found = _read(jaxfused.quantization.read_tensors, directory)
+    return {name: lambda array=array: array for name, array in found.items()}
+
+
+def _read(read: Callable[[Path], Mapping[str, Any]], directory: Path) -> Mapping[str, Any]:
+    """Returns what `read` finds in the directory; its errors become an ExampleError."""
     try:
-        found = jaxfused.quantization.read_tensors(directory)
+        return read(directory)
     except (OSError, ValueError) as error:
         raise ExampleError(
             f"the weights must be in readable safetensors files, but those of {directory} are not"
             f" ({error}); pass a directory with all of them."
         ) from error
-    return {name: lambda array=array: array for name, array in found.items()}
 
 
 def _open_quantized(directory: Path) -> tuple[dict[str, Read], Layers]:
@@ -157,13 +162,7 @@ def _open_quantized(directory: Path) -> tuple[dict[str, Read], Layers]:
     Raises:
       ExampleError: there are none, or one cannot be read.
     """
-    try:
-        found = jaxfused.quantization.load(directory)
-    except (OSError, ValueError) as error:
-        raise ExampleError(
-            f"the weights must be in readable safetensors files, but those of {directory} are not"
-            f" ({error}); pass a directory with all of them."
-        ) from error
+    found = _read(jaxfused.quantization.load, directory)
     arrays: dict[str, Read] = {}
     layers: dict[str, QuantizedLayer] = {}
     for name, array in found.items():

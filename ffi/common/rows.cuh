@@ -116,6 +116,15 @@ __device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
   return partial[0];
 }
 
+// Returns the largest value; a NaN counts only if all values are NaN.
+template <int kSize>
+__device__ __forceinline__ float largest_of(const float (&values)[kSize]) {
+  float most = values[0];
+#pragma unroll
+  for (int i = 1; i < kSize; ++i) most = fmaxf(most, values[i]);
+  return most;
+}
+
 // The columns that a thread owns in every row. The team has `features` columns from `first` on.
 template <int kVec, int kVectors, bool kShifted = false>
 class Columns {

@@ -322,17 +322,9 @@ class WarpJoin {
 
 // --- vectors of a row ----------------------------------------------------------------------------
 
-template <int kVec>
-__device__ __forceinline__ float largest_of(const float (&values)[kVec]) {
-  float most = values[0];
-#pragma unroll
-  for (int i = 1; i < kVec; ++i) most = fmaxf(most, values[i]);
-  return most;
-}
-
 // Returns the largest value of some vectors; 16-bit values are compared in pairs.
 template <typename T, int kVec, int kGroup>
-__device__ __forceinline__ float largest_of(const Vector<T, kVec> (&packed)[kGroup]) {
+__device__ __forceinline__ float largest_of_vectors(const Vector<T, kVec> (&packed)[kGroup]) {
   if constexpr (sizeof(T) == 2 && kVec > 1) {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
     Pair most = reinterpret_cast<const Pair&>(packed[0].values[0]);
@@ -373,7 +365,7 @@ class RowReader {
   __device__ __forceinline__ void add_inner(const Vector<T, kVec> (&packed)[kGroup],
                                             RowAdder<kForm>& adder) const {
     static_assert(kForm != Form::kGeneral);
-    adder.raise(largest_of(packed));
+    adder.raise(largest_of_vectors(packed));
 #pragma unroll
     for (int u = 0; u < kGroup; ++u) {
       float logits[kVec];
@@ -399,7 +391,7 @@ class RowReader {
       most = largest_of(logits);
     } else {
       const Vector<T, kVec> one[1] = {packed};
-      most = largest_of(one);
+      most = largest_of_vectors(one);
     }
     adder.raise(most);
     adder.add(logits, inner, owns);

@@ -11,14 +11,6 @@ constexpr float kLog2e = 1.4426950408889634f;
 // Returns a logit that is no NaN, with FLT_MAX for infinity: distances from it are numbers.
 __device__ __forceinline__ float finite(float logit) { return fminf(logit, FLT_MAX); }
 
-template <int kVec>
-__device__ __forceinline__ float largest_of(const float (&values)[kVec]) {
-  float most = values[0];
-#pragma unroll
-  for (int i = 1; i < kVec; ++i) most = fmaxf(most, values[i]);
-  return most;
-}
-
 // Sum over words of 2^((logit - maximum) * scale), and the maximum.
 struct RowWeight {
   float maximum = -FLT_MAX;  // not -inf, as its distance from a logit of -inf would be NaN

@@ -6,16 +6,9 @@ from jax.sharding import PartitionSpec as P
 from jaxfused import dispatch
 from jaxfused.ops.linear import gated_mlp as gated_mlp_operator
 from jaxfused.ops.linear.hidden_layer import Options, Save, check_save, check_second_layer
-from jaxfused.ops.linear.linear import check_affine
 from jaxfused.parallel.perceptron import perceptron
 from jaxfused.parallel.placement import Placement, check_rows
-from jaxfused.runtime.checks import (
-    as_arrays,
-    check_activation,
-    check_floating,
-    check_shape,
-    python_numbers,
-)
+from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
 from jaxfused.runtime.runner import Runner
 
 
@@ -82,10 +75,8 @@ def gated_mlp(
     check_save(op, save)
     x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands
     check_rows(op, x)
-    check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
-    check_shape(op, "w_up", w_up, w_gate.shape, f"w_gate has shape {w_gate.shape}")
-    check_affine(op, x, "w_up", w_up, "b_up", b_up)
-    check_second_layer(op, x, w_gate.shape[1], "w_down", w_down, "b_down", b_down, residual)
+    hidden = gated_mlp_operator.check_first_layers(op, x, w_gate, b_gate, w_up, b_up)
+    check_second_layer(op, x, hidden, "w_down", w_down, "b_down", b_down, residual)
 
     def on_a_device(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
         run = Runner(implementation, dispatch.current_device(x))

@@ -19,6 +19,7 @@ from examples.vit import data as vit_data
 from examples.vit import train as vit_train
 from tests.support.arrays import put
 from tests.support.grids import parametrize
+from tests.support.run_metrics import metrics
 
 
 @parametrize(
@@ -78,10 +79,6 @@ def test_stochastic_depth_needs_a_key():
     keyed = [model(images, key=jax.random.key(i)) for i in (1, 1, 2)]
     assert (keyed[0] == keyed[1]).all() and (keyed[0] != keyed[2]).any()
     assert (model(images) == model(images)).all()
-
-
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.long

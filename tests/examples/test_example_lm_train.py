@@ -14,6 +14,7 @@ from examples.lm import chat, sizes, train
 from examples.lm.config import Routed
 from examples.lm.data import START, Rows, packed, read_texts
 from examples.lm.model import LanguageModel
+from tests.support.run_metrics import metrics
 
 DOCUMENTS = (b"one", b"a longer one", b"x", b"the last")
 
@@ -181,12 +182,8 @@ def a_run(folder, tmp_path_factory):
     return out
 
 
-def records(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_training_learns_and_says_how_much(a_run):
-    losses = [record["loss"] for record in records(a_run) if "loss" in record]
+    losses = [record["loss"] for record in metrics(a_run) if "loss" in record]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.3
     result = json.loads((a_run / "metrics.json").read_text())
@@ -210,7 +207,7 @@ def test_a_training_resumes_to_the_same_numbers(a_run, tmp_path):
     shutil.copytree(a_run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     train.main(["--resume", "--out", str(tmp_path / "run")])
-    assert records(tmp_path / "run") == records(a_run)
+    assert metrics(tmp_path / "run") == metrics(a_run)
     assert (tmp_path / "run" / "samples.txt").read_text() == (a_run / "samples.txt").read_text()
 
 
@@ -218,7 +215,7 @@ def test_a_training_resumes_to_the_same_numbers(a_run, tmp_path):
 def test_a_training_in_float8_learns(folder, tmp_path):
     flags = ["--data", str(folder), "--out", str(tmp_path / "fp8"), "--precision", "fp8"]
     train.main([*FLAGS, *flags])
-    losses = [record["loss"] for record in records(tmp_path / "fp8") if "loss" in record]
+    losses = [record["loss"] for record in metrics(tmp_path / "fp8") if "loss" in record]
     assert losses[-1] < losses[0] - 0.3
 
 

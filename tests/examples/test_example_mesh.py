@@ -5,7 +5,6 @@ Cases of several devices run in a process of eight, because devices must exist b
 
 import argparse
 import dataclasses
-import json
 import shutil
 
 import flax.linen
@@ -27,6 +26,7 @@ from examples.placement import ONE_DEVICE
 from examples.runs import Run
 from examples.vit import train as vit
 from tests.support import eight_devices
+from tests.support.run_metrics import assert_same_numbers, metrics
 
 on_eight_devices = pytest.mark.skipif(
     jax.device_count() != eight_devices.DEVICES or jax.default_backend() != "cpu",
@@ -181,18 +181,6 @@ def one_device(programs, tmp_path_factory):
     for name, (main, flags) in programs.items():
         main([*flags, "--out", str(runs / name)])
     return {name: metrics(runs / name) for name in programs}
-
-
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same_numbers(run, wanted):
-    """Compares both losses, both gradient norms, and the parameters after both steps."""
-    actual = metrics(run)
-    assert [r.keys() for r in actual] == [r.keys() for r in wanted]
-    for mine, theirs in zip(actual, wanted, strict=True):
-        np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=1e-5)
 
 
 @on_eight_devices

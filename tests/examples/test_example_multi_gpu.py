@@ -4,7 +4,6 @@ The devices must exist before JAX starts, so this file runs itself in a process 
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ from examples.multi_gpu import jit_lm, jit_vit, launch, mesh, pmap_vit
 from examples.vit import data as vit_data
 from examples.vit import train
 from tests.support.grids import parametrize
+from tests.support.run_metrics import assert_same_numbers, metrics
 
 DEVICES = 4
 on_four_devices = pytest.mark.skipif(
@@ -62,18 +62,6 @@ def one_device(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "one"
     train.main([*TWO_STEPS, "--out", str(out)])
     return metrics(out)
-
-
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same_numbers(run, wanted):
-    """Compares both losses, both gradient norms, and the parameters after both steps."""
-    actual = metrics(run)
-    assert [r.keys() for r in actual] == [r.keys() for r in wanted]
-    for mine, theirs in zip(actual, wanted, strict=True):
-        np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=1e-5)
 
 
 @on_four_devices
@@ -121,12 +109,12 @@ def test_a_language_model_on_a_mesh_has_the_numbers_of_one_device(tmp_path):
 # --- two processes --------------------------------------------------------------------------------
 
 
-def two_processes(*command):
-    """Runs `command` as process 0 and process 1; returns their exit codes and output."""
+def started(*command):
+    """Starts `command` as process 0 and process 1 of a run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     command = [sys.executable, *command, "--coordinator", address, "--processes", "2"]
-    processes = [
+    return [
         subprocess.Popen(
             [*command, "--process-id", str(i)],
             env=ENVIRONMENT,
@@ -136,6 +124,11 @@ def two_processes(*command):
         )
         for i in range(2)
     ]
+
+
+def two_processes(*command):
+    """Runs `command` as process 0 and process 1; returns their exit codes and output."""
+    processes = started(*command)
     try:
         printed = [process.communicate(timeout=600)[0] for process in processes]
     finally:
@@ -250,20 +243,8 @@ def complete_checkpoints(run):
 @pytest.mark.parametrize("victim", (0, 1))
 def test_when_a_process_is_killed_the_other_says_so_and_one_goes_on(tmp_path, victim):
     out = tmp_path / "run"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    command = [sys.executable, "-m", "examples.vit.train", *LONG, "--out", str(out)]
-    command += ["--cpu-devices", "1", "--mesh", "fsdp=2", "--processes", "2"]
-    processes = [
-        subprocess.Popen(
-            [*command, "--coordinator", address, "--process-id", str(i)],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
+    command = ["-m", "examples.vit.train", *LONG, "--out", str(out)]
+    processes = started(*command, "--cpu-devices", "1", "--mesh", "fsdp=2")
     try:
         deadline = time.monotonic() + 900
         while not complete_checkpoints(out) and time.monotonic() < deadline:

@@ -18,6 +18,7 @@ from examples.unet import dataset, predict, quantize, train
 from examples.unet.image_files import open_image, write_rows
 from examples.unet.model import UNet
 from examples.unet.tiles import axis_tiles, predict_rows
+from tests.support.run_metrics import metrics
 
 # --- model ----------------------------------------------------------------------------------------
 
@@ -210,10 +211,6 @@ def small_run(tmp_path_factory):
     flags = ["--base", "4", "--levels", "2", "--groups", "2", "--crops", "8", "--batch-size", "4"]
     train.main([*flags, "--epochs", "1", "--warmup-epochs", "0", "--out", str(out)])
     return out
-
-
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def result(run):

@@ -23,6 +23,7 @@ from examples.vit import predict, train
 from examples.vit.model import MODELS, VisionTransformer, ViTSize, count_parameters, patchify
 from tests.conftest import DIGITS_FLAGS
 from tests.support.grids import parametrize
+from tests.support.run_metrics import metrics
 
 # --- model ----------------------------------------------------------------------------------------
 
@@ -217,10 +218,6 @@ def test_a_step_puts_no_gradients_together_and_copies_no_parameter():
 
 
 # --- training on the digits -----------------------------------------------------------------------
-
-
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_learnt(run, *, epochs):

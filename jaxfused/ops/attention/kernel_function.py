@@ -41,7 +41,7 @@ class KernelFunction:
 
     @property
     def reads_matrices(self) -> bool:
-        """Whether the function reads numbers that depend on query and key together."""
+        """True if the function reads numbers that depend on query and key together."""
         return any(read.used[2] and read.used[3] for read in self.reads)
 
     def values(self, places: Any) -> tuple[jax.Array, ...]:
@@ -111,7 +111,7 @@ class Division:
         return found
 
     def is_computed(self, var: Any) -> bool:
-        """Whether kernels compute a variable from the indices of query and key alone."""
+        """True if kernels compute a variable from the indices of query and key alone."""
         if isinstance(var, Literal) or self.letters.get(var) in ("q", "k"):
             return True
         eqn = self.equations.get(var)

@@ -122,7 +122,7 @@ class HiddenLayer(_Grouped):
 
     options: ragged_mlp_xla.Options
     saves: bool
-    """Whether the preactivations are returned; else they are None."""
+    """Flag: the preactivations are returned; without it they are None."""
 
     @property
     def name(self) -> str:

@@ -105,7 +105,7 @@ def gated_mlp(
     )
     arrays = dict(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     check_floating(op, arrays | dict(b_gate=b_gate, b_up=b_up, b_down=b_down, residual=residual))
-    hidden = _check_first_layers(op, x, w_gate, b_gate, w_up, b_up)
+    hidden = check_first_layers(op, x, w_gate, b_gate, w_up, b_up)
     check_second_layer(op, x, hidden, "w_down", w_down, "b_down", b_down, residual)
     check_activation(op, activation)
     check_save(op, save)
@@ -156,7 +156,7 @@ def gated_mlp(
     return _gated_mlp(Runner(implementation, device), options, *operands)
 
 
-def _check_first_layers(op, x, w_gate, b_gate, w_up, b_up) -> int:
+def check_first_layers(op, x, w_gate, b_gate, w_up, b_up) -> int:
     """Checks the shapes of gate and up; returns the width of the hidden layer."""
     check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
     if w_up is not None:
@@ -184,7 +184,7 @@ class _GatedResiduals(NamedTuple):
 
 
 class HiddenLayer(NamedTuple):
-    """What the backward reads of the hidden layer, as far as `save` says."""
+    """Arrays [..., F] that are saved for the backward; None where `save` leaves one out."""
 
     gate: jax.Array | None
     up: jax.Array | None

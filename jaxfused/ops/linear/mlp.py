@@ -163,7 +163,7 @@ class _MlpResiduals(NamedTuple):
 
 
 class HiddenLayer(NamedTuple):
-    """What the backward reads of the hidden layer, as far as `save` says."""
+    """Arrays [..., F] that are saved for the backward; None where `save` leaves one out."""
 
     preactivation: jax.Array | None
     value_and_slope: tuple[jax.Array, jax.Array] | None

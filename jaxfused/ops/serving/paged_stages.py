@@ -60,7 +60,7 @@ class Arrays(NamedTuple):
     """Scales of 8-bit keys, float32 [K, P, S], or None; `value_scale` has those of the values."""
     value_scale: Any = None
     tree: Any = None
-    """Which new tokens each of them sees, bool [B, T, T]; None for those up to itself."""
+    """Mask [B, T, T] of the new tokens that each new token attends to; None for those up to itself."""
     slopes: Any = None
     """Slopes of ALiBi, float32 [K, G], or None."""
 
@@ -91,7 +91,7 @@ class Options:
     window: int | None
     """Number of tokens that each query sees, itself included; None for all."""
     batch_invariant: bool = False
-    """Whether no sequence's result depends on the other sequences."""
+    """Flag: no sequence's result depends on the other sequences."""
 
     def gathered(
         self, arrays: Arrays, pools: Pools | None = None, implementation: Any = None
