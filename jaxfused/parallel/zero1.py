@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from jaxfused.parallel.shard_axis import axis_to_share
 from jaxfused.runtime import sharding
 
 _OP = "parallel.zero1"
+_MOST_COMPILED = 8
+"""Largest number of jitted functions that an optimizer keeps, such as one for each set of options."""
 
 
 def zero1(
@@ -72,21 +74,14 @@ def zero1(
     placed = _Placed(axis_name, mesh, param_specs)
 
     def init(params: optax.Params) -> Any:
-        return placed.initialised(inner.init, params)
+        return placed.initialised(inner.init, {}, params)
+
+    def update_parts(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return inner.update(updates, state, params, **extra_args)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        if params is None:
-            return placed.run(
-                lambda updates, state: inner.update(updates, state, None, **extra_args),
-                updates,
-                state,
-            )
-        return placed.run(
-            lambda updates, state, params: inner.update(updates, state, params, **extra_args),
-            updates,
-            state,
-            params,
-        )
+        trees = (updates, state) if params is None else (updates, state, params)
+        return placed.run(update_parts, extra_args, *trees)
 
     sharded = ShardedTransformation(init, update)
     sharded.inner, sharded.placed = inner, placed
@@ -110,13 +105,10 @@ class ShardedTransformation(FusedTransformation):
         implementation: str | None = None,
     ) -> tuple[optax.Params, Any]:
         """Takes the step of `FusedTransformation.step`, each device on its own part."""
-        step = functools.partial(
-            self.inner.step,
-            max_norm=max_norm,
-            skip_nonfinite=skip_nonfinite,
-            implementation=implementation,
+        options = dict(
+            max_norm=max_norm, skip_nonfinite=skip_nonfinite, implementation=implementation
         )
-        return self.placed.run(step, grads, state, params)
+        return self.placed.run(self.inner.step, options, grads, state, params)
 
     def init_step(
         self,
@@ -129,20 +121,29 @@ class ShardedTransformation(FusedTransformation):
         rounding_seed: int | None = None,
     ) -> stepping.StepState:
         """Returns the state of `FusedTransformation.init_step`, split over the devices."""
-        make = functools.partial(
-            self.inner.init_step,
+        options = dict(
             ema_decay=ema_decay,
             compute_dtype=compute_dtype,
             loss_scale=loss_scale,
             growth_interval=growth_interval,
             rounding_seed=rounding_seed,
         )
-        return self.placed.initialised(make, params)
+        return self.placed.initialised(self.inner.init_step, options, params)
 
     def specs(self, params: optax.Params) -> Any:
         """Returns the PartitionSpecs of each device's part of the parameters."""
         found = self.placed.specs_of(params, params, shared=True)
         return jax.tree.map_with_path(lambda path, _: found[path], params)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """Function that returns the one result of another function as a tuple."""
+
+    f: Callable[..., Any]
+
+    def __call__(self, *args: Any, **options: Any) -> tuple[Any]:
+        return (self.f(*args, **options),)
 
 
 @dataclass(frozen=True)
@@ -152,24 +153,33 @@ class _Placed:
     axis_name: str
     mesh: jax.sharding.Mesh | None
     param_specs: Any
+    compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Jitted functions of the last calls outside of jit: `jax.jit` compiles a new closure again."""
 
-    def initialised(self, init: Callable[[Any], Any], params: Any) -> Any:
-        """Returns `init(params)`, of which no device ever holds more than its part."""
-        return self._in_auto_axes(lambda params: (init(params),), (True,), params)[0]
+    def initialised(self, init: Callable[..., Any], options: dict[str, Any], params: Any) -> Any:
+        """Returns `init(params, **options)`, of which no device ever holds more than its part."""
+        return self._in_auto_axes(_Alone(init), options, (True,), params)[0]
 
-    def run(self, f: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, ...]:
-        """Returns `f(*trees)`, a tree like the parameters and a state; each device computes its part.
+    def run(
+        self, f: Callable[..., tuple[Any, Any]], options: dict[str, Any], *trees: Any
+    ) -> tuple[Any, ...]:
+        """Returns `f(*trees, **options)`, a tree like the parameters and a state, each device its part.
 
         Args:
           f: an update or a step.
+          options: its keywords.
           *trees: gradients, a state, and the parameters if `f` takes them.
         """
-        return self._in_auto_axes(f, (False, True), *trees)
+        return self._in_auto_axes(f, options, (False, True), *trees)
 
     def _in_auto_axes(
-        self, f: Callable[..., tuple[Any, ...]], shared: tuple[bool, ...], *trees: Any
+        self,
+        f: Callable[..., Any],
+        options: dict[str, Any],
+        shared: tuple[bool, ...],
+        *trees: Any,
     ) -> tuple[Any, ...]:
-        """Returns `f(*trees)`; arguments are split over devices, and results where `shared` is True.
+        """Returns `f(*trees, **options)`; results are split over devices where `shared` is True.
 
         XLA chooses the shardings within `f`. Not all transformations run on Explicit axes: Adafactor
         combines a row's moment with a column's, and both may be split.
@@ -177,11 +187,40 @@ class _Placed:
         like = trees[-1] if len(trees) != 2 else trees[0]
         leaves = jax.tree.leaves(like)
         explicit = sharding.mesh_of(*leaves).explicit_axes
-        shapes = jax.tree.map(_without_sharding, like)
         placed = replace(self, mesh=self._mesh(leaves), param_specs=self._param_specs(like))
+        call = functools.partial(f, **options)
+        make = functools.partial(placed._jitted, call, shared, explicit, like, *trees)
+        every = jax.tree.leaves(trees)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in (*every, *jax.tree.leaves(options))):
+            return make()(*trees)
+        shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in every)
+        structure = jax.tree.structure(trees)
+        given = tuple((name, type(value), value) for name, value in options.items())
+        key = (f, given, structure, shapes, explicit, placed.mesh, *placed.param_specs)
+        try:
+            known = self.compiled.get(key)
+        except TypeError:  # An option without a hash, such as an array.
+            return make()(*trees)
+        if known is None:
+            known = make()
+            if len(self.compiled) >= _MOST_COMPILED:
+                self.compiled.pop(next(iter(self.compiled)))
+            self.compiled[key] = known
+        return known(*trees)
+
+    def _jitted(
+        self,
+        f: Callable[..., Any],
+        shared: tuple[bool, ...],
+        explicit: Any,
+        like: Any,
+        *trees: Any,
+    ) -> Callable[..., tuple[Any, ...]]:
+        """Returns the jitted function that splits the trees, calls `f` and places its results."""
+        shapes = jax.tree.map(_without_sharding, like)
 
         # Within `auto_axes` the mesh has other types of axes.
-        inside = replace(placed, mesh=None) if explicit else placed
+        inside = replace(self, mesh=None) if explicit else self
 
         def on_parts(*trees: Any) -> tuple[Any, ...]:
             results = f(*(inside._put(tree, shapes, shared=True) for tree in trees))
@@ -191,14 +230,13 @@ class _Placed:
             )
 
         if not explicit:
-            return jax.jit(on_parts)(*trees)
+            return jax.jit(on_parts)
         abstract = jax.eval_shape(f, *jax.tree.map(_without_sharding, trees))
         out = tuple(
-            placed._shardings(result, shapes, shared=share)
+            self._shardings(result, shapes, shared=share)
             for result, share in zip(abstract, shared, strict=True)
         )
-        run = jax.sharding.auto_axes(on_parts, axes=explicit, out_sharding=out)
-        return jax.jit(run)(*trees)
+        return jax.jit(jax.sharding.auto_axes(on_parts, axes=explicit, out_sharding=out))
 
     def specs_of(self, tree: Any, params: Any, *, shared: bool) -> dict[Any, P]:
         """Returns the PartitionSpec of each leaf's path in a tree of parameters or of a state.

@@ -303,6 +303,31 @@ def test_parameters_that_another_axis_splits_stay_split():
 
 
 @on_eight_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_step_outside_of_jit_compiles_once(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    shared = parallel.zero1(jaxfused.optim.adamw(0.1), mesh=mesh)
+    params, grads = put(mesh, model()), put(mesh, model())
+    events = []
+
+    def note(event, duration, **keywords):
+        events.append(event.rpartition("/")[-1])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        with jax.set_mesh(mesh):
+            state = shared.init(params)
+            compiled = []
+            for max_norm in (0.5, 0.5, 0.25):
+                events.clear()
+                _, state = shared.step(grads, state, params, max_norm=max_norm)
+                compiled.append("backend_compile_duration" in events)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert compiled == [True, False, True]
+
+
+@on_eight_devices
 def test_parameters_that_the_axis_itself_splits_stay_so():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params, specs = {"w": normal(0, 8, 16)}, {"w": P("data", None)}
