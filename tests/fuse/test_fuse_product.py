@@ -237,10 +237,10 @@ def test_a_product_alone_is_left_alone():
         lambda x: x * jax.nn.sigmoid(1.6 * x),
         lambda x: 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))),
         lambda x: jnp.tanh(1.1 * x),
-        jax.nn.softplus,
-        jax.nn.selu,
-        jax.nn.elu,
-        jax.nn.hard_tanh,
+        partial(jax.nn.elu, alpha=0.5),
+        jax.nn.soft_sign,
+        jax.nn.squareplus,
+        jax.nn.log_sigmoid,
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
