@@ -106,7 +106,7 @@ test-all: $(INSTALLED) $(TESTED_LIBRARY) docs
 	$(PYTEST_ON_CPU) -m 'exhaustive and not gpu'
 
 # Not what takes minutes, nor what compares sums of float32 with XLA's on a CPU, which are more exact.
-EMULATED_FILES := attention_cuda batch_norm cached_attention_cuda conv group_norm image_pass matrix_optimizer_kernels max_pool optimizer_kernels quantized_cuda \
+EMULATED_FILES := activation_cuda attention_cuda batch_norm cached_attention_cuda conv group_norm image_pass matrix_optimizer_kernels max_pool optimizer_kernels quantized_cuda \
   rope sample_cuda sparse_matmul upsample
 EMULATED := not pallas and not 112 and not 300 and not float32_is and not dense and \
   not (depthwise and float32)

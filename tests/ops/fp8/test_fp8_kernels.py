@@ -7,7 +7,7 @@ import pytest
 
 import jaxfused
 from jaxfused.ops.fp8 import fp8_xla, mlp_fp8, quantize_cuda
-from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE
+from jaxfused.runtime.activation import ACTIVATIONS, BOUNDED_FROM_ABOVE, activate
 from pallas_kernels.gemm import fp8 as pallas_fp8
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 from tests.support import fp8_judge, lowering
@@ -270,6 +270,24 @@ def test_quantised_slope_on_a_gpu(rows, width, dtype, activation):
     assert off.max() <= 1 and off.mean() < 2e-3
     bounds = quantize_cuda.largest([z], 264, activation, BOUNDED_FROM_ABOVE.get(activation, 0.0))
     np.testing.assert_allclose(bounds.max(), largest[0], rtol=1e-5)
+
+
+@pytest.mark.gpu
+@parametrize("activation", [*ACTIVATIONS, "leaky_relu(0.2)"], quick=())
+def test_quantised_activations_on_a_gpu(activation):
+    """Columns and rows beyond the matrix are zeros, where an activation of 0 is not 0."""
+    (z,) = arrays(7, (149, 72), dtype=jnp.bfloat16)
+    largest = fp8_xla.largest_activation(activation, jnp.abs(3 * z).astype(jnp.float32))[None]
+    keywords = dict(dtype=E4M3, activation=activation, gated=False, straight=True)
+    keywords |= dict(transposes=True, sums=False)
+    ours = quantize_cuda.quantize([3 * z], largest, observes=True, **keywords)
+    expected = fp8_xla.quantize([3 * z], largest, **keywords)
+    for a, b in zip(ours[:2], expected[:2], strict=True):
+        a, b = (np.asarray(values, np.float32) for values in (a, b))
+        np.testing.assert_allclose(a, b, rtol=2**-3, atol=2**-9)
+        assert np.mean(a != b) < 2e-3
+    exact = jnp.abs(activate(activation, (3 * z).astype(jnp.float32))).max()
+    np.testing.assert_allclose(ours[5].max(), exact, rtol=1e-5)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
 from jaxfused.ops.quantized import quantized_matmul_cuda as kernel
 from jaxfused.runtime import cuda_library
+from jaxfused.runtime.activation import ACTIVATIONS
 from pallas_kernels.gemm.quantized import Packed
 from tests.cases.quantized_matmul import Layer
 from tests.conftest import HOPPER
@@ -347,6 +348,13 @@ def test_of_both_is_accurate_on_gpu(case):
     with jax.enable_x64(True):
         truth = case.expected(*map(jnp.asarray, factors), bias, residual, jnp.float64)
     assert_accurate("y", y, plain["y"], truth["y"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", (*ACTIVATIONS, "leaky_relu(0.2)"))
+def test_every_activation_on_gpu(name):
+    test_is_accurate_on_gpu(Case(9, 256, 72, activation=name))
+    test_of_both_is_accurate_on_gpu(Case(33, 144, 65, x_dtype="int8", activation=name))
 
 
 @pytest.mark.gpu
