@@ -38,6 +38,8 @@ class Explanation:
         if self.table.files:
             lines.append(f"  measured choices {self.table}:")
             lines += [f"      {file}" for file in self.table.files]
+        elif self.device.compute_capability and not self.device.name.startswith(_RULES_OF):
+            lines.append(f"  rules come from an {_RULES_OF}; `jaxfused.tune` measures this GPU")
         if not self.calls:
             lines.append("  no operator of jaxfused was called")
         for choice, count in self.calls:
@@ -55,6 +57,9 @@ class Explanation:
             lines.append(f"  {times}{fallback}")
         return "\n".join(lines)
 
+
+_RULES_OF = "NVIDIA H200"
+"""The GPU on which it was measured which implementation a rule puts first."""
 
 _SOURCES = {
     "named": "as named",

@@ -23,8 +23,13 @@ from tests.support.calls import have_library
 os.environ["NPROC"] = "64"
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# Draws are the same in every run: a commit fails or passes by what it changes.
-hypothesis.settings.register_profile("same_draws", derandomize=True)
+# Draws are the same in every run, however slow: a commit fails or passes by what it changes.
+hypothesis.settings.register_profile(
+    "same_draws",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("same_draws")
 
 # Without a GPU, `make test-all` compiles the library quickly into a folder of its own.

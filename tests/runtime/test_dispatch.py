@@ -83,6 +83,13 @@ def test_every_device_has_an_implementation_and_a_sentence_for_the_others(capabi
             assert "Hopper" in choice.reasons["pallas"]
 
 
+@pytest.mark.parametrize(("name", "is_said"), [("NVIDIA L4", True), ("NVIDIA H200 NVL", False)])
+def test_explain_says_that_rules_come_from_another_gpu(name, is_said):
+    with dispatch.assume(dispatch.Device("gpu", name, (8, 9), 58)):
+        report = jaxfused.explain(jaxfused.layer_norm, jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    assert ("rules come from an NVIDIA H200" in str(report)) == is_said
+
+
 @pytest.mark.parametrize("op", [jaxfused.layer_norm, jaxfused.rms_norm])
 def test_a_named_kernel_never_falls_back(op, monkeypatch):
     volta = dispatch.Device("gpu", "V100", (7, 0), 80)

@@ -100,7 +100,7 @@ def forward(norm: Norm, able: Collection[str], *, saves_statistics: bool) -> Rul
     by_warp = norm.features <= _WARP_FEATURES and not norm.subtract_mean
     is_long = (norm.is_wide and megabytes > 2 * _RING) or (by_warp and megabytes > _RING)
     is_narrow = 2 * norm.features <= _WARP_FEATURES and _RING < megabytes <= _MOST_OF_NARROW
-    if norm.is_plain and (is_long or is_narrow):
+    if "pallas" in able and norm.is_plain and (is_long or is_narrow):
         return Rule(("cuda",), f"CUDA C's ring of rows is faster at {megabytes:.0f} MB")
     return _kernels(megabytes)
 
@@ -115,7 +115,7 @@ def backward(norm: Norm, able: Collection[str]) -> Rule:
     is_shared = norm.subtract_mean and norm.features >= _WARP_FEATURES
     most = _SHORT_WIDE_BACKWARD if is_shared else _SHORT_BACKWARD
     few = 1 < norm.rows <= _FEW_ROWS and norm.features <= 2 * _WIDE
-    if few and megabytes <= most:
+    if has_pallas and few and megabytes <= most:
         return Rule(("cuda",), f"CUDA C starts sooner, and {megabytes:.2f} MB are at most {most}")
     return _kernels(megabytes)
 

@@ -112,7 +112,7 @@ def naive_conv(x, w, *, strides, padding, kernel_dilation, input_dilation, group
     return y
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     length=st.integers(4, 11),
     kernel=st.integers(1, 4),

@@ -93,7 +93,7 @@ def test_linear_is_as_accurate_as_jax_numpy(case, dtype):
     assert_values_and_gradients(ours, plain, *arrays)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     tokens=st.lists(st.integers(0, 5), max_size=3),
     classes=st.integers(1, 40),

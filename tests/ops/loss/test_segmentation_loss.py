@@ -82,7 +82,7 @@ def test_is_as_accurate_as_jax_numpy(case, dtype):
     )
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     pixels=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     classes=st.none() | st.integers(2, 5),

@@ -150,7 +150,7 @@ def test_one_row_is_its_own_mean(implementation, dtype):
     np.testing.assert_array_equal(var, np.zeros(16))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     batch=st.integers(1, 5),
     spatial=st.lists(st.integers(1, 7), max_size=3),

@@ -79,7 +79,7 @@ def test_is_as_accurate_as_jax_numpy(case, dtype):
     assert jax.eval_shape(ours, *args).dtype == dtype
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     batch=st.integers(1, 3),
     spatial=st.lists(st.integers(1, 7), max_size=3),
@@ -348,7 +348,7 @@ def test_within_the_limits(with_library, change):
     assert group_norm_cuda.why_unsupported(**GOOD | change) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     images=st.integers(1, 300),
     pixels=st.integers(1, 10**6),
@@ -376,7 +376,7 @@ def test_candidates_are_legal(images, pixels, vectors, groups_of_all, arrays, mu
             assert config.slices * config.chunk <= multiprocessors
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     images=st.integers(1, 300),
     pixels=st.integers(1, 10**5),

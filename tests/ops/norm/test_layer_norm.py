@@ -177,7 +177,7 @@ def test_reference_gradients_in_both_modes_and_twice(name):
         check_grads(f, arrays, order=2, modes=("fwd", "rev"), eps=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     shape=st.lists(st.integers(1, 7), max_size=2).map(tuple),
     features=st.integers(2, 131),
@@ -227,7 +227,7 @@ def test_statistics_that_xla_takes_apart(op, with_residual, mean):
     np.testing.assert_allclose(y, (u - center[..., None]) * rstd[..., None], rtol=1e-5, atol=2e-4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     rows=st.integers(1, 5),
     features=st.integers(1, 67),
@@ -735,7 +735,7 @@ def kernel_calls(draw):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_pallas_traces_whatever_it_supports(data):
     for kernel, operands in kernel_calls(data.draw) or ():
@@ -743,7 +743,7 @@ def test_pallas_traces_whatever_it_supports(data):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.data())
 def test_pallas_lowers_whatever_it_supports(data):
     for kernel, operands in kernel_calls(data.draw) or ():
@@ -802,6 +802,8 @@ def test_a_rule_for_all_sizes(rows, features, dtype, residual):
             layer_norm_regimes.backward(norm, able),
         ):
             assert {*rule.first} & {*able} and rule.why
+            # A comparison of the two kernels is a reason only where both can run.
+            assert rule.first != ("cuda",) or "pallas" in able
 
 
 @pytest.mark.usefixtures("built_library")

@@ -139,7 +139,7 @@ def axes(least, most):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     spatial=st.integers(1, 2),
     size=axes(1, 7),

@@ -79,7 +79,7 @@ def of_integers(y, seed):
     return put(np.random.default_rng(seed).integers(-8, 9, size=y.shape), y.dtype)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     spatial=st.integers(1, 3),
     size=axes(1, 9),

@@ -85,7 +85,7 @@ def test_blocks_of_a_matrix_share_a_scale(symmetric):
     np.testing.assert_array_equal(again.values, q.values)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     dtype=st.sampled_from(sorted(FORMATS)),

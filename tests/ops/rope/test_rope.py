@@ -358,7 +358,7 @@ def test_limits_of_pallas(change, reason):
     assert reason in pallas_rope.why_unsupported(**LIMITS | change)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 3),
     length=st.integers(1, 9),
