@@ -12,7 +12,7 @@ from flax.linen import attention
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
-from jaxfused.linen.flax_code import unwrapped, why_watched
+from jaxfused.linen.flax_code import flax_call, why_watched
 from jaxfused.linen.layer_norm import LayerNorm
 from jaxfused.linen.linear_general import GeneralAffine
 from jaxfused.modules.attention import (
@@ -257,7 +257,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         reason = self._why_flax(inputs_q) if alone else "another input is attended to"
         if reason is not None:
             # Flax's decoding combines masks as arrays; otherwise it passes them on.
-            return unwrapped(linen.MultiHeadDotProductAttention.__call__)(
+            return flax_call(MultiHeadDotProductAttention)(
                 self,
                 inputs_q,
                 inputs_k,

@@ -8,7 +8,7 @@ from flax import linen
 from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.modules.batch_norm import infer, train
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.runtime.checks import python_number_fields
@@ -100,9 +100,7 @@ class BatchNorm(linen.BatchNorm):
             return call_flax(
                 "jaxfused.linen.BatchNorm",
                 reason,
-                lambda: unwrapped(linen.BatchNorm.__call__)(
-                    self, x, use_running_average, mask=mask
-                ),
+                lambda: flax_call(BatchNorm)(self, x, use_running_average, mask=mask),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,

@@ -8,7 +8,7 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.linen.linear import stand_in
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
@@ -97,7 +97,7 @@ class Conv(linen.Conv):
             y = call_flax(
                 "jaxfused.linen.Conv",
                 reason,
-                lambda: unwrapped(linen.Conv.__call__)(self, x),
+                lambda: flax_call(Conv)(self, x),
                 residual=residual,
                 activation=self.activation,
                 padding_mode=self.padding_mode,

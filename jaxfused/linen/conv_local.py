@@ -3,7 +3,7 @@
 import jax
 from flax import linen
 
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.modules.fallback import call_flax
 from jaxfused.runtime.checks import python_number_fields
 
@@ -40,5 +40,5 @@ class ConvLocal(linen.ConvLocal):
         return call_flax(
             "jaxfused.linen.ConvLocal",
             "it has a kernel for each place",
-            lambda: unwrapped(linen.ConvLocal.__call__)(self, inputs),
+            lambda: flax_call(ConvLocal)(self, inputs),
         )

@@ -6,7 +6,7 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.modules.conv_transpose import transposed, why_flax
 from jaxfused.modules.fallback import call_flax
 from jaxfused.runtime.checks import python_number_fields
@@ -67,7 +67,7 @@ class ConvTranspose(linen.ConvTranspose):
             return call_flax(
                 "jaxfused.linen.ConvTranspose",
                 reason,
-                lambda: unwrapped(linen.ConvTranspose.__call__)(self, inputs),
+                lambda: flax_call(ConvTranspose)(self, inputs),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,

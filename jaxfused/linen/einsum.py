@@ -6,7 +6,7 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.modules.einsum import Split, as_matrices
 from jaxfused.modules.fallback import (
     call_flax,
@@ -78,7 +78,7 @@ class Einsum(linen.Einsum):
             return call_flax(
                 "jaxfused.linen.Einsum",
                 reason or "",
-                lambda: unwrapped(linen.Einsum.__call__)(self, inputs, einsum_str),
+                lambda: flax_call(Einsum)(self, inputs, einsum_str),
                 implementation=self.implementation,
             )
         w = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)

@@ -14,9 +14,14 @@ from jaxfused.modules.fallback import why_intercepted
 from jaxfused.ops.fp8.fp8 import DELAYED, is_fp8, is_named
 
 
-def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a Flax method, a function of the module, without the wrapper that is intercepted."""
-    return inspect.unwrap(method)
+def flax_call(module: type) -> Callable[..., Any]:
+    """Returns the `__call__` of the Flax class that `module` extends, without its intercepted wrapper.
+
+    That class is not looked up by its name, because a program may have put a class of this package in
+    its place: `flax.linen.Conv = jaxfused.linen.Conv`.
+    """
+    base: Any = module.__bases__[0]
+    return inspect.unwrap(base.__call__)
 
 
 def why_watched(precision: Any = None) -> str | None:

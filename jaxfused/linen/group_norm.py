@@ -8,7 +8,7 @@ from flax import linen
 from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.group_norm import normalise
 from jaxfused.runtime.checks import python_number_fields
@@ -85,7 +85,7 @@ class GroupNorm(linen.GroupNorm):
             return call_flax(
                 "jaxfused.linen.GroupNorm",
                 reason,
-                lambda: unwrapped(linen.GroupNorm.__call__)(self, x, mask=mask),
+                lambda: flax_call(GroupNorm)(self, x, mask=mask),
                 residual=residual,
                 image_scale=image_scale,
                 image_shift=image_shift,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.linen.group_norm import normalised
 from jaxfused.modules.fallback import call_flax, why_complex
 from jaxfused.modules.group_norm import why_flax_normalises_instances
@@ -58,7 +58,7 @@ class InstanceNorm(linen.InstanceNorm):
             return call_flax(
                 "jaxfused.linen.InstanceNorm",
                 reason,
-                lambda: unwrapped(linen.InstanceNorm.__call__)(self, x, mask=mask),
+                lambda: flax_call(InstanceNorm)(self, x, mask=mask),
                 residual=residual,
                 image_scale=image_scale,
                 image_shift=image_shift,

@@ -8,7 +8,7 @@ from flax import linen
 from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
 from jaxfused.modules.promotion import floating
@@ -99,7 +99,7 @@ class LayerNorm(linen.LayerNorm):
             return call_flax(
                 "jaxfused.linen.LayerNorm",
                 reason,
-                lambda: unwrapped(linen.LayerNorm.__call__)(self, x, mask=mask),
+                lambda: flax_call(LayerNorm)(self, x, mask=mask),
                 residual=residual,
                 pre_bias=pre_bias,
                 image_scale=image_scale,
@@ -190,7 +190,7 @@ class RMSNorm(linen.RMSNorm):
             return call_flax(
                 "jaxfused.linen.RMSNorm",
                 reason,
-                lambda: unwrapped(linen.RMSNorm.__call__)(self, x, mask=mask),
+                lambda: flax_call(RMSNorm)(self, x, mask=mask),
                 residual=residual,
                 pre_bias=pre_bias,
                 image_scale=image_scale,

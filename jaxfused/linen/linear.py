@@ -12,7 +12,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped, why_watched
+from jaxfused.linen.flax_code import flax_call, why_watched
 from jaxfused.linen.fp8 import precision_of
 from jaxfused.modules.fallback import (
     call_flax,
@@ -89,7 +89,7 @@ class Dense(linen.Dense):
             return call_flax(
                 "jaxfused.linen.Dense",
                 reason,
-                lambda: unwrapped(linen.Dense.__call__)(self, inputs),
+                lambda: flax_call(Dense)(self, inputs),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,

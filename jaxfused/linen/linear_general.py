@@ -13,7 +13,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.flax_code import flax_call
 from jaxfused.linen.linear import stand_in
 from jaxfused.modules.fallback import (
     call_flax,
@@ -89,7 +89,7 @@ class DenseGeneral(linen.DenseGeneral):
             return call_flax(
                 "jaxfused.linen.DenseGeneral",
                 reason,
-                lambda: unwrapped(linen.DenseGeneral.__call__)(self, inputs),
+                lambda: flax_call(DenseGeneral)(self, inputs),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,

@@ -73,6 +73,24 @@ def test_submodules_hold_our_layers_and_leave_those_of_flax():
     assert everything["Embed"] is flax.nnx.Embed
 
 
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("Conv", lambda: flax.linen.Conv(2, (3,), mask=np.eye(3, 2)[:, None].repeat(4, 1))),
+        ("Dense", lambda: flax.linen.Dense(2, dot_general=functools.partial(jax.lax.dot_general))),
+        ("LayerNorm", lambda: flax.linen.LayerNorm(reduction_axes=(0, 1))),
+    ],
+)
+def test_layers_in_the_place_of_flaxs_run_its_code(name, layer, monkeypatch):
+    x = normal(2, 5, 4)
+    expected, _ = layer().init_with_output(KEY, x)
+    monkeypatch.setattr(flax.linen, name, getattr(jaxfused.linen, name))
+    with dispatch.recorded_fallbacks() as fallbacks:
+        y, _ = layer().init_with_output(KEY, x)
+    assert len(fallbacks) == 1
+    chex.assert_trees_all_equal(y, expected)
+
+
 @pytest.mark.exhaustive
 def test_packages_come_with_their_first_use():
     program = (
