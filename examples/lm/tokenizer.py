@@ -54,6 +54,9 @@ class Tokenizer:
                 f"a model's directory must hold a readable tokenizer.json, but {path} is not ({error});"
                 " pass the directory of a downloaded checkpoint."
             ) from error
+        # A file may hold the truncation and padding of the last call before it was saved.
+        rules.no_truncation()
+        rules.no_padding()
         files = ("config.json", "generation_config.json", "tokenizer_config.json")
         config, generation, options = (_json(directory / name) for name in files)
         ends = generation.get("eos_token_id", config.get("eos_token_id"))

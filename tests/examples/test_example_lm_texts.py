@@ -220,6 +220,15 @@ def test_the_files_of_a_directory_say_where_texts_end(tmp_path):
     assert tokenizer.encode_chat([]) == [0]
 
 
+def test_a_files_truncation_and_padding_do_not_reach_texts(tmp_path):
+    pytest.importorskip("tokenizers", reason="it is in the extra lm")
+    rules = Tokenizer.of_gguf(fields()).rules
+    rules.enable_truncation(2)
+    rules.enable_padding(length=8)
+    rules.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.of_directory(tmp_path).encode("caf 123")) == 5
+
+
 # --- streams --------------------------------------------------------------------------------------
 
 
