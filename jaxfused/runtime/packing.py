@@ -9,10 +9,7 @@ import jax.numpy as jnp
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
     """Packs integers -8 to 7 along an axis of even size, as the module's docstring says."""
-    low, high = (
-        jax.lax.slice_in_dim(values, start, None, stride=2, axis=axis % values.ndim)
-        for start in (0, 1)
-    )
+    low, high = _every(2, values, axis % values.ndim)
     low, high = (half.astype(jnp.uint8) & 15 for half in (low, high))
     return low | (high << 4)
 
@@ -26,15 +23,13 @@ def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
     shape = [2 if i == axis + 1 else 1 for i in range(pairs.ndim)]
     shifts = jnp.array([4, 0], jnp.uint8).reshape(shape)
     numbers = jax.lax.bitcast_convert_type(pairs << shifts, jnp.int8) >> 4
-    return numbers.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+    return numbers.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
 
 
 def pack_codes(codes: jax.Array, axis: int, bits: int) -> jax.Array:
     """Packs codes of 4 or 2 bits into uint8 along an axis, the first in the lowest bits."""
     axis, count = axis % codes.ndim, 8 // bits
-    parts = (
-        jax.lax.slice_in_dim(codes, start, None, stride=count, axis=axis) for start in range(count)
-    )
+    parts = _every(count, codes, axis)
     shifted = [part.astype(jnp.uint8) << (bits * i) for i, part in enumerate(parts)]
     return functools.reduce(operator.or_, shifted)
 
@@ -45,7 +40,15 @@ def unpack_codes(packed: jax.Array, axis: int, bits: int) -> jax.Array:
     shape = [count if i == axis + 1 else 1 for i in range(packed.ndim + 1)]
     shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape(shape)
     codes = (jnp.expand_dims(packed, axis + 1) >> shifts) & (2**bits - 1)
-    return codes.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+    return codes.reshape(
+        *packed.shape[:axis], count * packed.shape[axis], *packed.shape[axis + 1 :]
+    )
+
+
+def _every(count: int, array: jax.Array, axis: int) -> list[jax.Array]:
+    """Returns every count-th entry of the axis, from the first one, the second one and so on."""
+    starts = (min(i, array.shape[axis]) for i in range(count))
+    return [jax.lax.slice_in_dim(array, i, None, stride=count, axis=axis) for i in starts]
 
 
 NIBBLES = 8

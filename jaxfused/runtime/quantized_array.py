@@ -629,7 +629,9 @@ def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
     # A broadcast, unlike jnp.repeat, keeps shardings that types state (Explicit mesh axes).
     each = jnp.expand_dims(scale, axis + 1)
     longer = jnp.broadcast_to(each, (*scale.shape[: axis + 1], times, *scale.shape[axis + 1 :]))
-    longer = longer.reshape(*scale.shape[:axis], -1, *scale.shape[axis + 1 :])
+    longer = longer.reshape(
+        *scale.shape[:axis], times * scale.shape[axis], *scale.shape[axis + 1 :]
+    )
     if longer.shape[axis] == size:
         return longer
     return jax.lax.slice_in_dim(longer, 0, size, axis=axis)

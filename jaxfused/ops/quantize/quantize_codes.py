@@ -46,15 +46,18 @@ def quantize_codes(
     wide = x.astype(jnp.float32)
     at = axis % x.ndim
     split = wide.reshape(*x.shape[:at], size // group, group, *x.shape[at + 1 :])
-    largest = jnp.max(jnp.abs(split), axis=at + 1)
+    largest = jnp.max(jnp.abs(split), axis=at + 1, initial=0.0)
     # A NaN or an infinity makes its group NaN.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
     scale: Any
     if name == "nf4":
         scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
-        codes = _ranks(wide / spread(scale, x.shape), form.codebook)
+        # XLA divides by a broadcast scale through its inverse, which is 0 for scales above 8.5e37.
+        quarter = jnp.where(scale > 1, 0.25, 1.0)
+        units = wide * spread(quarter, x.shape) / spread(scale * quarter, x.shape)
+        codes = _ranks(units, form.codebook)
     else:
-        scale = _powers(largest) if name == "mxfp4" else _of_two_levels(largest)
+        scale = _powers(largest, x.dtype) if name == "mxfp4" else _of_two_levels(largest)
         each = spread(scale.astype(jnp.float32), x.shape)
         codes = _e2m1(jnp.where(each > 0, wide / each, 0.0))
     if layout == "columns":
@@ -84,16 +87,21 @@ def _e2m1(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0, rank | 8, rank)
 
 
-def _powers(largest: jax.Array) -> jax.Array:
-    """Returns scales of E8M0 with which the largest magnitude is below 7, which is rounded to 6."""
+def _powers(largest: jax.Array, dtype: Any) -> jax.Array:
+    """Returns scales of E8M0 with which the largest magnitude is below 7, which is rounded to 6.
+
+    Scales are at most such that 6 of them is a finite number of `dtype`, x's.
+    """
     mantissa, exponent = jnp.frexp(largest)
     power = exponent - 3 + (mantissa >= 0.875)
-    scale = jnp.ldexp(jnp.float32(1), jnp.clip(power, -126, 127))
+    most = min(jnp.finfo(dtype).maxexp, jnp.finfo(jnp.float32).maxexp) - 3
+    scale = jnp.ldexp(jnp.float32(1), jnp.clip(power, -126, most))
     return jnp.where(jnp.isnan(largest), jnp.nan, scale).astype(jnp.float8_e8m0fnu)
 
 
 def _of_two_levels(largest: jax.Array) -> jax.Array:
     """Returns scales that are numbers of float8_e4m3fn times one of the matrix, in float32."""
-    whole = jnp.nanmax(largest, axis=(-2, -1)[-largest.ndim :], keepdims=True) / (6.0 * 448.0)
+    axes = (-2, -1)[-largest.ndim :]
+    whole = jnp.nanmax(largest, axis=axes, keepdims=True, initial=0.0) / (6.0 * 448.0)
     whole = jnp.where(whole > 0, whole, 1.0)
     return (largest / 6.0 / whole).astype(jnp.float8_e4m3fn).astype(jnp.float32) * whole

@@ -46,6 +46,23 @@ def test_scales_of_each_format():
         assert not y[:, 0].any() and jnp.isfinite(y).all()
 
 
+@parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], quick=(0, 2))
+@pytest.mark.parametrize("name", list(CODE_FORMATS))
+def test_the_largest_numbers_of_a_dtype_stay_finite(name, dtype):
+    x = jnp.full((64, 2), jnp.finfo(dtype).max)
+    y = jaxfused.quantize(x, name).dequantize(dtype)
+    # Of MXFP4 the largest is 6 scales, whose next power of two would be infinite for 4.
+    expected = 0.75 if name == "mxfp4" else 1.0
+    np.testing.assert_allclose(np.asarray(y / x, np.float32), expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (64, 0), (0, 0), (0, 64, 8), (2, 64, 0)])
+@parametrize("name", ["int4", *CODE_FORMATS], quick=(0, 3))
+def test_empty_arrays(name, shape):
+    q = jaxfused.quantize(jnp.zeros(shape), name)
+    assert q.shape == q.dequantize().shape == shape
+
+
 @pytest.mark.parametrize("name", list(CODE_FORMATS))
 def test_what_is_not_finite_makes_its_group_nan(name):
     x = weights().at[3, 4].set(jnp.inf).at[70, 5].set(jnp.nan)
