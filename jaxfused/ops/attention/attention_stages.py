@@ -422,6 +422,8 @@ class Backward:
                 query, key, value, cuda_operands, *saved, cuda_options
             )
         else:
+            # The forward kernels clear what lies beyond the lengths themselves.
+            key, value = attention_xla.cleared_beyond(optional.key_lengths, key, value)
             gradients = pallas_attention.backward(
                 query,
                 key,

@@ -72,10 +72,7 @@ def attention_by_seeds(
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
-    if mask.key_lengths is not None:
-        # A probability of 0 times NaN is NaN, so keys and values beyond the length become 0.
-        is_key = jnp.arange(key_count, dtype=jnp.int32)[None] < mask.key_lengths[:, None]
-        key, value = (jnp.where(is_key[:, :, None, None], x, 0) for x in (key, value))
+    key, value = cleared_beyond(mask.key_lengths, key, value)
     probabilities, lse = weights(
         *(query, key, bias, sinks, mask),
         scale=scale,
@@ -94,6 +91,17 @@ def attention_by_seeds(
         output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
     output = output.reshape(batch, query_count, heads, value.shape[-1])
     return output.astype(query.dtype), lse.transpose(0, 2, 1)
+
+
+def cleared_beyond(lengths: jax.Array | None, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns keys or values [B, S, K, H] with zeros beyond the lengths [B], if there are lengths.
+
+    What lies there may be NaN, and a probability of 0 times NaN is NaN.
+    """
+    if lengths is None:
+        return list(arrays)
+    is_key = jnp.arange(arrays[0].shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    return [jnp.where(is_key[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in arrays]
 
 
 def weights(

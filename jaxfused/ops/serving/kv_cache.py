@@ -225,8 +225,9 @@ class KVCache:
           counts: [B] integers, how many of the T tokens each sequence has, the others being padding on
             the right; None for all.
           batch_index: [B'] integers, the sequences of the cache that the B' of `key` and `value` are;
-            None for all in order. Each comes at most once among those with new tokens: outside of jit,
-            one that comes twice is an error, and under jit it is left open which one's tokens are kept.
+            None for all in order. Each comes at most once among those with new tokens: one that comes
+            twice is an error where the numbers can be read (NumPy's, or those of a CPU, outside of jit),
+            and elsewhere it is left open which one's tokens are kept.
           cos: [T, R/2] or [B, T, R/2] with `sin`: the keys are rotated here, as `jaxfused.rope` does.
           sin: like `cos`.
           interleaved: as in `jaxfused.rope`.

@@ -1,4 +1,4 @@
-"""Keys and values beyond a sequence's length never count, not even NaN, in the forward kernels."""
+"""Keys and values beyond a sequence's length never count, not even NaN, forward and backward."""
 
 import functools
 
@@ -66,6 +66,22 @@ def test_in_the_interpreter(interpreted_hopper, monkeypatch, case, config):
     np.testing.assert_array_equal(actual, wanted)
 
 
+@parametrize("keys", [80, 300], quick=())
+def test_gradients_in_the_interpreter(interpreted_hopper, monkeypatch, keys):
+    """The kernels for up to 256 keys and those for more read keys and values without NaN."""
+    mosaic_interpreter.complete(monkeypatch)
+    case = Case("gradients", 70, keys, 1, 1, batch=2, head_size=64, key_lengths=(keys, 33))
+
+    def loss(*arrays):
+        options = dict(key_value_seq_lengths=np.array(case.key_lengths), implementation="pallas")
+        return jnp.sum(jaxfused.dot_product_attention(*arrays, **options).astype(jnp.float32) ** 2)
+
+    def run(number):
+        return jax.grad(loss, (0, 1, 2))(*arrays_beyond(case, "float16", number)[:3])
+
+    jax.tree.map(np.testing.assert_array_equal, run(np.nan), run(0))
+
+
 @parametrize("config", [ForwardConfig(takes_turns=True), ForwardConfig(consumers=3)], quick=())
 def test_without_races(race_detector, monkeypatch, config):
     mosaic_interpreter.complete(monkeypatch)
@@ -109,7 +125,6 @@ def test_on_a_gpu(case, implementation, dtype):
     wanted, actual = (np.asarray(f(*arrays_beyond(case, dtype, x)[:3])) for x in (0, np.nan))
     assert np.all(np.isfinite(wanted.astype(np.float32)))
     np.testing.assert_array_equal(actual, wanted)
-    if implementation == "cuda":
-        loss = jax.jit(jax.grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), (0, 1, 2)))
-        gradients = (loss(*arrays_beyond(case, dtype, x)[:3]) for x in (0, np.nan))
-        jax.tree.map(np.testing.assert_array_equal, *gradients)
+    loss = jax.jit(jax.grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), (0, 1, 2)))
+    gradients = (loss(*arrays_beyond(case, dtype, x)[:3]) for x in (0, np.nan))
+    jax.tree.map(np.testing.assert_array_equal, *gradients)
