@@ -15,6 +15,7 @@ import jax
 
 from jaxfused.fusion.algebra import View, is_reshape, passed_on
 from jaxfused.fusion.graph import Node, Value
+from jaxfused.runtime.shapes import reshaped
 
 Layout = tuple[tuple[int, ...], ...]
 """Parts of each axis of an array, outermost first; () for an axis of length 1."""
@@ -91,9 +92,9 @@ class Frame:
         order = [part for parts in start for part in parts]
         wanted = [part for parts in end for part in parts]
         if order != wanted:
-            array = array.reshape([self.sizes[part] for part in order])
+            array = reshaped(array, *(self.sizes[part] for part in order))
             array = array.transpose([order.index(part) for part in wanted])
-        return array.reshape([self.length(parts) for parts in end])
+        return reshaped(array, *(self.length(parts) for parts in end))
 
 
 def frame(value: Value) -> Frame:

@@ -44,3 +44,32 @@ def merge_axes(x: jax.Array, first: int, count: int = 2) -> jax.Array:
     """Merges `count` axes of x, from axis `first` on, into one."""
     end = first + count
     return x.reshape(*x.shape[:first], math.prod(x.shape[first:end]), *x.shape[end:])
+
+
+def reshaped(x: jax.Array, *shape: int) -> jax.Array:
+    """Returns x in another shape, of which one size may be -1, by one split or merge at a time."""
+    if is_symbolic(x) or 0 in x.shape:
+        return x.reshape(shape)
+    sizes = [math.prod(x.shape) // -math.prod(shape) if n == -1 else n for n in shape]
+    done = list(x.shape)
+    # From the last axis on: `done` axes before `axis` are still x's, those after it are the result's.
+    axis, wanted = len(done), len(sizes)
+    while axis or wanted:
+        first, start = axis, wanted
+        if axis and wanted and done[axis - 1] == sizes[wanted - 1]:
+            axis, wanted = axis - 1, wanted - 1
+            continue
+        while True:
+            old, new = math.prod(done[first:axis]), math.prod(sizes[start:wanted])
+            if old == new and (first, start) != (axis, wanted):
+                break
+            if (old <= new and first) or not start:
+                first -= 1
+            else:
+                start -= 1
+        if axis - first != 1:
+            x = merge_axes(x, first, axis - first)
+        if wanted - start != 1:
+            x = split_axis(x, first, *sizes[start:wanted])
+        axis, wanted = first, start
+    return x

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
@@ -219,6 +219,33 @@ def test_it_looks_into_programs_whose_types_are_sharded():
                 for shape, a in (((4096, 768), x), ((768, 3072), w))
             ]
             assert counts(f, *of_kernels) == {"mlp": 1}
+
+
+def of_heads(x):
+    x = jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", x, x), x)
+    h = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return h.reshape(*x.shape[:2], -1) * jnp.arange(float(D)) + 1.0
+
+
+def of_patches(x):
+    w = jnp.ones((4, 2, x.shape[-1], D))
+    return jax.lax.conv_general_dilated(
+        x, w, (4, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+@pytest.mark.parametrize(
+    ("f", "found"), [(of_heads, "group_norm"), (of_patches, "linear")], ids=("heads", "patches")
+)
+def test_several_axes_are_cut_or_merged_where_types_split_one(f, found):
+    """Axes that types split can be reshaped one at a time only."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    batch = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((8, 8, 4, 4), jnp.float32, sharding=batch)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert counts(f, x) == {found: 1}
+        y, expected = jax.eval_shape(lambda x: (jaxfused.fuse(f)(x), f(x)), x)
+    assert (y.shape, y.sharding.spec) == (expected.shape, expected.sharding.spec)
 
 
 def test_an_operator_runs_under_the_mesh_of_its_place():

@@ -15,6 +15,7 @@ from jaxfused.fusion.recognisers.attention_logits import Axes, Logits, NoAttenti
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.attention.attention import dot_product_attention
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.shapes import reshaped
 
 ABSORBING = -1e30
 """Number to which a logit or a bias can be added without changing it, even in float64."""
@@ -100,7 +101,7 @@ def make_site(
             has_key = mask.has_key(allowed, constant, *rows).swapaxes(1, 2)[..., None]
             of_equal = _of_absorbed_logits(q, k, v, scale) if has_gradient else _mean(v, q.shape[2])
             output = jnp.where(has_key, output, of_equal.astype(output.dtype))
-        return (_ordered(output, layout, result_axes, feature).reshape(root.shape),)
+        return (reshaped(_ordered(output, layout, result_axes, feature), *root.shape),)
 
     cap = [] if logits.soft_cap is None else [f"cap {logits.soft_cap:g}"]
     words = [f"scale {scale:.4g}", *cap, *constant.words()]
@@ -273,20 +274,20 @@ def _arranged(
 ) -> jax.Array:
     """Returns an operand as [B, length, heads, features]."""
     atoms = [name for group in axes for name in group]
-    array = array.reshape([sizes[name] for name in atoms])
+    array = reshaped(array, *(sizes[name] for name in atoms))
     features = [a for a in atoms if a not in (*batch, *rows, *heads)]
     array = array.transpose([atoms.index(a) for a in (*batch, *rows, *heads, *features)])
 
     def size(names: Sequence[str]) -> int:
         return int(np.prod([sizes[name] for name in names], dtype=int))
 
-    return array.reshape(size(batch), size(rows), size(heads), size(features))
+    return reshaped(array, size(batch), size(rows), size(heads), size(features))
 
 
 def _ordered(output: jax.Array, layout: mask.Layout, axes: Axes, feature: str) -> jax.Array:
     """Returns the output [B, T, N, V] with the axes of the program's result."""
     atoms = [*layout.batch, layout.query, *layout.heads, feature]
-    output = output.reshape([layout.sizes[name] for name in atoms])
+    output = reshaped(output, *(layout.sizes[name] for name in atoms))
     wanted = [name for group in axes for name in group]
     return output.transpose([atoms.index(name) for name in wanted])
 

@@ -24,6 +24,7 @@ from jaxfused.fusion.site import Book, Site, leaking
 from jaxfused.ops.conv.conv import run
 from jaxfused.ops.conv.conv_input import Concatenated, ConvInput
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
@@ -226,7 +227,7 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
             activation=followed.activation,
             residual=None
             if residual is None
-            else others[-1].reshape(node.out.shape).transpose(last),
+            else reshaped(others[-1], *node.out.shape).transpose(last),
             window=dict(
                 strides=node.params["window_strides"],
                 padding=node.params["padding"],
@@ -237,7 +238,7 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
             precision=node.params["precision"],
             statistics=statistics,
         )
-        y = y.transpose([last.index(axis) for axis in range(y.ndim)]).reshape(shape)
+        y = reshaped(y.transpose([last.index(axis) for axis in range(y.ndim)]), *shape)
         return (y, taken) if statistics else (y,)
 
     return Site(

@@ -18,6 +18,7 @@ from jaxfused.fusion.recognisers.product import Biased, Projection, biased, proj
 from jaxfused.fusion.recognisers.softmax import is_maximum, stands_at_rows
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.loss.linear_cross_entropy import linear_softmax_cross_entropy
+from jaxfused.runtime.shapes import reshaped
 
 FEWEST_LOGITS = 2**24
 """Fewest logits of a site. Its gradient computes them again, in chunks of this many."""
@@ -204,7 +205,7 @@ def _add(book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased) -> 
     def call(
         x: jax.Array, w: jax.Array, labels: jax.Array, *bias: jax.Array
     ) -> Sequence[jax.Array]:
-        labels = labels.reshape(rows)
+        labels = reshaped(labels, *rows)
         inside = (labels >= 0) & (labels < classes)
         known = jnp.where(inside, labels, 0) if loss.outside == "zero" else labels
         losses = linear_softmax_cross_entropy(
@@ -216,7 +217,7 @@ def _add(book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased) -> 
         )
         if loss.outside == "zero":
             losses = jnp.where(inside, losses, 0.0)
-        return ((loss.sign * losses).astype(dtype).reshape(shape),)
+        return (reshaped((loss.sign * losses).astype(dtype), *shape),)
 
     leaves = (
         {p.result, loss.labels} if affine.bias is None else {p.result, loss.labels, affine.bias}

@@ -18,6 +18,7 @@ from jaxfused.fusion.recognisers.product import residual_of
 from jaxfused.fusion.site import Book, Site, leaking
 from jaxfused.ops.norm.moments import is_few
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.shapes import reshaped
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Match:
             return frame.arranged(array, arrangement.layout, arrangement.operand)
         if name in ("scale", "bias"):
             return array.reshape(-1)
-        return array.reshape(frame.length(arrangement.images), -1)
+        return reshaped(array, frame.length(arrangement.images), -1)
 
     def operands_of(self, arrays: Sequence[jax.Array]) -> dict[str, Any]:
         """Returns all operands as the operator takes them, given the arrays of x and `operands`."""
@@ -66,7 +67,7 @@ class Match:
         """Returns the operator's result with the program's axes and dtype."""
         arrangement = self.arrangement
         y = self.moments.frame.arranged(y, arrangement.operand, arrangement.layout)
-        return y.reshape(self.value.shape).astype(self.value.dtype)
+        return reshaped(y, *self.value.shape).astype(self.value.dtype)
 
     def words(self) -> str:
         """Returns a description of the call without the operator's name."""

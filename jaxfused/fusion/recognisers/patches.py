@@ -13,6 +13,7 @@ from jaxfused.fusion.algebra import core, trailing
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.linear.linear import linear
+from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
@@ -64,14 +65,14 @@ def _site(book: Book, node: Node) -> Site:
         cut = [x.shape[0]]
         for size, length in zip(x.shape[1:-1], window, strict=True):
             cut += [size // length, length]
-        patches = x.reshape(*cut, x.shape[-1])
+        patches = reshaped(x, *cut, x.shape[-1])
         axes = range(1, 2 * spatial + 1)
         patches = patches.transpose(0, *axes[::2], *axes[1::2], 2 * spatial + 1)
-        patches = patches.reshape(*patches.shape[: spatial + 1], -1)
+        patches = reshaped(patches, *patches.shape[: spatial + 1], -1)
         matrix = w.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
         y = linear(
             patches,
-            matrix.reshape(-1, matrix.shape[-1]),
+            reshaped(matrix, -1, matrix.shape[-1]),
             bias[0].reshape(-1) if bias else None,
             precision=precision,
         )
@@ -79,7 +80,7 @@ def _site(book: Book, node: Node) -> Site:
         for position, axis in enumerate((numbers.out_spec[0], *numbers.out_spec[2:])):
             placed[axis] = position
         placed[numbers.out_spec[1]] = y.ndim - 1
-        return (y.transpose(placed).reshape(shape),)
+        return (reshaped(y.transpose(placed), *shape),)
 
     inputs: list[Value] = [x, weights]
     if result is not node.out and bias is not None:

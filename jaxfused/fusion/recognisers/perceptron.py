@@ -16,6 +16,7 @@ from jaxfused.fusion.recognisers.stacked import parts, whole_of
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.linear.gated_mlp import gated_mlp
 from jaxfused.ops.linear.mlp import mlp
+from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
@@ -170,12 +171,12 @@ def _add_mlp(
             last.matrix(w2),
             last.bias(rest["b2"]) if "b2" in rest else None,
             activation=activated.name,
-            residual=None if residual is None else residual.reshape(*first.rows, -1),
+            residual=None if residual is None else reshaped(residual, *first.rows, -1),
             save="hidden",
             precision=first.precision,
             out_dtype=dtype,
         )
-        return (y.reshape(shape),)
+        return (reshaped(y, *shape),)
 
     covered = first.covered | affine.covered | activated.covered | end.covered
     covered |= _stages_between(activated.result, last)
@@ -224,13 +225,13 @@ def _add_gated(
             weights[1] if len(weights) > 1 else None,
             down,
             activation=activation,
-            residual=None if residual is None else residual.reshape(*gate.rows, -1),
+            residual=None if residual is None else reshaped(residual, *gate.rows, -1),
             save="hidden",
             precision=gate.precision,
             out_dtype=dtype,
             **biases,
         )
-        return (y.reshape(shape),)
+        return (reshaped(y, *shape),)
 
     for p, affine in branches:
         covered |= p.covered | affine.covered

@@ -15,6 +15,7 @@ from jaxfused.fusion.algebra import between, core, is_reshape, is_transparent, t
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.linear.linear import linear
+from jaxfused.runtime.shapes import reshaped
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +51,11 @@ class Projection:
         free = [axis for axis in range(w.ndim) if axis not in self.contracted]
         if (*self.contracted, *free) != tuple(range(w.ndim)):
             w = w.transpose(*self.contracted, *free)
-        return w.reshape(-1, math.prod(self.features))
+        return reshaped(w, -1, math.prod(self.features))
 
     def inputs(self, x: jax.Array) -> jax.Array:
         """Returns x as [..., D]."""
-        return x if len(self.contracted) == 1 else x.reshape(*self.rows, -1)
+        return x if len(self.contracted) == 1 else reshaped(x, *self.rows, -1)
 
     def bias(self, bias: jax.Array) -> jax.Array:
         """Returns a bias as [F]."""
@@ -227,7 +228,7 @@ def _find_at(book: Book, p: Projection) -> None:
         if "bias" in operands:
             operands["bias"] = p.bias(operands["bias"])
         if "residual" in operands:
-            operands["residual"] = operands["residual"].reshape(*p.rows, -1)
+            operands["residual"] = reshaped(operands["residual"], *p.rows, -1)
         y = linear(
             p.inputs(x),
             p.matrix(w),
@@ -236,7 +237,7 @@ def _find_at(book: Book, p: Projection) -> None:
             out_dtype=dtype,
             **operands,
         )
-        return (y.reshape(shape),)
+        return (reshaped(y, *shape),)
 
     words = ", ".join([*present, *([name] if name else [])])
     book.add(

@@ -21,6 +21,7 @@ from jaxfused.fusion.recognisers.rotation import Rotation, differs_along, rotati
 from jaxfused.fusion.recognisers.stacked import Part, parts, whole_of
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.linear.qkv_projection import qkv_projection
+from jaxfused.runtime.shapes import reshaped
 
 
 @dataclass
@@ -270,7 +271,7 @@ def _heads_axis(branch: _Branch, found: Rotation) -> int | None:
 def _shaped(branch: _Branch, y: jax.Array) -> jax.Array:
     """Returns the operator's result [..., T, N, H] in the shape that the program reads."""
     product, shape = branch.product, branch.affine.value.shape
-    y = product.shaped(y) if isinstance(product, Part) else y.reshape(shape)
+    y = product.shaped(y) if isinstance(product, Part) else reshaped(y, *shape)
     for node in branch.views:
         (y,) = bind(node.eqn, [y, *()])
     return y

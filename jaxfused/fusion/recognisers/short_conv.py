@@ -29,6 +29,7 @@ from jaxfused.fusion.recognisers.conv import Step, folded, followed_by
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.conv.conv import conv
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.shapes import reshaped
 
 
 class Window(NamedTuple):
@@ -254,9 +255,9 @@ def _site(book: Book, node: Node, found: _Taps) -> Site | None:
         w = jnp.stack([array.reshape(-1) for array in arrays[: len(weights)]])[:, None]
         rest = arrays[len(weights) :]
         w, bias = folded(w, followed.steps, rest, accumulator_dtype(x.dtype))
-        residual = None if followed.residual is None else rest[-1].reshape(-1, length, channels)
+        residual = None if followed.residual is None else reshaped(rest[-1], -1, length, channels)
         y = conv(
-            x.reshape(-1, size, channels),
+            reshaped(x, -1, size, channels),
             w,
             bias,
             activation=followed.activation,
@@ -267,7 +268,7 @@ def _site(book: Book, node: Node, found: _Taps) -> Site | None:
             precision=jax.lax.Precision.HIGHEST if x.dtype.itemsize > 2 else None,
         )
         assert isinstance(y, jax.Array)
-        return (y.reshape(shape),)
+        return (reshaped(y, *shape),)
 
     return Site(
         "conv",

@@ -16,6 +16,7 @@ from jaxfused.fusion.algebra import between, is_transparent, trailing
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.product import Biased, Projection, earliest_matrix
 from jaxfused.fusion.site import Book
+from jaxfused.runtime.shapes import reshaped
 
 Move = Callable[[jax.Array], jax.Array]
 """Function that applies an operation on features to an array's columns; the array's first axis stays."""
@@ -51,10 +52,10 @@ class Part(Projection):
     def _cut(self, array: jax.Array) -> jax.Array:
         for move in self.moves:
             array = move(array)
-        return array.reshape(array.shape[0], -1)
+        return reshaped(array, array.shape[0], -1)
 
     def shaped(self, y: jax.Array) -> jax.Array:
-        y = y.reshape(*self.rows, *self.features)
+        y = reshaped(y, *self.rows, *self.features)
         features = [axis for axis in range(y.ndim) if axis not in self.rows_at]
         return y.transpose(np.argsort([*self.rows_at, *features]))
 
