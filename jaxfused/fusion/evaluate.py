@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from jaxfused.fusion.graph import Call, Graph, Node, Value, bind, scan_carries, scan_constants
-from jaxfused.fusion.site import Site
+from jaxfused.fusion.site import Site, first_line, is_refusal
 
 Step = Site | Node | Call
 
@@ -178,12 +178,9 @@ def _call(site: Site, operands: Sequence[Any]) -> Sequence[Any]:
     try:
         return site.run(*operands)
     except Exception as error:
-        # The error of axes that types split (Explicit) has no public name in JAX 0.11.
-        if not isinstance(error, TypeError | ValueError) and (
-            type(error).__name__ != "ShardingTypeError"
-        ):
+        if not is_refusal(error):
             raise
-        raise Refused(site, str(error).split("\n", 1)[0]) from error
+        raise Refused(site, first_line(error)) from error
 
 
 def _run_bodies(node: Node, bodies: Sequence[Plan], ins: Sequence[Any]) -> Sequence[Any]:

@@ -5,33 +5,32 @@ from typing import Any
 import jax
 
 from jaxfused import dispatch
-from jaxfused.fusion.site import Book, Site
+from jaxfused.fusion.site import Book, Site, first_line, is_refusal
 
 
 def drop_what_xla_runs(book: Book) -> None:
-    """Removes the sites for which no kernel is chosen, neither in the forward nor in the gradient.
+    """Removes the sites that no kernel runs, forward or backward, and those that an operator refuses.
 
     An operator in plain jax.numpy is no faster than the program. On other devices than GPUs, which have
     no kernels, all sites stay, so that reports show what would be found.
     """
     if dispatch.current_device().platform != "gpu":
         return
-    decided: dict[Any, bool] = {}
+    decided: dict[Any, str | None] = {}
     pending = list(book.sites)
     while pending:
         site = pending.pop(0)
         key = (site.detail, *(str(value.aval) for value in site.inputs))
         if key not in decided:
-            decided[key] = _has_kernel(site)
-        if not decided[key]:
+            decided[key] = _why_none(site)
+        reason = decided[key]
+        if reason is not None:
             pending += book.take_out([site])
-            book.miss(
-                site.operator, site.anchor, "XLA is to run it on this GPU, forward and gradient"
-            )
+            book.miss(site.operator, site.anchor, reason)
 
 
-def _has_kernel(site: Site) -> bool:
-    """Whether a kernel is chosen for some stage, or no choice is recorded before XLA compiles."""
+def _why_none(site: Site) -> str | None:
+    """Returns None if a kernel is chosen for some stage, or no choice is made before XLA compiles."""
     shapes = [v.struct for v in site.inputs]
     floating = [i for i, v in enumerate(site.inputs) if v.is_floating]
 
@@ -46,5 +45,12 @@ def _has_kernel(site: Site) -> bool:
         return vjp(y)
 
     with dispatch.recorded(alone=True) as choices:
-        jax.eval_shape(differentiated, *shapes)
-    return not choices or any(choice.implementation != "xla" for choice in choices)
+        try:
+            jax.eval_shape(differentiated, *shapes)
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            return f"it refused: {first_line(error)}"
+    if not choices or any(choice.implementation != "xla" for choice in choices):
+        return None
+    return "XLA is to run it on this GPU, forward and gradient"

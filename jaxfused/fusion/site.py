@@ -156,3 +156,14 @@ def _free(site: Site) -> set[Node]:
 _VIEWS = frozenset(
     {"convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "transpose", "copy", "slice"}
 )
+
+
+def is_refusal(error: Exception) -> bool:
+    """Returns whether an operator refuses a site by this error, so that the program stays as it is."""
+    # The error of axes that types split (Explicit) has no public name in JAX 0.11.
+    return isinstance(error, TypeError | ValueError) or type(error).__name__ == "ShardingTypeError"
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return str(error).split("\n", 1)[0]

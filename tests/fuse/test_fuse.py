@@ -282,6 +282,30 @@ def test_an_operator_that_refuses_leaves_the_program_as_it_is(monkeypatch):
     assert found.counts() == {"mlp": 1}
     assert "it refused: layer_norm: not today" in str(found)
     np.testing.assert_allclose(jaxfused.fuse(block)(params(), X), block(params(), X), atol=1e-5)
+    on_gpu = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), (params(), X))
+    with dispatch.assume(H200):
+        assert "it refused: layer_norm: not today" in str(fusion(block, *on_gpu))
+
+
+def test_a_bias_that_no_operator_takes_leaves_the_program_as_it_is():
+    """Types that split the second of two axes do not let them be merged."""
+    mesh = AbstractMesh((2,), ("model",), axis_types=(AxisType.Explicit,))
+
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def f(x, w, bias):
+        return jnp.einsum("btd,dhk->bthk", x, w) + bias
+
+    args = (
+        array(P(), 8, 64, D),
+        array(P(None, None, "model"), D, 2, 64),
+        array(P(None, "model"), 2, 64),
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        for device in (dispatch.current_device(), H200):
+            with dispatch.assume(device):
+                assert jax.eval_shape(jaxfused.fuse(f), *args) == jax.eval_shape(f, *args)
 
 
 # --- rules ----------------------------------------------------------------------------------------
