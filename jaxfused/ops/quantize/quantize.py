@@ -401,7 +401,7 @@ def _runs(
                 f"{op}: group_size is {group_size}, but it must divide the {values} values along axis"
                 f" {of_axis} of x; pass a divisor of {values}, or pad x."
             )
-        runs.append(values // size)
+        runs.append(max(1, values // size))
     return runs[0], runs[1] if len(runs) > 1 else None
 
 

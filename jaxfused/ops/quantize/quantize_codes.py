@@ -45,7 +45,8 @@ def quantize_codes(
         )
     wide = x.astype(jnp.float32)
     at = axis % x.ndim
-    split = wide.reshape(*x.shape[:at], size // group, group, *x.shape[at + 1 :])
+    runs = max(1, size // group)
+    split = wide.reshape(*x.shape[:at], runs, size // runs, *x.shape[at + 1 :])
     largest = jnp.max(jnp.abs(split), axis=at + 1, initial=0.0)
     # A NaN or an infinity makes its group NaN.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)

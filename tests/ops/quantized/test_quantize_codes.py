@@ -61,6 +61,11 @@ def test_the_largest_numbers_of_a_dtype_stay_finite(name, dtype):
 def test_empty_arrays(name, shape):
     q = jaxfused.quantize(jnp.zeros(shape), name)
     assert q.shape == q.dequantize().shape == shape
+    y = jaxfused.quantized_matmul(jnp.ones((3, shape[-2])), q) if q.ndim == 2 else None
+    assert y is None or (y.shape == (3, shape[-1]) and not y.any())
+    if name == "int4":
+        q = jaxfused.quantize(jnp.zeros(shape), name, group_size=32)
+        assert q.shape == q.dequantize().shape == shape
 
 
 @pytest.mark.parametrize("name", list(CODE_FORMATS))
