@@ -1,7 +1,7 @@
 """Attention on Hopper: limits of the kernels, the choice between them, and their entry points.
 
-`forward` and `backward` hold the kernels for any number of keys, `short` those for few keys, and
-`split_keys` those for few queries. They share `mask` (which blocks of keys a block of queries visits),
+`forward` and `backward` hold the kernels for any number of keys, `short` those for few keys,
+`split_keys` those for few queries, and `wide_heads` the forward for large heads. They share `mask` (which blocks of keys a block of queries visits),
 `logits` (from products to logits and back) and `memory` (matrices in shared memory). `estimate`
 predicts which of them is fastest.
 """
@@ -20,6 +20,7 @@ from pallas_kernels.attention import (
     short_forward,
     split_keys,
     split_keys_backward,
+    wide_heads,
 )
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention import short as attention_short
@@ -30,6 +31,7 @@ from pallas_kernels.attention.short_backward import ShortBackwardConfig
 from pallas_kernels.attention.short_forward import ShortForwardConfig
 from pallas_kernels.attention.split_keys import SplitForwardConfig
 from pallas_kernels.attention.split_keys_backward import SplitBackwardConfig
+from pallas_kernels.attention.wide_heads import WideForwardConfig
 
 _LARGEST_HEAD_SIZE = 256
 
@@ -44,18 +46,23 @@ def why_unsupported(
     value_size: int,
     used: Collection[str] = (),
 ) -> str | None:
-    """Returns None if forward and backward can run, else the rule that rejects the call.
+    """Returns None if the forward can run, else the rule that rejects the call.
 
-    `used` names the optional arguments of the call.
+    The backward can run too, unless the heads are `wide`. `used` names the optional arguments of the
+    call.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"query, key and value must be bfloat16 or float16, got {dtype}"
-    for size in (head_size, value_size):
-        if size % 8 or not 8 <= size <= _LARGEST_HEAD_SIZE:
-            return f"head sizes must be multiples of 8 up to {_LARGEST_HEAD_SIZE}, got {size}"
+    most = {
+        "queries": (head_size, wide_heads.MOST_KEY_COLUMNS),
+        "values": (value_size, wide_heads.MOST_COLUMNS),
+    }
+    for name, (size, largest) in most.items():
+        if size % 8 or not 8 <= size <= largest:
+            return f"head sizes of the {name} must be multiples of 8 up to {largest}, got {size}"
     if query_count == 0 or key_count == 0:
         return "there must be queries and keys"
     if "scale as an array" in used:
@@ -63,7 +70,14 @@ def why_unsupported(
     return None
 
 
-ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardConfig
+def are_wide(head_size: int, value_size: int) -> bool:
+    """Returns whether heads are too large for all kernels but the forward of `wide_heads`."""
+    return max(head_size, value_size) > _LARGEST_HEAD_SIZE
+
+
+ForwardConfig = (
+    attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardConfig | WideForwardConfig
+)
 """Config of a family of kernels; its type decides which family runs."""
 BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackwardConfig
 
@@ -78,6 +92,8 @@ def forward_candidates(
     shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
 ) -> tuple[ForwardConfig, ...]:
     """Returns the forward's configs worth trying, all of them legal, the best guess first."""
+    if are_wide(shape.head_size, shape.value_size):
+        return wide_heads.candidates(shape, logits, multiprocessors)
     longs = attention_fwd.candidates(shape, logits, multiprocessors)
     if logits.has_functions:
         return longs
@@ -157,6 +173,8 @@ def forward(
         run = short_forward
     elif isinstance(config, SplitForwardConfig):
         run = split_keys
+    elif isinstance(config, WideForwardConfig):
+        run = wide_heads
     if run is not attention_fwd:
         logits, operands = as_explicit(logits, operands)
     return run.forward(

@@ -166,11 +166,13 @@ class Matrix(NamedTuple):
         index = pl.ds(start, count)
         return Matrix(*(tuple(ref.at[index] for ref in refs) for refs in self))
 
-    def _places(self, heads: Heads, batch, start, head):
-        """Yields the slice of global memory for each block of columns, with rows from `start` on."""
+    def _places(self, heads: Heads, batch, start, head, first=0):
+        """Yields the slice of global memory for each block of columns, from row `start` on.
+
+        The first block begins with column `first`.
+        """
         # JAX rejects static indices if a block ends beyond its axis, so these are traced.
         traced_zero = batch * 0
-        first = 0
         for block in self.copied:
             rows, width = block.shape
             columns = pl.ds(traced_zero + first, width)
@@ -178,12 +180,15 @@ class Matrix(NamedTuple):
             yield heads.gmem.at[batch, rows_from_start, heads.first + head, columns]
             first += width
 
-    def fill(self, heads: Heads, batch: Any, start: Any, head: Any, barrier: Any) -> None:
+    def fill(
+        self, heads: Heads, batch: Any, start: Any, head: Any, barrier: Any, first: int = 0
+    ) -> None:
         """Starts the copies into shared memory, each of which arrives at the barrier.
 
-        Elements beyond the end of the array become zeros.
+        They begin with row `start` and column `first`. Elements beyond the end of the array become
+        zeros.
         """
-        places = self._places(heads, batch, start, head)
+        places = self._places(heads, batch, start, head, first)
         for copied, place in zip(self.copied, places, strict=True):
             plgpu.copy_gmem_to_smem(place, copied, barrier)
 

@@ -26,7 +26,7 @@ from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, 
 from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge, only_part
 from pallas_kernels.attention.packing import PackedTile, Packing
 from pallas_kernels.attention.shape import Shape
-from pallas_kernels.attention.softmax import Softmax, Weighing, across
+from pallas_kernels.attention.softmax import Softmax, Weighing, Weighted, across
 from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 
@@ -102,14 +102,14 @@ def candidates(
         config = SplitForwardConfig(1, **options)
         if not config.fits(shape):
             continue
-        counts = _numbers_of_splits(shape, logits, config, multiprocessors)
+        counts = numbers_of_splits(shape, logits, config, multiprocessors)
         # Other numbers of parts are tried only with the first options.
         for splits in counts[:1] if result else counts:
             result.append(SplitForwardConfig(splits, **options))
     return tuple(result)
 
 
-def _numbers_of_splits(
+def numbers_of_splits(
     shape: Shape, logits: Logits, config: SplitForwardConfig, multiprocessors: int
 ) -> list[int]:
     """Returns the numbers of splits worth trying, the best guess first."""
@@ -142,7 +142,7 @@ def forward(
     shape = Shape.of(query, key, value)
     config = config or candidates(shape, logits, multiprocessors)[0]
     packing = Packing.of(shape)
-    kernel = _SplitForward(shape, query.dtype, logits, config, packing, *config.columns(shape))
+    kernel = SplitForward(shape, query.dtype, logits, config, packing, *config.columns(shape))
     packed = packing.operands(operands).padded(WGMMA_ROWS, config.key_block)
     packed = packed._replace(sinks=None, query_lengths=operands.query_lengths)
     optional, tree = jax.tree.flatten(packed)
@@ -151,7 +151,7 @@ def forward(
         *refs, out_gmem, lse_gmem = refs
         ops = jax.tree.unflatten(tree, refs)
         heads = (Heads(q_gmem), Heads(k_gmem), Heads(v_gmem))
-        kernel(_Cta(heads, ops, (out_gmem, lse_gmem), shared))
+        kernel(Cta(heads, ops, (out_gmem, lse_gmem), shared))
 
     parts = plgpu.kernel(
         run,
@@ -171,7 +171,7 @@ def forward(
     return merge(outs, lses, operands, shape, query.dtype)
 
 
-class _Cta(NamedTuple):
+class Cta(NamedTuple):
     """References to the arrays and buffers that a CTA uses."""
 
     heads: tuple[Heads, Heads, Heads]
@@ -182,12 +182,12 @@ class _Cta(NamedTuple):
     shared: dict[str, Any]
     """Buffers of shared memory and barriers, by name."""
 
-    def full(self, name: str, slot: Any) -> Any:
-        """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
-        return self.shared[f"{name}_full"].at[slot]
+    def full(self, name: str, buffer: Any) -> Any:
+        """Returns the barrier on which the copies to a buffer of "k" or "v" arrive."""
+        return self.shared[f"{name}_full"].at[buffer]
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Task of a CTA: some rows, and a part of their blocks of keys."""
 
     batch_idx: jax.Array
@@ -205,7 +205,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _SplitForward:
+class SplitForward:
     """The kernel's static parameters, shared memory and code."""
 
     shape: Shape
@@ -244,7 +244,7 @@ class _SplitForward:
             jax.ShapeDtypeStruct((pairs, splits, ceil_to(rows, WGMMA_ROWS)), jnp.float32),
         )
 
-    def part(self, cta: _Cta) -> _Part:
+    def part(self, cta: Cta) -> Part:
         """Returns this CTA's task; tasks that read the same keys are consecutive."""
         splits, key_heads = jnp.int32(self.config.splits), jnp.int32(self.shape.key_heads)
         number, tiles = lax.axis_index("cta"), jnp.int32(self.packing.tiles)
@@ -261,7 +261,7 @@ class _SplitForward:
         visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
         first = blocks.start + lax.div(visited * split, splits)
         stop = blocks.start + lax.div(visited * (split + 1), splits)
-        return _Part(
+        return Part(
             batch_idx,
             key_head,
             split,
@@ -273,7 +273,7 @@ class _SplitForward:
             extent,
         )
 
-    def __call__(self, cta: _Cta) -> None:
+    def __call__(self, cta: Cta) -> None:
         part = self.part(cta)
         # An empty part has neither copies nor barriers to wait for.
         pl.when(part.count > 0)(lambda: self.start(cta, part))
@@ -286,7 +286,7 @@ class _SplitForward:
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def start(self, cta: _Cta, part: _Part) -> None:
+    def start(self, cta: Cta, part: Part) -> None:
         """Starts the copies of the queries and of the first blocks."""
         batch_idx, head_idx = self.packing.place(part.batch_idx, part.key_head)
         queries = Matrix.of(cta.shared["q_smem"])
@@ -295,7 +295,7 @@ class _SplitForward:
             self.copy("k", cta, part, i)
             self.copy("v", cta, part, i)
 
-    def copy(self, name: str, cta: _Cta, part: _Part, i: int | jax.Array) -> None:
+    def copy(self, name: str, cta: Cta, part: Part, i: int | jax.Array) -> None:
         """Starts the copy of the keys or the values of visit i, if there is such a visit."""
         slot = self.slot(i)
 
@@ -310,13 +310,13 @@ class _SplitForward:
     def slot(self, i: int | jax.Array) -> int | jax.Array:
         return i if isinstance(i, int) else lax.rem(i, jnp.int32(self.config.stages))
 
-    def matrix(self, name: str, cta: _Cta, slot: Any) -> Matrix:
-        return Matrix.of(cta.shared[f"{name}_smem"], slot)
+    def matrix(self, name: str, cta: Cta, buffer: Any) -> Matrix:
+        return Matrix.of(cta.shared[f"{name}_smem"], buffer)
 
     # --- products ---------------------------------------------------------------------------------
 
     def visit(
-        self, cta: _Cta, part: _Part, i: jax.Array, out: list[jax.Array], softmax: Softmax
+        self, cta: Cta, part: Part, i: jax.Array, out: list[jax.Array], softmax: Softmax
     ) -> tuple[list[jax.Array], Softmax]:
         """Adds a block of keys to the output and to the softmax."""
         block, slot = self.config.key_block, self.slot(i)
@@ -333,7 +333,26 @@ class _SplitForward:
         products = pl.run_scoped(logits_products, acc)
         self.copy("k", cta, part, i + self.config.stages)
 
-        number = part.first + i
+        weights, softmax, decay = self.weighed(cta, part, i, products, softmax)
+        plgpu.barrier_wait(cta.full("v", slot))
+        values = self.matrix("v", cta, slot)
+        values.clear_beyond(self.logits.mask, part.extent, (part.first + i) * block)
+
+        def value_products(accs):
+            for acc, block in zip(accs, out, strict=True):
+                acc[...] = block * across(decay, block.shape)
+            memory.multiply(accs, weights, values)
+            return memory.load_accumulators(accs)
+
+        out = pl.run_scoped(value_products, self.value.accumulators())
+        self.copy("v", cta, part, i + self.config.stages)
+        return out, softmax
+
+    def weighed(
+        self, cta: Cta, part: Part, i: jax.Array, products: jax.Array, softmax: Softmax
+    ) -> Weighted:
+        """Returns the weights of the values of visit i, given its products Q K^T, and the softmax."""
+        block, number = self.config.key_block, part.first + i
         is_partial: bool | jax.Array = False
         if not self.logits.mask.is_always_full(WGMMA_ROWS, block):
             is_partial = (number < part.full_start) | (number >= part.full_stop)
@@ -346,26 +365,11 @@ class _SplitForward:
             packing=self.packing,
         )
         weighing = Weighing(self.logits, self.dtype)
-        weights, softmax, decay = weighing(
-            products, tile, cta.operands, part.extent, is_partial, softmax
-        )
-        plgpu.barrier_wait(cta.full("v", slot))
-        values = self.matrix("v", cta, slot)
-        values.clear_beyond(self.logits.mask, part.extent, number * block)
-
-        def value_products(accs):
-            for acc, block in zip(accs, out, strict=True):
-                acc[...] = block * across(decay, block.shape)
-            memory.multiply(accs, weights, values)
-            return memory.load_accumulators(accs)
-
-        out = pl.run_scoped(value_products, self.value.accumulators())
-        self.copy("v", cta, part, i + self.config.stages)
-        return out, softmax
+        return weighing(products, tile, cta.operands, part.extent, is_partial, softmax)
 
     # --- results ----------------------------------------------------------------------------------
 
-    def write(self, cta: _Cta, part: _Part, out: list[jax.Array], softmax: Softmax) -> None:
+    def write(self, cta: Cta, part: Part, out: list[jax.Array], softmax: Softmax) -> None:
         """Stores the output over this part of the keys, and its log-sum-exp in base 2."""
         total = jnp.sum(softmax.total, axis=1)
         empty = total == 0.0

@@ -254,13 +254,15 @@ def _why_not_on_tiles(implementation, device, query, key, value) -> str | None:
         return f"implementation is {implementation!r}"
     if (unknown := why_symbolic(query, key, value)) is not None:
         return unknown
+    sizes = dict(head_size=query.shape[3], value_size=value.shape[3])
+    if pallas_attention.are_wide(**sizes):
+        return "functions are evaluated in the kernels for heads up to 256"
     return pallas_attention.why_unsupported(
         compute_capability=device.compute_capability,
         dtype=query.dtype,
         query_count=query.shape[1],
         key_count=key.shape[1],
-        head_size=query.shape[3],
-        value_size=value.shape[3],
+        **sizes,
     )
 
 

@@ -58,6 +58,8 @@ class Options:
         self, device: dispatch.Device, able: Collection[str], arrays: "Arrays", *, backward: bool
     ) -> Rule:
         """Returns which of the implementations `able` to run come first."""
+        if arrays.are_wide():
+            return Rule(("xla",), "the kernel for heads above 256 has not been timed")
         if device.multiprocessors == 0:
             return Rule(KERNELS, "the device's number of SMs is unknown")
         if arrays.key.shape[1] == 1:
@@ -73,8 +75,11 @@ class Options:
             return Rule(("xla",), f"{rows} rows of queries, fewer than {_FEW_ROWS}, leave SMs idle")
         return _KERNELS_FIRST
 
-    def why_not(self, device: dispatch.Device, arrays: "Arrays") -> Mapping[str, str | None]:
-        """Returns each implementation's reason why it cannot run both directions, or None if it can."""
+    def why_not(self, device: dispatch.Device, arrays: "Arrays") -> dict[str, str | None]:
+        """Returns each implementation's reason why it cannot run both directions, or None if it can.
+
+        Pallas has a forward only for heads that `are_wide`.
+        """
         call = dict(
             compute_capability=device.compute_capability,
             dtype=arrays.query.dtype,
@@ -215,6 +220,10 @@ class Arrays(NamedTuple):
                 *map(_axes_of_logits, self.reads),
             ),
         )
+
+    def are_wide(self) -> bool:
+        """Returns whether the heads are too large for Pallas's backward, which is left to XLA."""
+        return pallas_attention.are_wide(self.query.shape[4], self.value.shape[3])
 
     def shape(self) -> Shape:
         """Returns the sizes in the form that the Pallas kernels take."""
@@ -370,7 +379,11 @@ class Backward:
         return Axes(("btkgv", "bkgr", "btkgv", "bkgr", *axes), results, WHOLE)
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
-        return self.options.why_not(device, Arrays.of(*operands[4:]))
+        arrays = Arrays.of(*operands[4:])
+        reasons = self.options.why_not(device, arrays)
+        if arrays.are_wide():
+            del reasons["pallas"]
+        return reasons
 
     def estimate(self, device, able, output, lse, doutput, dlse, *operands) -> Rule:
         del output, lse, doutput, dlse

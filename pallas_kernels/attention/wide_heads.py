@@ -1,0 +1,285 @@
+"""Attention on Hopper, forward for heads of 257 to 512 columns: two warpgroups share 64 queries.
+
+The output of 64 queries and 512 columns, 128 KiB in float32, does not fit into the registers of a
+warpgroup beside the logits. Each of two warpgroups therefore computes one half of the output's columns,
+from its own half of the values. Both compute all logits and weights, which costs a product more and
+needs no exchange. Q, a block of K and a block of V of 512 columns take 192 of an SM's 227 KiB of shared
+memory, so that a CTA is alone on its SM.
+
+As in `split_keys`, the keys of a head may be split over CTAs, and `merge_splits` merges the parts. The
+rows of a CTA are the queries of all heads that share a key head if these are few (decoding), and those
+of one head otherwise, whose causal tiles then visit no blocks of later keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import memory
+from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
+from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
+from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge, only_part
+from pallas_kernels.attention.packing import Packing
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.softmax import Softmax, across
+from pallas_kernels.attention.split_keys import Cta, Part, SplitForward, numbers_of_splits
+from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
+
+MOST_COLUMNS = 512
+"""Most columns of the values: 256 in the registers of each warpgroup."""
+MOST_KEY_COLUMNS = 576
+"""Most columns of queries and keys: those of MLA's latent heads, 512 and 64 that are rotated."""
+_HALVES = 2
+"""Warpgroups of a CTA, each with one half of the output's columns."""
+
+
+@dataclass(frozen=True)
+class WideForwardConfig:
+    """Division of the work: each CTA has 64 rows and one part of the keys."""
+
+    splits: int
+    """Parts into which the blocks of keys are split."""
+    stages: int = 1
+    """Pipeline stages of K, and also of V: blocks of keys that shared memory holds."""
+    key_block: int = 64
+    ctas_per_multiprocessor: int = 1
+
+    def __post_init__(self):
+        if not 1 <= self.splits <= MOST_SPLITS:
+            raise ValueError(f"splits must be from 1 to {MOST_SPLITS}, got {self.splits}")
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
+        if self.key_block not in (64, 128):
+            raise ValueError(f"key_block must be 64 or 128, got {self.key_block}")
+        if self.ctas_per_multiprocessor != 1:
+            raise ValueError("a CTA takes the memory of a whole SM: ctas_per_multiprocessor is 1")
+
+    def columns(self, shape: Shape) -> tuple[Columns, Columns]:
+        """Returns the layout of Q and K, and the layout of one half of V."""
+        lengths = (Packing.of(shape).rows, shape.key_count)
+        half = _half(shape.value_size)
+        is_whole = shape.value_size % memory.SWIZZLED_COLUMNS == 0 and shape.key_count % 8 == 0
+        value = Columns.of(half, ()) if is_whole else Columns.in_wide_blocks(half)
+        return Columns.of(shape.head_size, lengths), value
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Returns the bytes of shared memory, with a reserve for barriers."""
+        head, value = self.columns(shape)
+        count = head.bytes(WGMMA_ROWS + self.stages * self.key_block)
+        return count + _HALVES * value.bytes(self.stages * self.key_block) + BARRIER_BYTES
+
+    def fits(self, shape: Shape) -> bool:
+        return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
+
+
+def _half(value_size: int) -> int:
+    """Returns the columns of the output that a warpgroup computes, a multiple of a swizzle's."""
+    return ceil_to(-(-value_size // _HALVES), memory.SWIZZLED_COLUMNS)
+
+
+def _of_rows(shape: Shape) -> Shape:
+    """Returns the sizes with which rows are packed: with a key head for each head if queries are many."""
+    return shape if shape.query_count <= WGMMA_ROWS else shape._replace(key_heads=shape.heads)
+
+
+def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[WideForwardConfig, ...]:
+    """Returns the configs worth trying, all of them legal, the best guess first."""
+    shape = _of_rows(shape)
+    forms = ({"stages": 2}, {"key_block": 128}, {})
+    legal = [form for form in forms if WideForwardConfig(1, **form).fits(shape)]
+    result = []
+    for form in legal:
+        config = WideForwardConfig(1, **form)
+        counts = numbers_of_splits(shape, logits, config, multiprocessors)
+        # Other numbers of parts are tried only with the first form.
+        result += [WideForwardConfig(n, **form) for n in (counts[:1] if result else counts)]
+    return tuple(result)
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    *,
+    logits: Logits,
+    multiprocessors: int,
+    config: WideForwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does."""
+    given = Shape.of(query, key, value)
+    shape = _of_rows(given)
+    config = config or candidates(given, logits, multiprocessors)[0]
+    packing = Packing.of(shape)
+    sharing = shape.key_heads // given.key_heads
+    columns = config.columns(shape)
+    kernel = _WideForward(shape, query.dtype, logits, config, packing, *columns, sharing)
+    packed = packing.operands(operands).padded(WGMMA_ROWS, config.key_block)
+    packed = packed._replace(sinks=None, query_lengths=operands.query_lengths)
+    optional, tree = jax.tree.flatten(packed)
+
+    def run(q_gmem, k_gmem, v_gmem, *refs, **shared):
+        *refs, out_gmem, lse_gmem = refs
+        ops = jax.tree.unflatten(tree, refs)
+        heads = (Heads(q_gmem), Heads(k_gmem), Heads(v_gmem))
+        kernel(Cta(heads, ops, (out_gmem, lse_gmem), shared))
+
+    outs, lses = plgpu.kernel(
+        run,
+        out_type=kernel.results(),
+        scratch_types=kernel.memory(),
+        grid=(kernel.ctas,),
+        grid_names=("cta",),
+        num_threads=_HALVES,
+        thread_name="wg",
+        kernel_name="attention_wide_forward",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(packing.queries(query), key, value, *optional)
+    outs = outs[:, : packing.rows, : shape.value_size]
+    outs = outs.reshape(*lses.shape[:2], packing.rows, shape.value_size)
+    if config.splits == 1:
+        return only_part(outs, lses, operands, shape, query.dtype)
+    return merge(outs, lses, operands, shape, query.dtype)
+
+
+@dataclass(frozen=True)
+class _WideForward(SplitForward):
+    """The kernel's static parameters, shared memory and code."""
+
+    sharing: int = 1
+    """Heads of `shape.key_heads` that share a key head of the arrays."""
+
+    def memory(self) -> dict[str, Any]:
+        block, stages, dtype = self.config.key_block, self.config.stages, self.dtype
+        return dict(
+            q_smem=self.head.memory((), WGMMA_ROWS, dtype),
+            k_smem=self.head.memory((stages,), block, dtype),
+            v_smem=self.value.memory((_HALVES * stages,), block, dtype),
+            q_full=plgpu.Barrier(num_arrivals=self.head.count),
+            k_full=plgpu.Barrier(num_arrivals=self.head.count, num_barriers=stages),
+            k_free=plgpu.Barrier(num_arrivals=_HALVES, num_barriers=stages),
+            v_full=plgpu.Barrier(num_arrivals=self.value.count, num_barriers=_HALVES * stages),
+        )
+
+    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        pairs, splits = self.shape.batch * self.shape.key_heads, self.config.splits
+        rows = ceil_to(self.packing.rows, WGMMA_ROWS)
+        return (
+            jax.ShapeDtypeStruct((pairs * splits, rows, _HALVES * self.value.width), jnp.float32),
+            jax.ShapeDtypeStruct((pairs, splits, rows), jnp.float32),
+        )
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def start(self, cta: Cta, part: Part) -> None:
+        """Starts the copies of the queries, by the first warpgroup, and of the first blocks."""
+
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            batch_idx, head_idx = self.packing.place(part.batch_idx, part.key_head)
+            queries = Matrix.of(cta.shared["q_smem"])
+            queries.fill(cta.heads[0], batch_idx, part.start, head_idx, cta.shared["q_full"])
+
+        for i in range(self.config.stages):
+            self.copy_keys(cta, part, i)
+            self.copy_values(cta, part, i)
+
+    def place(self, part: Part, i: int | jax.Array) -> tuple[Any, Any, Any]:
+        """Returns the indices of batch entry, first key and key head of visit i."""
+        start = (part.first + i) * self.config.key_block
+        return part.batch_idx, start, lax.div(part.key_head, jnp.int32(self.sharing))
+
+    def copy_keys(self, cta: Cta, part: Part, i: int | jax.Array) -> None:
+        """Starts the copy of the keys of visit i, if there is one; the first warpgroup does it."""
+        slot = self.slot(i)
+
+        @pl.when((i < part.count) & (lax.axis_index("wg") == 0))
+        def _():
+            matrix = Matrix.of(cta.shared["k_smem"], slot)
+            matrix.fill(cta.heads[1], *self.place(part, i), cta.shared["k_full"].at[slot])
+
+    def copy_values(self, cta: Cta, part: Part, i: int | jax.Array) -> None:
+        """Starts the copy of this warpgroup's half of the values of visit i, if there is one."""
+        buffer = self.values_buffer(i)
+
+        @pl.when(i < part.count)
+        def _():
+            matrix, full = Matrix.of(cta.shared["v_smem"], buffer), cta.shared["v_full"].at[buffer]
+            first = lax.axis_index("wg") * self.value.width
+            matrix.fill(cta.heads[2], *self.place(part, i), full, first)
+
+    def values_buffer(self, i: int | jax.Array) -> Any:
+        return _HALVES * self.slot(i) + lax.axis_index("wg")
+
+    def release_keys(self, cta: Cta, part: Part, i: jax.Array) -> None:
+        """Starts the copy of the keys that take the place of those of visit i, read by both warpgroups."""
+        following, free = i + self.config.stages, cta.shared["k_free"].at[self.slot(i)]
+
+        @pl.when(following < part.count)
+        def _():
+            plgpu.barrier_arrive(free)
+            pl.when(lax.axis_index("wg") == 0)(lambda: plgpu.barrier_wait(free))
+
+        self.copy_keys(cta, part, following)
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def visit(
+        self, cta: Cta, part: Part, i: jax.Array, out: list[jax.Array], softmax: Softmax
+    ) -> tuple[list[jax.Array], Softmax]:
+        """Adds a block of keys to this warpgroup's columns of the output, and to the softmax."""
+        block, slot, buffer = self.config.key_block, self.slot(i), self.values_buffer(i)
+        # The queries arrive once; waiting for them again in later visits would never end.
+        pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
+        plgpu.barrier_wait(cta.shared["k_full"].at[slot])
+
+        def logits_products(acc):
+            queries, keys = Matrix.of(cta.shared["q_smem"]), Matrix.of(cta.shared["k_smem"], slot)
+            memory.multiply_transposed(acc, queries, keys)
+            return acc[...]
+
+        products = pl.run_scoped(logits_products, plgpu.ACC((WGMMA_ROWS, block), jnp.float32))
+        self.release_keys(cta, part, i)
+        weights, softmax, decay = self.weighed(cta, part, i, products, softmax)
+        plgpu.barrier_wait(cta.shared["v_full"].at[buffer])
+        values = Matrix.of(cta.shared["v_smem"], buffer)
+        values.clear_beyond(self.logits.mask, part.extent, (part.first + i) * block)
+
+        def value_products(accs):
+            for acc, columns in zip(accs, out, strict=True):
+                acc[...] = columns * across(decay, columns.shape)
+            memory.multiply(accs, weights, values)
+            return memory.load_accumulators(accs)
+
+        out = pl.run_scoped(value_products, self.value.accumulators())
+        self.copy_values(cta, part, i + self.config.stages)
+        return out, softmax
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def write(self, cta: Cta, part: Part, out: list[jax.Array], softmax: Softmax) -> None:
+        """Stores this warpgroup's columns over this part of the keys; the first one stores the lse."""
+        total = jnp.sum(softmax.total, axis=1)
+        empty = total == 0.0
+        numerator = 1.0 / self.logits.keep_probability
+        inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
+        out_gmem, lse_gmem = cta.results
+        pair = part.batch_idx * self.shape.key_heads + part.key_head
+        rows, wg_idx = pl.ds(part.start, WGMMA_ROWS), lax.axis_index("wg")
+
+        @pl.when(wg_idx == 0)
+        def _():
+            lse = jnp.where(empty, EMPTY_LSE, softmax.maximum + jnp.log2(total))
+            lse_gmem[pair, part.split, rows] = lse
+
+        first = wg_idx * self.value.width
+        number = pair * self.config.splits + part.split
+        for block in out:
+            columns = pl.ds(first, block.shape[1])
+            out_gmem[number, rows, columns] = block * across(inverse, block.shape)
+            first = first + block.shape[1]
