@@ -22,6 +22,7 @@ from jaxfused.ops.attention.masks.mask_class import (
     MultiHeadMask,
 )
 from jaxfused.runtime import sharding
+from pallas_kernels.attention.tile_function import inlined
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 Places = tuple[Any, Any, Any, Any]
@@ -144,13 +145,16 @@ class IndexFunction:
             return self._over(places, score)
 
         # `jax.vmap` and indexing take no arrays that Explicit axes split, so XLA chooses the
-        # placement.
+        # placement. Calls within the program, as of jnp.clip, would keep the mesh of the arrays.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            program = inlined(self.program, frozenset(_OF_CALLS))
+
         def over(consts: Any, places: Any, score: Any) -> jax.Array:
-            return IndexFunction(ClosedJaxpr(self.program.jaxpr, consts))._over(places, score)
+            return IndexFunction(ClosedJaxpr(program.jaxpr, consts))._over(places, score)
 
         whole = P(None, None, None, None)
         place = whole if score is None or not score.ndim else jax.typeof(score).sharding.spec
-        return jax.sharding.auto_axes(over, out_sharding=place)(consts, places, score)
+        return jax.sharding.auto_axes(over, out_sharding=place)(program.consts, places, score)
 
     def _over(self, places: Places, score: jax.Array | None) -> jax.Array:
         b, h, q, k = places

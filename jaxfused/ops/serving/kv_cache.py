@@ -1,6 +1,7 @@
 """KVCache: keys and values of the tokens that a model has read, written in place and attended to."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
 from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
 from jaxfused.ops.rope.rope import check_tables
 from jaxfused.ops.serving import append_stages, cache_stages, new_tokens
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     as_arrays,
     as_int32,
@@ -421,7 +424,10 @@ class KVCache:
         return merge_axes(attended, 2)
 
     def advance(self, counts: int | jax.Array, batch_index: jax.Array | None = None) -> "KVCache":
-        """Returns the cache after a step of `counts` tokens of each sequence, a number or [B]."""
+        """Returns the cache after a step of `counts` tokens of each sequence, a number or [B].
+
+        A sequence that comes several times in `batch_index` is advanced as often.
+        """
         counts = _integers("counts", counts)
         index = None if batch_index is None else _integers("batch_index", batch_index)
         if counts.ndim:
@@ -430,7 +436,12 @@ class KVCache:
             check_shape("KVCache.advance", "counts", counts, sequences, what)
         if index is None:
             return replace(self, lengths=self.lengths + counts)
-        return replace(self, lengths=self.lengths.at[index].add(counts, mode="drop"))
+        lengths = _placed(
+            lambda lengths, index, counts: lengths.at[index].add(counts, mode="drop"),
+            lambda lengths, index, counts: lengths,
+            *(self.lengths, index, counts),
+        )
+        return replace(self, lengths=lengths)
 
     # --- places and masks -------------------------------------------------------------------------
 
@@ -555,7 +566,12 @@ class KVCache:
     def _of(self, array: jax.Array, batch_index: Any) -> jax.Array:
         if batch_index is None:
             return array
-        return array.at[_integers("batch_index", batch_index)].get(mode="clip")
+        index = _integers("batch_index", batch_index)
+        return _placed(
+            lambda array, index: array.at[index].get(mode="clip"),
+            lambda array, index: P(*index, *array[1:]),
+            *(array, index),
+        )
 
     def _scales_tokens(self, scale: jax.Array) -> bool:
         """Returns whether each token and head has a scale of its own, rather than each head."""
@@ -586,6 +602,17 @@ class KVCache:
         scale = scale[None, None] if of_heads else self._of(scale, batch_index)
         kept = lax.bitcast_convert_type(kept, self.dtype)
         return QuantizedArray(kept, scale[..., None], None, axis=-1).dequantize(dtype)
+
+
+def _placed(function: Callable[..., jax.Array], spec: Any, *arrays: jax.Array) -> jax.Array:
+    """Returns a function of arrays, which indexes axes that Explicit mesh axes may split.
+
+    `spec` returns the result's PartitionSpec, given those of the arrays.
+    """
+    if not sharding.is_explicit(*arrays):
+        return function(*arrays)
+    place = spec(*(jax.typeof(array).sharding.spec for array in arrays))
+    return jax.sharding.auto_axes(function, out_sharding=place)(*arrays)
 
 
 def _of_layer(array: jax.Array, layer: Any) -> jax.Array:

@@ -139,7 +139,7 @@ def test_masks_are_evaluated_on_a_devices_part():
         np.testing.assert_array_equal(jax.jit(f)(jnp.arange(T)), KEY <= Q + 1)
 
 
-@parametrize("kind", ["score", "addition", "mask", "constant"], quick=(0,))
+@parametrize("kind", ["score", "addition", "mask", "constant", "call"], quick=(0,))
 def test_arrays_with_explicit_axes(kind):
     table = put(RANDOM.random((T, S)) > 0.5)
 
@@ -149,6 +149,7 @@ def test_arrays_with_explicit_axes(kind):
             addition=dict(score_mod=lambda s, b, h, q, k: s + slopes[h] * k),
             mask=dict(mask_mod=lambda b, h, q, k: documents[b, q] == documents[b, k]),
             constant=dict(mask_mod=lambda b, h, q, k: table[q, k]),
+            call=dict(score_mod=lambda s, b, h, q, k: s + slopes[jnp.clip(documents[b, k], 0, h)]),
         )
         return jnp.sum(attend(query, key, value, **mods[kind]) ** 2)
 

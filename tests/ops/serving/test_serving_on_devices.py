@@ -66,6 +66,37 @@ def test_cache(kind, batch, dtype):
 
 @on_eight_devices
 @each_kind
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_chosen_sequences_with_a_tree(kind, dtype):
+    """Sequences by their index, ALiBi, sinks and a tree, where batch and heads are split."""
+    query, key, value = tokens(2, 3)
+    numbers, tree = jnp.linspace(0.1, 0.8, 8), jnp.tril(jnp.ones((2, 3, 3), bool))
+    cache = jaxfused.KVCache.zeros(batch=2, length=8, key_heads=4, head_size=16, dtype=dtype)
+
+    def step(cache, index, query, key, value, numbers, tree):
+        cache = cache.append(key, value).advance(3, index)
+        cache = cache.append(key, value, batch_index=index)
+        given = dict(tree_mask=tree, alibi_slopes=numbers, sinks=numbers)
+        attended = cache.attend(query, batch_index=index, local_window_size=(2, 0), **given)
+        return attended, cache.advance(3, index).lengths
+
+    arrays = (cache, jnp.array([1, 0], jnp.int32), query, key, value, numbers, tree)
+    wanted = jax.jit(step)(*arrays)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(kind,) * 2)
+    split = P("b", None, "h")
+    specs = (jax.tree.map(lambda a: split if a.ndim > 1 else P("b"), cache), P("b"))
+    specs = (*specs, split, split, split, P("h"), P("b"))
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(
+            lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), arrays, specs
+        )
+        actual = jax.jit(step)(*placed)
+    for a, b in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@on_eight_devices
+@each_kind
 @pytest.mark.parametrize("kept", ["float32", "int8"])
 @pytest.mark.parametrize("pages", [None, "h"])
 def test_pages_by_batch(kind, kept, pages):
