@@ -1,9 +1,9 @@
 """Attention on Hopper: limits of the kernels, the choice between them, and their entry points.
 
 `forward` and `backward` hold the kernels for any number of keys, `short` those for few keys,
-`split_keys` those for few queries, and `wide_heads` the forward for large heads. They share `mask` (which blocks of keys a block of queries visits),
-`logits` (from products to logits and back) and `memory` (matrices in shared memory). `estimate`
-predicts which of them is fastest.
+`split_keys` those for few queries, and `wide_heads` the forward for large heads. They share `mask`
+(which blocks of keys a block of queries visits), `logits` (from products to logits and back) and
+`memory` (matrices in shared memory). `estimate` predicts which of them is fastest.
 """
 
 from collections.abc import Callable, Collection

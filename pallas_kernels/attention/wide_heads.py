@@ -83,7 +83,7 @@ def _half(value_size: int) -> int:
 
 
 def _of_rows(shape: Shape) -> Shape:
-    """Returns the sizes with which rows are packed: with a key head for each head if queries are many."""
+    """Returns the sizes by which rows are packed: with a key head for each head if T is large."""
     return shape if shape.query_count <= WGMMA_ROWS else shape._replace(key_heads=shape.heads)
 
 
@@ -217,7 +217,7 @@ class _WideForward(SplitForward):
         return _HALVES * self.slot(i) + lax.axis_index("wg")
 
     def release_keys(self, cta: Cta, part: Part, i: jax.Array) -> None:
-        """Starts the copy of the keys that take the place of those of visit i, read by both warpgroups."""
+        """Starts the copy of the keys that replace those of visit i, which both warpgroups read."""
         following, free = i + self.config.stages, cta.shared["k_free"].at[self.slot(i)]
 
         @pl.when(following < part.count)

@@ -100,7 +100,7 @@ def mask_of(
         own = FunctionMask.of_heads_of(mask_mod, sizes, heads, int(query_offset or 0))
         pattern_mask = own if pattern_mask is None else own & pattern_mask
         mask_mod = None
-    if mask_mod is not None and divides:
+    if mask_mod is not None and divides and not mask_mod.varies:
         at = places(query_offset, batch, heads, query_length, key_length)
         limits, mask_mod = limits.with_conditions(conditions(mask_mod), at)
     sides = limits.sides

@@ -55,7 +55,8 @@ class CallFunctions:
         function = IndexFunction.of("score_mod", score_mod, dtype)
         score = ScoreMod(function, self.places, dtype)
         own = None
-        if self.why_no_kernel is None:
+        why_no_kernel = self._why_no_kernel(function)
+        if why_no_kernel is None:
             own = kernel_function(function.shifted(self.query_offset), "score_mod")
         if function.is_additive:
             _, _, by_query, by_key = function.used
@@ -65,7 +66,7 @@ class CallFunctions:
                 return bias, None
             return (score.bias() if bias is None else bias + score.bias()), None
         if own is None:
-            self.why_no_score = f"score_mod does more than add, and {self.why_no_kernel}"
+            self.why_no_score = f"score_mod does more than add, and {why_no_kernel}"
         elif own.function is None:
             self.why_no_score = own.reason
         elif bias is not None:
@@ -76,10 +77,17 @@ class CallFunctions:
             self.score = own
         return bias, score
 
+    def _why_no_kernel(self, function: IndexFunction) -> str | None:
+        if self.why_no_kernel is None and function.varies:
+            return "its arrays differ between the devices of a shard_map, which XLA alone evaluates"
+        return self.why_no_kernel
+
     def takes_mask(self, function: IndexFunction) -> bool:
         """Whether kernels evaluate a mask_mod, instead of reading an array of it."""
         _, _, by_query, by_key = function.used
-        if self.why_no_kernel is not None or not (by_query and by_key and self.has_long_rows):
+        if self._why_no_kernel(function) is not None:
+            return False
+        if not (by_query and by_key and self.has_long_rows):
             return False
         own = kernel_function(function.shifted(self.query_offset), "mask_mod")
         if own.function is None or own.reads_matrices:

@@ -28,7 +28,7 @@ NO_MESH = jax.sharding.AbstractMesh((), ())
 Places = tuple[Any, Any, Any, Any]
 """Indices of batch entries b [B], heads h [N], query positions q [B or 1, T] and keys k [S]."""
 _ADDITIONS = ("add", "add_any")
-_SAME_VALUE = ("convert_element_type", "copy", "reshape")
+_SAME_VALUE = ("convert_element_type", "copy", "reshape", "pvary")
 _OF_CALLS = ("jit", "pjit", "closed_call")
 
 
@@ -55,10 +55,17 @@ class IndexFunction:
                 f"dot_product_attention: {name} is {function!r}, but it is called with {takes}; pass a"
                 " function."
             )
+
+        def traced(mesh: Any) -> ClosedJaxpr:
+            with jax.sharding.use_abstract_mesh(mesh):
+                return jax.make_jaxpr(function)(*score, *index)
+
+        mesh = jax.sharding.get_abstract_mesh()
         try:
-            # The caller's mesh is hidden, because kernels evaluate the program on one device's part.
-            with jax.sharding.use_abstract_mesh(NO_MESH):
-                program = jax.make_jaxpr(function)(*score, *index)
+            program = traced(mesh) if mesh.manual_axes else None
+            if program is None or not sharding.varying(*program.consts):
+                # The caller's mesh is hidden: kernels evaluate the program on one device's part.
+                program = traced(NO_MESH)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
             raise ValueError(
                 f"dot_product_attention: {name} needs the value of an argument while it is traced, as"
@@ -124,6 +131,11 @@ class IndexFunction:
             isinstance(const, jax.core.Tracer) or sharding.is_explicit(const)
             for const in _constants(self.program)
         )
+
+    @functools.cached_property
+    def varies(self) -> bool:
+        """Whether the closed-over arrays differ between the devices of a `jax.shard_map`."""
+        return bool(sharding.varying(*self.program.consts))
 
     @functools.cached_property
     def is_additive(self) -> bool:

@@ -117,7 +117,9 @@ INTERPRETED = (
 )
 def test_accurate_in_the_interpreter(interpreted_hopper, monkeypatch, case, config):
     mosaic_interpreter.complete(monkeypatch)
-    assert_as_accurate(case, "float16", config=config, multiprocessors=1, forward=wide_heads.forward)
+    assert_as_accurate(
+        case, "float16", config=config, multiprocessors=1, forward=wide_heads.forward
+    )
 
 
 ONE_CTA = (
@@ -139,7 +141,9 @@ ONE_CTA = (
 def test_without_races_in_the_interpreter(race_detector, monkeypatch, case, config):
     """A single CTA: the interpreter gives accumulators of several CTAs the same memory."""
     mosaic_interpreter.complete(monkeypatch)
-    assert_as_accurate(case, "float16", config=config, multiprocessors=1, forward=wide_heads.forward)
+    assert_as_accurate(
+        case, "float16", config=config, multiprocessors=1, forward=wide_heads.forward
+    )
 
 
 @pytest.mark.gpu

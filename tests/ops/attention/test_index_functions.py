@@ -310,6 +310,43 @@ def test_in_a_shard_map_that_tracks_what_varies(kind):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+SPLIT = dict(
+    addition=lambda w, ids: dict(score_mod=lambda s, b, h, q, k: s + w[h] * (k - q)),
+    factor=lambda w, ids: dict(score_mod=lambda s, b, h, q, k: s * w[h]),
+    call=lambda w, ids: dict(score_mod=lambda s, b, h, q, k: s + jnp.clip(k - ids[b, q], 0, 3)),
+    mask=lambda w, ids: dict(mask_mod=lambda b, h, q, k: ids[b, q] == ids[b, k]),
+)
+
+
+@pytest.mark.parametrize("on", ["cpu", "gpu"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", SPLIT)
+def test_arrays_that_a_shard_map_splits(kind, on):
+    case = np.random.default_rng(0)
+    q = put(case.normal(size=(2, 70, 2, 16)), jnp.bfloat16 if on == "gpu" else jnp.float32)
+    w, ids = put([0.5, 1.0]), put(case.integers(3, size=(2, 70)), jnp.int32)
+    mesh = jax.make_mesh((1, 1), ("d", "h"), axis_types=(AxisType.Auto,) * 2)
+
+    def f(q, w, ids):
+        return jaxfused.dot_product_attention(q, q, q, **SPLIT[kind](w, ids))
+
+    specs = P("d", None, "h"), P("h"), P("d")
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    if on == "gpu":
+        with dispatch.assume(H200):
+            launched = kernels(sharded, q, w, ids)
+        assert bool(launched) == (kind != "factor")
+        return
+
+    def gradient(f):
+        return jax.jit(jax.value_and_grad(lambda q, w: jnp.sum(f(q, w, ids) ** 2), (0, 1)))(q, w)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        *map(gradient, (sharded, f)),
+    )
+
+
 def test_functions_without_a_derivative_at_zero_have_gradients_beside_masked_keys():
     """Keys beyond the length are zeros, and the derivative of sqrt(score) there is no number."""
     q, k, v = jax.random.uniform(jax.random.key(0), (3, 1, 5, 2, 8), minval=0.1)

@@ -220,5 +220,6 @@ def test_a_batch_of_caches(dtype):
 
     together = jax.jit(jax.vmap(step))(query, key, value)
     each = [jax.jit(step)(*arrays) for arrays in zip(query, key, value, strict=True)]
-    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(jax.tree.map(lambda *x: np.stack(x), *each)), strict=True):
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=0, atol=2e-5)
