@@ -182,9 +182,9 @@ class Cta(NamedTuple):
     shared: dict[str, Any]
     """Buffers of shared memory and barriers, by name."""
 
-    def full(self, name: str, buffer: Any) -> Any:
-        """Returns the barrier on which the copies to a buffer of "k" or "v" arrive."""
-        return self.shared[f"{name}_full"].at[buffer]
+    def full(self, name: str, slot: Any) -> Any:
+        """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
+        return self.shared[f"{name}_full"].at[slot]
 
 
 class Part(NamedTuple):
@@ -310,8 +310,8 @@ class SplitForward:
     def slot(self, i: int | jax.Array) -> int | jax.Array:
         return i if isinstance(i, int) else lax.rem(i, jnp.int32(self.config.stages))
 
-    def matrix(self, name: str, cta: Cta, buffer: Any) -> Matrix:
-        return Matrix.of(cta.shared[f"{name}_smem"], buffer)
+    def matrix(self, name: str, cta: Cta, slot: Any) -> Matrix:
+        return Matrix.of(cta.shared[f"{name}_smem"], slot)
 
     # --- products ---------------------------------------------------------------------------------
 

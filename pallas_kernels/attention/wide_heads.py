@@ -200,8 +200,8 @@ class _WideForward(SplitForward):
 
         @pl.when((i < part.count) & (lax.axis_index("wg") == 0))
         def _():
-            matrix = Matrix.of(cta.shared["k_smem"], slot)
-            matrix.fill(cta.heads[1], *self.place(part, i), cta.shared["k_full"].at[slot])
+            matrix = self.matrix("k", cta, slot)
+            matrix.fill(cta.heads[1], *self.place(part, i), cta.full("k", slot))
 
     def copy_values(self, cta: Cta, part: Part, i: int | jax.Array) -> None:
         """Starts the copy of this warpgroup's half of the values of visit i, if there is one."""
@@ -209,9 +209,8 @@ class _WideForward(SplitForward):
 
         @pl.when(i < part.count)
         def _():
-            matrix, full = Matrix.of(cta.shared["v_smem"], buffer), cta.shared["v_full"].at[buffer]
-            first = lax.axis_index("wg") * self.value.width
-            matrix.fill(cta.heads[2], *self.place(part, i), full, first)
+            matrix, first = self.matrix("v", cta, buffer), lax.axis_index("wg") * self.value.width
+            matrix.fill(cta.heads[2], *self.place(part, i), cta.full("v", buffer), first)
 
     def values_buffer(self, i: int | jax.Array) -> Any:
         return _HALVES * self.slot(i) + lax.axis_index("wg")
@@ -236,18 +235,18 @@ class _WideForward(SplitForward):
         block, slot, buffer = self.config.key_block, self.slot(i), self.values_buffer(i)
         # The queries arrive once; waiting for them again in later visits would never end.
         pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
-        plgpu.barrier_wait(cta.shared["k_full"].at[slot])
+        plgpu.barrier_wait(cta.full("k", slot))
 
         def logits_products(acc):
-            queries, keys = Matrix.of(cta.shared["q_smem"]), Matrix.of(cta.shared["k_smem"], slot)
-            memory.multiply_transposed(acc, queries, keys)
+            queries = Matrix.of(cta.shared["q_smem"])
+            memory.multiply_transposed(acc, queries, self.matrix("k", cta, slot))
             return acc[...]
 
         products = pl.run_scoped(logits_products, plgpu.ACC((WGMMA_ROWS, block), jnp.float32))
         self.release_keys(cta, part, i)
         weights, softmax, decay = self.weighed(cta, part, i, products, softmax)
-        plgpu.barrier_wait(cta.shared["v_full"].at[buffer])
-        values = Matrix.of(cta.shared["v_smem"], buffer)
+        plgpu.barrier_wait(cta.full("v", buffer))
+        values = self.matrix("v", cta, buffer)
         values.clear_beyond(self.logits.mask, part.extent, (part.first + i) * block)
 
         def value_products(accs):
