@@ -58,6 +58,9 @@ class KeyGradientConfig:
     keeps_keys: bool = False
     """True if warpgroups load K into registers once a tile, and the products do not read it from shared
     memory. Split roles do not use this option."""
+    own_lists: bool = False
+    """True if each warpgroup visits a range of its own of a mask's lists, as in `OwnLists`. Split roles
+    do not use this option."""
 
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 3):
@@ -68,8 +71,8 @@ class KeyGradientConfig:
             )
         if self.splits_roles and self.warpgroups != 2:
             raise ValueError(f"split roles are those of 2 warpgroups, got {self.warpgroups}")
-        if self.splits_roles and (self.keeps_keys or not self.multiplies_early):
-            raise ValueError("split roles have neither kept keys nor late products")
+        if self.splits_roles and (self.keeps_keys or not self.multiplies_early or self.own_lists):
+            raise ValueError("split roles have neither kept keys, late products nor own lists")
 
     @property
     def key_block(self) -> int:
@@ -199,7 +202,8 @@ def shared_tiles(
     own, whose gradients are added up afterwards.
     """
     whole = KeyTiles(
-        logits.mask, shape.key_heads, shape.group, config.key_block, config.query_block
+        *(logits.mask, shape.key_heads, shape.group, config.key_block, config.query_block),
+        parts=config.key_parts if config.own_lists else 0,
     )
     if shape.batch * shape.key_heads * whole.count > _MOST_SHARED_TILES * multiprocessors:
         return whole
@@ -401,13 +405,28 @@ class _KeyGradients:
                 bits=visits.bits(i, part),
             )
             tile = tile.loaded(cta.operands.reads)
-            visit(_Visit(first + i - visits.start, tile, visits.is_partial(i), at.extent))
+            visit(_Visit(first + i, tile, visits.is_partial(i), at.extent))
 
         def of_head(g, first):
             visits = at.visits(g)
-            body = functools.partial(of_block, g, visits, first)
-            lax.fori_loop(visits.start, visits.stop, body, None)
-            return first + visits.stop - visits.start
+            first -= visits.start
+
+            def skip(i, _):
+                queries, douts = self.rings(cta)
+                for ring in (queries, douts):
+                    slot = ring.slot(first + i)
+                    ring.wait(slot)
+                    ring.release(slot)
+
+            own = visits
+            if visits.ranges is not None:
+                own = visits.of_part(self.own(cta))
+                lax.fori_loop(visits.start, own.start, skip, None)
+            body = functools.partial(of_block, g, own, first)
+            lax.fori_loop(own.start, own.stop, body, None)
+            if visits.ranges is not None:
+                lax.fori_loop(own.stop, visits.stop, skip, None)
+            return first + visits.stop
 
         return lax.fori_loop(0, group, of_head, step)
 

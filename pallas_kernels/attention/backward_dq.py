@@ -32,7 +32,7 @@ from pallas_kernels.attention.memory import (
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.softmax import VECTOR
-from pallas_kernels.attention.tiles import ListedVisits, Place, QueryTiles, Visits
+from pallas_kernels.attention.tiles import ListedVisits, OwnVisits, Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 
@@ -50,6 +50,8 @@ class QueryGradientConfig:
     """True if dQ has shared memory of its own; otherwise it overwrites Q."""
     heads_together: int = 4
     """Heads whose tiles are scheduled together, so that K and V stay in the L2 cache."""
+    own_lists: bool = False
+    """True if each consumer visits a range of its own of a mask's lists, as in `OwnLists`."""
 
     @property
     def query_block(self) -> int:
@@ -146,7 +148,8 @@ def query_gradient(
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
     head, columns = config.columns(shape)
-    tiles = QueryTiles(logits.mask, shape.heads, config.query_block, config.key_block)
+    parts = config.consumers if config.own_lists else 0
+    tiles = QueryTiles(logits.mask, shape.heads, config.query_block, config.key_block, parts)
     writes_dlogits = dlogits_dtype is not None
     kernel = _QueryGradient(
         shape, query.dtype, logits, config, tiles, head, columns, writes_dlogits, reads
@@ -184,7 +187,7 @@ class _Rows(NamedTuple):
     at: Place
     start: jax.Array
     """Index of the first query."""
-    visits: Visits | ListedVisits
+    visits: Visits | ListedVisits | OwnVisits
     step: jax.Array
     """Blocks that the CTA has processed before the first visit."""
     lse2: jax.Array
@@ -321,9 +324,12 @@ class _QueryGradient:
             return memory.load_accumulators(dq_accs), sums
 
         dquery, sums = pl.run_scoped(all_visits, self.head.accumulators())
+        step += visits.count
+        if not isinstance(visits.remaining, int):
+            lax.fori_loop(0, visits.remaining, functools.partial(self.skip, cta, step), None)
         self.write(cta, rows, dquery)
         self.write_sums(cta, rows, sums)
-        return step + visits.count
+        return step + visits.remaining
 
     def skip(self, cta: Cta, step: jax.Array, i: jax.Array, _: None) -> None:
         """Skips a block that only other consumers' rows reach."""
@@ -444,7 +450,7 @@ class _QueryGradient:
             self.write_dlogits(cta, rows, i * block, zeros)
 
         blocks = self.padded_logits[3] // block
-        if isinstance(rows.visits, ListedVisits):
+        if not isinstance(rows.visits, Visits):
             # In the blocks of the list, each thread later overwrites the zeros that it wrote itself.
             lax.fori_loop(0, blocks, write, None)
             return

@@ -51,11 +51,12 @@ class Tables(NamedTuple):
     """Ranges of blocks by segment, as `segment_blocks` returns them; None without segments."""
     ranges: Any = None
     """Entries [start, stop) of each tile's list, int32 [B or 1, masks, tiles, 2]. `ranges`, `entries`
-    and `bits` are None without lists."""
+    and `bits` are None without lists. `OwnLists` has more columns."""
     entries: Any = None
     """Block of each entry, and the index of its bits, int32 [masks, tiles, entries, 2]."""
     bits: Any = None
-    """Partial blocks, uint32 [blocks, words of a row, rows]: bit c % 32 of word c // 32 is column c."""
+    """Partial blocks, uint32 [blocks, words of a row, rows]: bit c % 32 of word c // 32 is column c. Or
+    those of `OwnLists`, uint32 [blocks, rows, 8]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,9 @@ from pallas_kernels.attention.logits import (
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.shares import results_of_shares, with_shares
 from pallas_kernels.attention.softmax import VECTOR, Softmax, Weighing, Weighted, across
-from pallas_kernels.attention.tiles import ListedVisits, Place, QueryTiles, Visits
+from pallas_kernels.attention.tiles import ListedVisits, OwnVisits, Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 
@@ -50,6 +51,10 @@ class ForwardConfig:
     wide_blocks: bool = False
     """True if the last columns of a head take a block of 64, padded with zeros, instead of narrower
     blocks, each of which takes separate products."""
+    own_lists: bool = False
+    """True if each consumer visits a range of its own of a mask's lists, as in `OwnLists`."""
+    shares: int = 1
+    """Parts into which the lists of long tiles are divided with `own_lists`, for different SMs."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -196,7 +201,11 @@ def forward(
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
     head, columns = config.columns(shape)
-    tiles = QueryTiles(logits.mask, shape.heads, config.query_block, config.key_block)
+    parts = config.consumers if config.own_lists else 0
+    # Each share of a tile would add the sink.
+    shares = 1 if logits.has_sinks else config.shares
+    blocks = (config.query_block, config.key_block)
+    tiles = QueryTiles(logits.mask, shape.heads, *blocks, parts, shares)
     kernel = _Forward(shape, query.dtype, logits, config, tiles, head, columns)
     tables = tiles.tables(operands)
     launch = PersistentKernel(
@@ -210,10 +219,14 @@ def forward(
             Role(range(config.consumers), kernel.consume),
         ),
         memory=kernel.memory(),
-        results=forward_results(kernel.shape, kernel.dtype),
+        results=(*forward_results(kernel.shape, kernel.dtype), *kernel.of_shares()),
     )
     padded = operands.padded(WGMMA_ROWS, config.key_block)
-    out, lse = launch((query, key, value), padded, tables)
+    out, lse, *of_shares = launch((query, key, value), padded, tables)
+    if of_shares:
+        assert tiles.own is not None
+        starts = [tile * tiles.rows for tile in tiles.own.split]
+        return with_shares(out, lse, *of_shares, starts)
     return out, lse
 
 
@@ -223,7 +236,7 @@ class _Rows(NamedTuple):
     at: Place
     start: jax.Array
     """Index of the first query."""
-    visits: Visits | ListedVisits
+    visits: Visits | ListedVisits | OwnVisits
     step: jax.Array
     """Blocks that the CTA has processed before the first visit."""
 
@@ -262,6 +275,15 @@ class _Forward:
         if config.has_own_output(self.shape):
             memory["out_smem"] = value.memory((consumers,), WGMMA_ROWS, dtype)
         return memory
+
+    def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the shapes of the results of divided tiles; none if there are no such tiles."""
+        own = self.tiles.own
+        if own is None or not own.split:
+            return ()
+        # Stores from registers are whole blocks of columns.
+        shape = self.shape._replace(value_size=sum(x.shape[1] for x in self.value.zeros()))
+        return results_of_shares(shape, len(own.split), self.tiles.shares, self.tiles.rows)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
         """Returns the rings of Q, which has a slot for each consumer, of K and of V."""
@@ -351,8 +373,12 @@ class _Forward:
         body = functools.partial(self.visit, cta, rows)
         out, weights, softmax = lax.fori_loop(1, visits.count, body, (out, weights, softmax))
         out, softmax = self.last_product(cta, rows, out, weights, softmax)
+        step += visits.count
+        if not isinstance(visits.remaining, int):
+            body = functools.partial(self.skip, cta, at, step)
+            lax.fori_loop(0, visits.remaining, body, None)
         self.write(cta, rows, *self.normalized(cta, rows, out, softmax))
-        return step + visits.count
+        return step + visits.remaining
 
     def skip(self, cta: Cta, at: Place, step: jax.Array, i: jax.Array, _: None) -> None:
         """Skips a block that only other consumers' rows reach."""
@@ -523,7 +549,19 @@ class _Forward:
     def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
         """Stores the results of the tile's rows, clipped at the arrays' ends."""
         queries, _, _ = self.rings(cta)
-        out_gmem, lse_gmem = cta.results
+        if self.of_shares():
+            number = rows.at.ranges[3 + 2 * self.tiles.parts]
+            pl.when(number == 0)(lambda: self.write_rows(cta, rows, out, lse))
+            pl.when(number > 0)(lambda: self.write_share(cta, rows, number - 1, out, lse))
+        else:
+            self.write_rows(cta, rows, out, lse)
+        if "out_smem" not in cta.memory:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            queries.release(cta.wg_idx)
+
+    def write_rows(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
+        """Stores the results of rows that have visited all their keys."""
+        out_gmem, lse_gmem = cta.results[:2]
         at = rows.at
         # The copies of the previous tile may still be reading this shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -536,10 +574,21 @@ class _Forward:
 
         # Stores from registers are not clipped at the array's end, unlike TMA copies.
         length = lse_gmem.shape[2]
-        if length < self.tiles.count * self.tiles.rows:
+        if length % self.tiles.rows:
             pl.when(rows.start < length)(write_lse)
         else:
             write_lse()
-        if "out_smem" not in cta.memory:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            queries.release(cta.wg_idx)
+
+    def write_share(
+        self, cta: Cta, rows: _Rows, number: jax.Array, out: list[jax.Array], lse: jax.Array
+    ) -> None:
+        """Stores the results of a share of the rows' keys, in float32."""
+        out_gmem, lse_gmem = cta.results[2:]
+        at = rows.at
+        place = (at.batch_idx, at.head_idx, number, pl.ds(rows.start - at.start, WGMMA_ROWS))
+        column = 0
+        for block in out:
+            width = block.shape[1]
+            out_gmem[(*place, pl.ds(column, width))] = block
+            column += width
+        lse_gmem[place] = lse

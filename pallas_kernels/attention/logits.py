@@ -142,6 +142,17 @@ class Bits(NamedTuple):
         ]
 
 
+class OwnBits(NamedTuple):
+    """Bits of the rows of one consumer: a matrix of the bits of `own_lists.OwnLists`."""
+
+    gmem: Any
+    number: Index
+
+    def words(self, layout: Any) -> jax.Array:
+        """Loads the words [rows, 8], of which a thread holds two of a row."""
+        return plgpu.load(self.gmem.at[self.number], layout=layout, optimized=False)
+
+
 @dataclass(frozen=True)
 class Tile:
     """Position of a tile of logits, whose rows are queries, or keys if `transposed`."""
@@ -154,7 +165,7 @@ class Tile:
     """Rows and columns of the tile."""
     transposed: bool = False
     layout: Any = plgpu.Layout.WGMMA
-    bits: "Bits | list[jax.Array] | None" = None
+    bits: "Bits | OwnBits | list[jax.Array] | jax.Array | None" = None
     """Bits of the pairs that the mask's pattern allows, or their words; None without a pattern."""
     early: tuple[tuple[Any, jax.Array], ...] = ()
     """Pairs of an array's reference and the part of it that is already loaded."""
@@ -238,6 +249,8 @@ class Tile:
         return replace(self, bits=None if self.bits is None else self._words(), early=early)
 
     def _words(self) -> Any:
+        if isinstance(self.bits, OwnBits):
+            return self.bits.words(self.layout)
         if not isinstance(self.bits, Bits):
             return self.bits
         return self.bits.words(self.shape[0], self.layout.reduce(1))
@@ -250,7 +263,10 @@ class Tile:
         in the word.
         """
         words = self._words()
-        _, columns = self.shape
+        rows, columns = self.shape
+        if not isinstance(words, list):
+            steps = [words & jnp.uint32(1 << step) for step in range(columns // 8)]
+            return jnp.concatenate(steps, axis=1) != 0
         numbers = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=self.layout.reduce(0))
         column = lax.broadcast_in_dim(numbers, self.shape, [1])
         word = None

@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.attention.block_lists import BlockLists, Tables, block_lists, reached
-from pallas_kernels.attention.logits import Bits, Operands
+from pallas_kernels.attention.logits import Bits, Operands, OwnBits
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, Index, segment_blocks
+from pallas_kernels.attention.own_lists import OwnLists, own_lists
 
 
 class Place(NamedTuple):
@@ -37,6 +38,8 @@ class Place(NamedTuple):
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2], or None."""
     bits: Any = None
+    ranges: Any = None
+    """The listed tile's row of `OwnLists.tables.ranges`, or None."""
 
     def block(self, visit: Index) -> jax.Array:
         """Returns the block of keys of a visit."""
@@ -57,6 +60,11 @@ class Visits(NamedTuple):
     full_first: jax.Array
     """First visit that needs no masking; the visits [full_first, full_stop) need none."""
     full_stop: jax.Array
+
+    @property
+    def remaining(self) -> int:
+        """Number of the tile's blocks that come after this consumer's last visit."""
+        return 0
 
     def block(self, visit: Index) -> jax.Array:
         return self.last - visit
@@ -81,6 +89,10 @@ class ListedVisits(NamedTuple):
         return 0
 
     @property
+    def remaining(self) -> int:
+        return 0
+
+    @property
     def count(self) -> jax.Array:
         return self.at.stop - self.at.first
 
@@ -102,6 +114,41 @@ class ListedVisits(NamedTuple):
         return Bits(self.at.bits, self._number(visit), first_row)
 
 
+class OwnVisits(NamedTuple):
+    """`Visits` of a consumer to its own range [first, stop) of the tile's list, from its end on."""
+
+    at: Place
+    part: jax.Array
+    """Number of the consumer."""
+    first: jax.Array
+    stop: jax.Array
+
+    @property
+    def skipped(self) -> jax.Array:
+        return self.at.stop - self.stop
+
+    @property
+    def remaining(self) -> jax.Array:
+        return self.first - self.at.first
+
+    @property
+    def count(self) -> jax.Array:
+        return self.stop - self.first
+
+    def block(self, visit: Index) -> jax.Array:
+        return self.at.entries[self.stop - 1 - visit, 0]
+
+    def _number(self, visit: Index) -> jax.Array:
+        return self.at.entries[self.stop - 1 - visit, 1 + self.part]
+
+    def is_partial(self, visit: Index) -> jax.Array:
+        return self._number(visit) > 0
+
+    def bits(self, visit: Index, first_row: Index) -> OwnBits:
+        del first_row
+        return OwnBits(self.at.bits, self._number(visit))
+
+
 _MANY = 4
 """Fewest tiles per SM for which the schedule is computed on the device, from the segments.
 
@@ -118,11 +165,26 @@ class QueryTiles:
     rows: int
     """Queries in a tile."""
     key_block: int
+    parts: int = 0
+    """Consumers of a tile, each with a range of the tile's list, as in `OwnLists`; 0 without those."""
+    shares: int = 1
+    """Parts into which the lists of long tiles are divided, if consumers have ranges."""
 
     @property
     def count(self) -> int:
-        """Tiles of one head."""
+        """Tiles of one head, where each share of a divided tile counts."""
+        if self.own is not None:
+            return len(self.own.costs)
         return -(-self.mask.query_count // self.rows)
+
+    @functools.cached_property
+    def own(self) -> OwnLists | None:
+        """Lists in which consumers have ranges, if the mask has a pattern that nothing limits."""
+        mask = self.mask
+        if not self.parts or mask.pattern is None or mask.limits_pattern:
+            return None
+        blocks = (self.rows, self.key_block, self.parts)
+        return own_lists(mask.pattern, *blocks, shares=self.shares, least=1)
 
     def schedule(
         self,
@@ -145,12 +207,14 @@ class QueryTiles:
     def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
         """Returns the schedule computed at compile time, when lengths and segments are not known."""
         visited = []
-        for i in range(self.count):
+        for i in range(-(-self.mask.query_count // self.rows)):
             blocks = self.mask.key_blocks(
                 (i * self.rows, (i + 1) * self.rows), self.key_block, self.mask.extent
             )
             visited.append((blocks.stop - blocks.start) * self.key_block)
-        if self.lists is not None:
+        if self.own is not None:
+            visited = [count * self.key_block for count in self.own.costs]
+        elif self.lists is not None:
             visited = self.lists.costs(self.key_block)
         # Starting and ending a tile takes about as long as one block of 128 keys.
         costs = tuple(keys + 128 for keys in visited)
@@ -165,6 +229,8 @@ class QueryTiles:
 
     def tables(self, operands: Operands) -> Tables:
         """Returns the tables that `place` reads."""
+        if self.own is not None:
+            return self.own.tables
         bounds, mask, rows, block = None, self.mask, self.rows, self.key_block
         if mask.has_segments:
             bounds = segment_blocks(operands.query_segments, operands.key_segments, rows, block)
@@ -189,6 +255,13 @@ class QueryTiles:
         def key_blocks(start, stop):
             return mask.key_blocks((start, stop), block, extent, within)
 
+        if self.own is not None:
+            mask_idx = _mask_idx(operands, head_idx)
+            ranges = tables.ranges.at[0, mask_idx, tile_idx]
+            tile = ranges[2 + 2 * self.parts]
+            entries = tables.entries.at[mask_idx, tile]
+            where = (batch_idx, head_idx, tile * self.rows, extent, key_blocks)
+            return Place(*where, ranges[0], ranges[1], entries, tables.bits, ranges)
         start = tile_idx * self.rows
         if tables.ranges is not None:
             first, stop, entries = _listed(tables, operands, batch_idx, head_idx, tile_idx)
@@ -202,8 +275,11 @@ class QueryTiles:
         stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
         return Place(batch_idx, head_idx, start, extent, key_blocks, first, stop)
 
-    def visits(self, at: Place, start: jax.Array, rows: int) -> Visits | ListedVisits:
+    def visits(self, at: Place, start: jax.Array, rows: int) -> Visits | ListedVisits | OwnVisits:
         """Returns the visits of `rows` queries of the tile at `at`, from query `start` on."""
+        if at.ranges is not None:
+            part = lax.div(start - at.start, jnp.int32(rows))
+            return OwnVisits(at, part, at.ranges[2 + 2 * part], at.ranges[3 + 2 * part])
         if at.entries is not None and not self.mask.limits_pattern:
             return ListedVisits(at, None)
         own = at.key_blocks(start, start + rows)
@@ -248,6 +324,17 @@ class QueryVisits(NamedTuple):
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2]; without it, a visit's number is its block."""
     bits_gmem: Any = None
+    ranges: Any = None
+    """The tile's row of `OwnLists.tables.ranges`, or None."""
+
+    def of_part(self, part: Index) -> "OwnQueryVisits | QueryVisits":
+        """Returns the visits of one warpgroup, which owns part number `part` of the tile's keys."""
+        if self.ranges is None:
+            return self
+        first, stop = (
+            lax.clamp(self.start, self.ranges[2 + 2 * part + i], self.stop) for i in (0, 1)
+        )
+        return OwnQueryVisits(first, stop, part, self.entries, self.bits_gmem)
 
     def block(self, visit: Index) -> Index:
         return visit if self.entries is None else self.entries[visit, 0]
@@ -264,6 +351,29 @@ class QueryVisits(NamedTuple):
         if self.entries is None:
             return None
         return Bits(self.bits_gmem, self.entries[visit, 1], first_row)
+
+
+class OwnQueryVisits(NamedTuple):
+    """Visits of a warpgroup to its own range [start, stop) of the tile's list."""
+
+    start: jax.Array
+    stop: jax.Array
+    part: Index
+    entries: Any
+    bits_gmem: Any
+
+    def block(self, visit: Index) -> jax.Array:
+        return self.entries[visit, 0]
+
+    def _number(self, visit: Index) -> jax.Array:
+        return self.entries[visit, 1 + self.part]
+
+    def is_partial(self, visit: Index) -> jax.Array:
+        return self._number(visit) > 0
+
+    def bits(self, visit: Index, first_row: Index) -> OwnBits:
+        del first_row
+        return OwnBits(self.bits_gmem, self._number(visit))
 
 
 _EVEN = 16
@@ -289,6 +399,8 @@ class KeyTiles:
     """Shares into which the query heads of a key head are divided."""
     query_shares: int = 1
     """Shares into which the blocks of queries are divided, for each share of the query heads."""
+    parts: int = 0
+    """Warpgroups of a tile, each with a range of the tile's list, as in `OwnLists`; 0 without those."""
 
     @property
     def count(self) -> int:
@@ -308,11 +420,21 @@ class KeyTiles:
                 (j * self.rows, (j + 1) * self.rows), self.query_block, self.mask.extent
             )
             visited.append((blocks.stop - blocks.start) * self.query_block)
-        if self.lists is not None:
+        if self.own is not None:
+            visited = [count * self.query_block for count in self.own.costs]
+        elif self.lists is not None:
             visited = self.lists.costs(self.query_block)
         blocks_of_share = (-(-n // (self.query_shares * self.query_block)) for n in visited)
         # Starting and ending a tile takes about as long as a visit to 128 queries.
         return tuple(n * self.group * self.query_block + 128 for n in blocks_of_share)
+
+    @functools.cached_property
+    def own(self) -> OwnLists | None:
+        """Lists in which warpgroups have ranges, if the mask has a pattern that nothing limits."""
+        mask = self.mask
+        if not self.parts or mask.pattern is None or mask.limits_pattern:
+            return None
+        return own_lists(mask.pattern, self.query_block, self.rows, self.parts, transposed=True)
 
     @functools.cached_property
     def lists(self) -> BlockLists | None:
@@ -323,6 +445,8 @@ class KeyTiles:
 
     def tables(self, operands: Operands) -> Tables:
         """Returns the tables that `place` reads."""
+        if self.own is not None:
+            return self.own.tables
         bounds, mask, rows, block = None, self.mask, self.rows, self.query_block
         if mask.has_segments:
             bounds = segment_blocks(operands.key_segments, operands.query_segments, rows, block)
@@ -394,7 +518,10 @@ class KeyTiles:
                 head_idx = first_head_idx + head
                 first, stop, entries = _listed(tables, operands, batch_idx, head_idx, tile_idx)
                 shared = self.of_share(first, stop, share)
-                return QueryVisits(*shared, blocks, entries, tables.bits)
+                ranges = None
+                if self.own is not None:
+                    ranges = tables.ranges.at[0, _mask_idx(operands, head_idx), tile_idx]
+                return QueryVisits(*shared, blocks, entries, tables.bits, ranges)
             assert blocks is not None
             return QueryVisits(*self.of_share(blocks.start, blocks.stop, share), blocks)
 
@@ -426,11 +553,16 @@ def _listed(
     tables: Tables, operands: Operands, batch_idx: Any, head_idx: Any, tile_idx: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Returns the range (first, stop) of the entries to visit, and the tile's list of blocks."""
-    heads = operands.pattern_heads
-    mask_idx = 0 if heads is None else heads[head_idx]
+    mask_idx = _mask_idx(operands, head_idx)
     batch_idx = batch_idx if tables.ranges.shape[0] > 1 else 0
     first, stop = (tables.ranges[batch_idx, mask_idx, tile_idx, i] for i in range(2))
     return first, stop, tables.entries.at[mask_idx, tile_idx]
+
+
+def _mask_idx(operands: Operands, head_idx: Any) -> Any:
+    """Returns the index of a head's mask in the pattern."""
+    heads = operands.pattern_heads
+    return 0 if heads is None else heads[head_idx]
 
 
 @functools.lru_cache(maxsize=64)

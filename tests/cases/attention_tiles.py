@@ -1,5 +1,7 @@
 """Draws, configs and a call of attention's long kernels, for tests whose CTAs have several tiles."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from pallas_kernels.attention import attention
@@ -21,6 +23,13 @@ ONE_CONSUMER = (
 )
 SPLIT_ROLES = (ForwardConfig(), QueryGradientConfig(), KeyGradientConfig(splits_roles=True))
 WIDE = (ForwardConfig(), QueryGradientConfig(), KeyGradientConfig(query_block=128))
+
+
+def with_own_lists(configs, **forward):
+    """Returns configs in which each consumer visits a range of its own, with more options of the forward."""
+    first, *others = configs
+    first = replace(first, own_lists=True, **forward)
+    return (first, *(replace(config, own_lists=True) for config in others))
 
 
 def draws(random, queries, keys, heads, head_size):

@@ -102,6 +102,24 @@ CASES = {
     ),
     "a bias of every element": (SPARSE, dict(bias=(1, 1, T, S)), *tiles.DEFAULT),
     "no keys": (masks.LocalMask(SHAPE, (20, 0), 300), {}, *tiles.DEFAULT),
+    "own lists": (HEADS, {}, *tiles.with_own_lists(tiles.DEFAULT)),
+    "own lists of narrow blocks in shares": (
+        masks.LocalMask(SHAPE, 8) | masks.GlobalMask(SHAPE, 3),
+        {},
+        *tiles.with_own_lists(tiles.TURNS, key_block=64, stages=4, shares=2),
+    ),
+    "own lists of one consumer": (SPARSE, {}, *tiles.with_own_lists(tiles.ONE_CONSUMER, shares=3)),
+    "own lists and blocks of many queries": (SPARSE, {}, *tiles.with_own_lists(tiles.WIDE)),
+    "own lists without keys": (
+        masks.LocalMask(SHAPE, (20, 0), 300),
+        {},
+        *tiles.with_own_lists(tiles.DEFAULT),
+    ),
+    "own lists, limited": (
+        SPARSE,
+        dict(key_value_seq_lengths=np.array([77])),
+        *tiles.with_own_lists(tiles.DEFAULT, shares=2),
+    ),
 }
 
 

@@ -1,0 +1,133 @@
+"""Lists of blocks in which each consumer of a tile has a range of its own, and bits of its own rows.
+
+A tile of 128 rows visits a block if any row reaches it, though often only the rows of one consumer do,
+as at the edge of a window. Here the blocks that only the first consumer reaches are at the start of the
+tile's list and those that only the last one reaches at its end: each consumer visits one range of the
+list, and skips the rest. A block is full or partial for each consumer by itself.
+
+The bits of a row are in the order in which threads hold them: of a tile of WGMMA a thread has the
+columns 2 l, 2 l + 1, 2 l + 8, 2 l + 9, ..., so bit i of word j is column 8 i + j. A thread needs two
+words of a row, and the place of each bit is known at compile time.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallas_kernels.attention.block_lists import Pattern, Tables
+from pallas_kernels.attention.memory import WGMMA_ROWS
+
+_STEP = 8
+"""Columns after which a thread's columns repeat."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnLists:
+    """Lists of a `Pattern` for tiles of several consumers, each with 64 rows.
+
+    A long tile's list may be divided into shares, which are listed tiles of their own.
+    """
+
+    tables: Tables
+    """`ranges` [1, masks, listed tiles, 2 + 2 * parts + 2] has the range of the listed tile, then the
+    range of each consumer, then the number of the tile, and that of its share from 1 among the shares
+    of all tiles, or 0 if it is whole.
+    `entries` [masks, tiles, entries, 1 + parts] has the block, then the number of each consumer's bits."""
+    split: tuple[int, ...]
+    """Tiles that are divided into shares."""
+    costs: tuple[int, ...]
+    """Blocks that each listed tile visits, the mean of the masks."""
+
+
+@functools.lru_cache(maxsize=64)
+def own_lists(
+    pattern: Pattern,
+    query_block: int,
+    key_block: int,
+    parts: int,
+    transposed: bool = False,
+    shares: int = 1,
+    least: int = 0,
+) -> OwnLists:
+    """Returns the lists of tiles of `parts` consumers, of queries, or of keys if `transposed`.
+
+    Args:
+      pattern: the masks.
+      query_block: queries of a tile, or of a block if `transposed`.
+      key_block: keys of a block, or of a tile if `transposed`.
+      parts: consumers of a tile.
+      transposed: whether tiles have keys as rows.
+      shares: parts into which the lists of tiles are divided that visit over twice the mean.
+      least: fewest visits of a consumer; with 1, one without blocks visits a block that allows no pair.
+    """
+    of_rows = (query_block, WGMMA_ROWS) if transposed else (WGMMA_ROWS, key_block)
+    tiles = pattern.tiles(*of_rows)
+    kinds, partial = tiles.kinds, tiles.partial
+    if transposed:
+        kinds, partial = kinds.swapaxes(1, 2), partial.swapaxes(1, 2)
+    masks, rows, blocks = kinds.shape
+    kinds = np.pad(kinds, ((0, 0), (0, -rows % parts), (0, 0)), constant_values=-1)
+    kinds = kinds.reshape(masks, -1, parts, blocks)
+    forbidden = len(partial)
+    orders = [[_order(of_tile) for of_tile in of_mask] for of_mask in kinds]
+    most = max(1, *(len(order) for of_mask in orders for order in of_mask))
+    entries = np.zeros((*kinds.shape[:2], most, 1 + parts), np.int32)
+    entries[..., 1:] = forbidden
+    for m, of_mask in enumerate(orders):
+        for t, order in enumerate(of_mask):
+            own = kinds[m, t][:, order].T
+            entries[m, t, : len(order), 0] = order
+            entries[m, t, : len(order), 1:] = np.where(own < 0, forbidden, own)
+    counts = np.array([[len(order) for order in of_mask] for of_mask in orders])
+    mean = counts.mean(axis=0)
+    is_split = (shares > 1) & (mean > 2 * mean.mean()) & (counts.min(axis=0) >= shares)
+    listed = [(t, 0) for t in np.flatnonzero(~is_split)]
+    listed += [(t, 1 + share) for t in np.flatnonzero(is_split) for share in range(shares)]
+    ranges = np.zeros((1, masks, len(listed), 4 + 2 * parts), np.int32)
+    for m in range(masks):
+        for i, (t, share) in enumerate(listed):
+            start, stop = _share(max(int(counts[m, t]), least), share, shares)
+            own = [_own(entries[m, t, start:stop, 1 + p] != forbidden, least) for p in range(parts)]
+            number = 0 if share == 0 else i + 1 - np.count_nonzero(~is_split)
+            ranges[0, m, i] = [start, stop, *(start + x for r in own for x in r), t, number]
+    costs = ranges[0, :, :, 1] - ranges[0, :, :, 0]
+    return OwnLists(
+        Tables(None, ranges, entries, _words(np.concatenate([partial, 0 * partial[:1]]))),
+        tuple(map(int, np.flatnonzero(is_split))),
+        tuple(round(float(n)) for n in costs.mean(axis=0)),
+    )
+
+
+def _order(kinds: np.ndarray) -> np.ndarray:
+    """Returns the blocks that a tile visits, in the order of its list, from kinds [parts, blocks].
+
+    Visits start at the end of a list. The first visit is masked in any case.
+    """
+    needs = kinds >= 0
+    visited = np.flatnonzero(needs.any(axis=0))
+    first = needs.argmax(axis=0)[visited]
+    last = len(kinds) - 1 - needs[::-1].argmax(axis=0)[visited]
+    is_partial = (kinds > 0).any(axis=0)[visited]
+    return visited[np.lexsort((visited, is_partial, last, first))]
+
+
+def _share(count: int, share: int, shares: int) -> tuple[int, int]:
+    """Returns the entries [start, stop) of a share from 1, or of a whole list (0)."""
+    if share == 0:
+        return 0, count
+    return (share - 1) * count // shares, share * count // shares
+
+
+def _own(needed: np.ndarray, least: int) -> tuple[int, int]:
+    """Returns the range of the entries that a consumer needs."""
+    found = np.flatnonzero(needed)
+    return (int(found[0]), int(found[-1]) + 1) if found.size else (0, least)
+
+
+def _words(partial: np.ndarray) -> np.ndarray:
+    """Packs bool [blocks, rows, columns] into words [blocks, rows, 8]."""
+    blocks, rows, columns = partial.shape
+    bits = partial.reshape(blocks, rows, columns // _STEP, _STEP).astype(np.uint32)
+    places = np.arange(columns // _STEP, dtype=np.uint32)[:, None]
+    return np.bitwise_or.reduce(bits << places, axis=2)
