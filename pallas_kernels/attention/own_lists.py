@@ -33,7 +33,7 @@ class OwnLists:
     """`ranges` [1, masks, listed tiles, 2 + 2 * parts + 2] has the range of the listed tile, then the
     range of each consumer, then the number of the tile, and that of its share from 1 among the shares
     of all tiles, or 0 if it is whole.
-    `entries` [masks, tiles, entries, 1 + parts] has the block, then the number of each consumer's bits."""
+    `entries` [masks, tiles, entries, 1 + parts] has the block, then each consumer's number of bits."""
     split: tuple[int, ...]
     """Tiles that are divided into shares."""
     costs: tuple[int, ...]

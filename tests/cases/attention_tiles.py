@@ -26,7 +26,7 @@ WIDE = (ForwardConfig(), QueryGradientConfig(), KeyGradientConfig(query_block=12
 
 
 def with_own_lists(configs, **forward):
-    """Returns configs in which each consumer visits a range of its own, with more options of the forward."""
+    """Returns configs in which consumers visit ranges of their own; `forward` has further options."""
     first, *others = configs
     first = replace(first, own_lists=True, **forward)
     return (first, *(replace(config, own_lists=True) for config in others))

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxfused import dispatch
 from jaxfused.ops.attention import attention_cudnn, attention_xla
@@ -339,6 +340,8 @@ class _Residuals(NamedTuple):
     """Output [B, T, K, G, V]."""
     lse: jax.Array
     """Log-sum-exp [B, K, G, R] with R = `saved_length(T)`; entries from T on are padding."""
+    differentiated: tuple[tuple[()] | None, ...]
+    """() for each of `arrays.reads` that depends on what is differentiated, else None."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="dot_product_attention")
@@ -346,16 +349,21 @@ def _attention(run: Runner, options: Options, arrays: Arrays):
     return run(Forward(options), *arrays.operands())
 
 
-def _attention_fwd(run: Runner, options: Options, arrays: Arrays):
+def _attention_fwd(run: Runner, options: Options, primals: Arrays):
+    differentiated = tuple(() if read.perturbed else None for read in primals.reads)
+    arrays = jax.tree.map(lambda primal: primal.value, primals)
     output, lse = run(Forward(options), *arrays.operands())
     output = named(output, "dot_product_attention", "output")
     lse = named(lse, "dot_product_attention", "log_sum_exp")
-    return (output, lse), _Residuals(arrays, output, lse)
+    return (output, lse), _Residuals(arrays, output, lse, differentiated)
 
 
 def _attention_bwd(run: Runner, options: Options, saved: _Residuals, cotangents):
-    doutput, dlse = cotangents
     arrays = saved.arrays
+    doutput, dlse = (
+        jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents
+    )
+    options = options.with_gradients(tuple(read == () for read in saved.differentiated))
     bias, query = arrays.bias, arrays.query
     # Devices split only the axes of the batch and of the key heads.
     own_bias = bias is not None and bias.shape[:2] == (query.shape[0], query.shape[2])
@@ -371,4 +379,4 @@ def _attention_bwd(run: Runner, options: Options, saved: _Residuals, cotangents)
     return (Arrays(dquery, dkey, dvalue, dbias, dsinks, reads=reads),)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

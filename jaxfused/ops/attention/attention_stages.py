@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +92,13 @@ class Options:
         if self.score is not None or self.allows is not None:
             cuda = "functions of a score or a place are evaluated in Pallas's kernels and in XLA"
         return {"pallas": pallas_attention.why_unsupported(**call), "cuda": cuda, "xla": None}
+
+    def with_gradients(self, of_reads: Sequence[bool]) -> "Options":
+        """Returns the options where only some of the reads get gradients, as kernels sum them."""
+        if self.score is None or all(of_reads):
+            return self
+        wanted = tuple(a and b for a, b in zip(self.score.wanted, of_reads, strict=False))
+        return replace(self, score=replace(self.score, wanted=wanted))
 
     def wanted(self, arrays: "Arrays") -> tuple[bool, ...]:
         """Returns which of the reads get gradients."""

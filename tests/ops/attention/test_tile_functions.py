@@ -16,6 +16,7 @@ from jaxfused.ops.attention.index_function import IndexFunction
 from jaxfused.ops.attention.kernel_function import kernel_function, over_arrays
 from jaxfused.ops.attention.mask_conditions import conditions
 from jaxfused.ops.attention.masks.pattern import Pattern
+from pallas_kernels.attention import backward, backward_dq
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 from tests.cases import attention_tiles as tiles
@@ -306,3 +307,28 @@ def test_kernels_run_functions(of):
 
 
 SLOPES = put(ARRAYS["slopes"][[0, 1, 0, 1]], jnp.float32)
+
+
+@pytest.mark.parametrize("of_slopes", [False, True])
+def test_kernels_sum_only_gradients_that_are_needed(monkeypatch, of_slopes):
+    """Slopes that a jitted function computes are no constants, but are seldom differentiated."""
+    summed = []
+
+    def query_gradient(*args, reads, **options):
+        summed.append(reads)
+        return backward_dq.query_gradient(*args, reads=reads, **options)
+
+    monkeypatch.setattr(backward, "query_gradient", query_gradient)
+
+    def loss(x, slopes):
+        def alibi(s, b, h, q, k):
+            return s + slopes[h] * (k - q)
+
+        out = jaxfused.dot_product_attention(x, x, x, score_mod=alibi, implementation="pallas")
+        return jnp.sum(out.astype(jnp.float32))
+
+    shapes = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), SLOPES[:2]
+    with dispatch.assume(H200):
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1) if of_slopes else 0))
+        jax.eval_shape(gradients, *shapes)
+    assert summed == [(1,) if of_slopes else None]
