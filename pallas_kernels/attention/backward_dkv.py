@@ -25,8 +25,16 @@ from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, TransposedTile
 from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
-from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
+from pallas_kernels.attention.persistent import (
+    Cta,
+    PersistentKernel,
+    Ring,
+    Role,
+    registers,
+    skip_step,
+)
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.shares import sum_of_shares
 from pallas_kernels.attention.speeds import BYTES, LAUNCH, per_row
 from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
@@ -188,7 +196,7 @@ def key_gradients(
     arrays = (query, key, value, dout, lse2, delta)
     padded = operands.padded(config.query_block, WGMMA_ROWS).transposed()
     dkey, dvalue = launch(arrays, padded, tables)
-    return _sum_of_shares(dkey, tiles.shares), _sum_of_shares(dvalue, tiles.shares)
+    return sum_of_shares(dkey, tiles.shares), sum_of_shares(dvalue, tiles.shares)
 
 
 def shared_tiles(
@@ -203,7 +211,7 @@ def shared_tiles(
     """
     whole = KeyTiles(
         *(logits.mask, shape.key_heads, shape.group, config.key_block, config.query_block),
-        parts=config.key_parts if config.own_lists else 0,
+        parts=config.key_parts if config.own_lists and not config.splits_roles else 0,
     )
     if shape.batch * shape.key_heads * whole.count > _MOST_SHARED_TILES * multiprocessors:
         return whole
@@ -224,15 +232,6 @@ def microseconds(
     values = shape.batch * shape.key_count * shape.key_heads * (shape.head_size + shape.value_size)
     # Each share writes dK and dV to memory, 2 bytes an element, and the sum reads them again.
     return by_tiles + LAUNCH + 2 * 2 * tiles.shares * values / BYTES
-
-
-def _sum_of_shares(gradient: jax.Array, shares: int) -> jax.Array:
-    """Sums the shares of each key head in float32: [B, S, K * shares, .] to [B, S, K, .]."""
-    if shares == 1:
-        return gradient
-    batch, count, heads, size = gradient.shape
-    apart = gradient.reshape(batch, count, heads // shares, shares, size)
-    return jnp.sum(apart, axis=3, dtype=jnp.float32).astype(gradient.dtype)
 
 
 class _Visit(NamedTuple):
@@ -409,22 +408,14 @@ class _KeyGradients:
 
         def of_head(g, first):
             visits = at.visits(g)
+            own = visits.of_part(self.own(cta))
             first -= visits.start
-
-            def skip(i, _):
-                queries, douts = self.rings(cta)
-                for ring in (queries, douts):
-                    slot = ring.slot(first + i)
-                    ring.wait(slot)
-                    ring.release(slot)
-
-            own = visits
-            if visits.ranges is not None:
-                own = visits.of_part(self.own(cta))
+            skip = functools.partial(skip_step, self.rings(cta), first)
+            if own is not visits:
                 lax.fori_loop(visits.start, own.start, skip, None)
             body = functools.partial(of_block, g, own, first)
             lax.fori_loop(own.start, own.stop, body, None)
-            if visits.ranges is not None:
+            if own is not visits:
                 lax.fori_loop(own.stop, visits.stop, skip, None)
             return first + visits.stop
 

@@ -29,7 +29,14 @@ from pallas_kernels.attention.memory import (
     Matrix,
     ceil_to,
 )
-from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
+from pallas_kernels.attention.persistent import (
+    Cta,
+    PersistentKernel,
+    Ring,
+    Role,
+    registers,
+    skip_step,
+)
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.softmax import VECTOR
 from pallas_kernels.attention.tiles import ListedVisits, OwnVisits, Place, QueryTiles, Visits
@@ -301,9 +308,9 @@ class _QueryGradient:
         at = cta.place(tile_idx)
         start = at.start + cta.wg_idx * WGMMA_ROWS
         visits = self.tiles.visits(at, start, WGMMA_ROWS)
-        lax.fori_loop(0, visits.skipped, functools.partial(self.skip, cta, step), None)
+        queries, *of_keys = self.rings(cta)
+        lax.fori_loop(0, visits.skipped, functools.partial(skip_step, of_keys, step), None)
         step += visits.skipped
-        queries, _, _ = self.rings(cta)
         lse2, delta = (
             plgpu.load(
                 gmem.at[at.batch_idx, at.head_idx, pl.ds(start, WGMMA_ROWS)],
@@ -326,18 +333,10 @@ class _QueryGradient:
         dquery, sums = pl.run_scoped(all_visits, self.head.accumulators())
         step += visits.count
         if not isinstance(visits.remaining, int):
-            lax.fori_loop(0, visits.remaining, functools.partial(self.skip, cta, step), None)
+            lax.fori_loop(0, visits.remaining, functools.partial(skip_step, of_keys, step), None)
         self.write(cta, rows, dquery)
         self.write_sums(cta, rows, sums)
         return step + visits.remaining
-
-    def skip(self, cta: Cta, step: jax.Array, i: jax.Array, _: None) -> None:
-        """Skips a block that only other consumers' rows reach."""
-        _, keys, values = self.rings(cta)
-        for ring in (keys, values):
-            slot = ring.slot(step + i)
-            ring.wait(slot)
-            ring.release(slot)
 
     def visit(
         self, cta: Cta, rows: _Rows, dq_accs: list[Any], i: jax.Array, sums: list[jax.Array]

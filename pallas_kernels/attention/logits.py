@@ -263,7 +263,7 @@ class Tile:
         in the word.
         """
         words = self._words()
-        rows, columns = self.shape
+        _, columns = self.shape
         if not isinstance(words, list):
             steps = [words & jnp.uint32(1 << step) for step in range(columns // 8)]
             return jnp.concatenate(steps, axis=1) != 0

@@ -58,7 +58,7 @@ def own_lists(
       key_block: keys of a block, or of a tile if `transposed`.
       parts: consumers of a tile.
       transposed: whether tiles have keys as rows.
-      shares: parts into which the lists of tiles are divided that visit over twice the mean.
+      shares: parts into which the lists of tiles are divided that visit over twice the median.
       least: fewest visits of a consumer; with 1, one without blocks visits a block that allows no pair.
     """
     of_rows = (query_block, WGMMA_ROWS) if transposed else (WGMMA_ROWS, key_block)
@@ -81,7 +81,7 @@ def own_lists(
             entries[m, t, : len(order), 1:] = np.where(own < 0, forbidden, own)
     counts = np.array([[len(order) for order in of_mask] for of_mask in orders])
     mean = counts.mean(axis=0)
-    is_split = (shares > 1) & (mean > 2 * mean.mean()) & (counts.min(axis=0) >= shares)
+    is_split = (shares > 1) & (mean > 2 * np.median(mean)) & (counts.min(axis=0) >= shares)
     listed = [(t, 0) for t in np.flatnonzero(~is_split)]
     listed += [(t, 1 + share) for t in np.flatnonzero(is_split) for share in range(shares)]
     ranges = np.zeros((1, masks, len(listed), 4 + 2 * parts), np.int32)

@@ -1,4 +1,4 @@
-"""Results of a forward's tiles whose visits are divided into shares, and their sum.
+"""Results of tiles whose visits are divided into shares, and their sum.
 
 Where few rows attend to all keys, as those of global tokens do, one SM would work on them long after the
 others have ended. Each share writes its rows' output and log-sum-exp in float32, and XLA merges them in
@@ -55,3 +55,12 @@ def with_shares(
         count = min(rows, lse.shape[2] - start)
         lse = jax.lax.dynamic_update_slice_in_dim(lse, merged_lse[:, :, i, :count], start, axis=2)
     return out, lse
+
+
+def sum_of_shares(gradient: jax.Array, shares: int) -> jax.Array:
+    """Sums the shares of each key head in float32: [B, S, K * shares, .] to [B, S, K, .]."""
+    if shares == 1:
+        return gradient
+    batch, count, heads, size = gradient.shape
+    apart = gradient.reshape(batch, count, heads // shares, shares, size)
+    return jnp.sum(apart, axis=3, dtype=jnp.float32).astype(gradient.dtype)

@@ -11,6 +11,7 @@ from jaxfused.ops.attention.masks.pattern import Pattern
 from pallas_kernels.attention.block_lists import as_explicit, block_lists
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.own_lists import own_lists
 from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
 from tests.cases import attention_tiles as tiles
 from tests.cases.attention import Case
@@ -45,6 +46,36 @@ def test_lists_and_bits_are_the_mask(blocks, transposed):
             assert listed[-1, 1] == len(lists.bits) - 1
         np.testing.assert_array_equal(built[: whole.shape[0], : whole.shape[1]], whole)
     assert not lists.bits[-1].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "parts, columns, shares", [(2, 128, 1), (1, 64, 4), (2, 64, 2), (3, 112, 1)], ids=str
+)
+def test_own_lists_and_bits_are_the_mask(parts, columns, shares, transposed):
+    """Each consumer's range has all blocks that its rows reach, and shares together the whole list."""
+    shape = (700, 650)
+    near = masks.LocalMask(shape, 8) | masks.GlobalMask(shape, 3)
+    pattern, _ = Pattern.of(masks.MultiHeadMask([near, near & ~masks.DilatedMask(shape, 9, 3)]))
+    rows = 64 * parts
+    blocks = (columns, rows) if transposed else (rows, columns)
+    lists = own_lists(pattern, *blocks, parts, transposed=transposed, shares=shares, least=1)
+    assert bool(lists.split) == (shares > 1)
+    _, ranges, entries, bits = lists.tables
+    column = np.arange(columns)
+    for mask, of_mask, listed in zip(pattern.masks, ranges[0], entries, strict=True):
+        whole = np.asarray(mask).T if transposed else np.asarray(mask)
+        tiles = -(-whole.shape[0] // rows)
+        built = np.zeros((tiles * rows, -(-whole.shape[1] // columns) * columns), np.bool_)
+        for start, stop, *own, tile, _ in of_mask:
+            for part, (first, end) in enumerate(zip(own[::2], own[1::2], strict=True)):
+                assert start <= first < end <= stop
+                for entry in listed[tile, first:end]:
+                    words = bits[entry[1 + part]][:, column % 8]
+                    row, place = tile * rows + 64 * part, entry[0] * columns
+                    allowed = (words >> (column // 8).astype(np.uint32)) & 1
+                    built[row : row + 64, place : place + columns] |= allowed.astype(bool)
+        np.testing.assert_array_equal(built[: whole.shape[0], : whole.shape[1]], whole)
 
 
 def tables_of(tiles, **operands):
@@ -103,12 +134,16 @@ CASES = {
     "a bias of every element": (SPARSE, dict(bias=(1, 1, T, S)), *tiles.DEFAULT),
     "no keys": (masks.LocalMask(SHAPE, (20, 0), 300), {}, *tiles.DEFAULT),
     "own lists": (HEADS, {}, *tiles.with_own_lists(tiles.DEFAULT)),
-    "own lists of narrow blocks in shares": (
+    "own lists of narrow blocks": (
         masks.LocalMask(SHAPE, 8) | masks.GlobalMask(SHAPE, 3),
         {},
-        *tiles.with_own_lists(tiles.TURNS, key_block=64, stages=4, shares=2),
+        *tiles.with_own_lists(tiles.TURNS, key_block=64, stages=4),
     ),
-    "own lists of one consumer": (SPARSE, {}, *tiles.with_own_lists(tiles.ONE_CONSUMER, shares=3)),
+    "own lists in shares": (
+        masks.LocalMask(SHAPE, 0) | masks.GlobalMask(SHAPE, 3),
+        {},
+        *tiles.with_own_lists(tiles.ONE_CONSUMER, shares=3),
+    ),
     "own lists and blocks of many queries": (SPARSE, {}, *tiles.with_own_lists(tiles.WIDE)),
     "own lists without keys": (
         masks.LocalMask(SHAPE, (20, 0), 300),
