@@ -282,7 +282,7 @@ class _Forward:
         if own is None or not own.split:
             return ()
         # Stores from registers are whole blocks of columns.
-        shape = self.shape._replace(value_size=sum(x.shape[1] for x in self.value.zeros()))
+        shape = self.shape._replace(value_size=self.value.width)
         return results_of_shares(shape, len(own.split), self.tiles.shares, self.tiles.rows)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
