@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfused import dispatch
 from jaxfused.fusion import report as fusion
-from jaxfused.runtime import runner
+from jaxfused.runtime import lowering
 from jaxfused.runtime.table import Table, load
 
 
@@ -195,7 +195,7 @@ def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
     """Returns the key under which `_calls` counts calls of the chosen kernel."""
     results = choice.kernel.axes(*choice.operands).results
     return (
-        runner.jitted(choice.stage).__name__,
+        lowering.jitted(choice.stage).__name__,
         tuple((_as_rows(o.shape), o.dtype) for o in choice.operands if o is not None),
         sum(letters is not None for letters in results),
     )

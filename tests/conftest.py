@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfused import dispatch
-from jaxfused.runtime import cuda_library, platforms, runner, table
+from jaxfused.runtime import cuda_library, lowering, runner, table
 from tests.support import mosaic_interpreter, uncut_stores
 from tests.support.calls import have_library
 
@@ -181,7 +181,7 @@ def digits_run(made_once):
 def hopper(monkeypatch):
     """Makes operators assume a Hopper GPU, so that they can be lowered without one."""
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: HOPPER)
-    monkeypatch.setattr(platforms, "KERNELS_RUN_EVERYWHERE", True)
+    monkeypatch.setattr(lowering, "KERNELS_RUN_EVERYWHERE", True)
     return HOPPER
 
 
@@ -209,7 +209,7 @@ def emulated_gpu(request, monkeypatch):
     architecture = request.config.getoption("--emulated-cuda")
     device = EMULATED[architecture]
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: device)
-    monkeypatch.setattr(platforms, "KERNELS_RUN_EVERYWHERE", True)
+    monkeypatch.setattr(lowering, "KERNELS_RUN_EVERYWHERE", True)
     monkeypatch.setattr(cuda_library, "PATH", build.library(architecture))
     monkeypatch.setattr(cuda_library, "PLATFORM", "cpu")
     return device

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.fuzz import command, judge
 from benchmarks.fuzz.problem import Options
 from jaxfused import dispatch
-from jaxfused.runtime import cuda_library, platforms
+from jaxfused.runtime import cuda_library, lowering
 from tests.conftest import EMULATED, HOPPER
 from tests.cuda_emulator import build
 from tests.program_fuzz import command as program_fuzz
@@ -57,7 +57,7 @@ def _interpret() -> None:
 
 def _assume(device: dispatch.Device) -> None:
     dispatch.current_device = lambda *arrays: device
-    platforms.KERNELS_RUN_EVERYWHERE = True
+    lowering.KERNELS_RUN_EVERYWHERE = True
     # As in tests, kernels need not have been measured on a GPU.
     dispatch.UNMEASURED = frozenset()
     # Each kernel runs only once, so that compiling fast matters more than running fast.

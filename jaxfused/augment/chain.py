@@ -12,7 +12,7 @@ from jaxfused.augment.drawing import Draws, as_key, sampled
 from jaxfused.augment.running import Spec, applied, check_channels, check_classes, checked
 from jaxfused.augment.transform import Part, Transform
 from jaxfused.runtime.checks import check_finite
-from jaxfused.runtime.runner import jax_defaults
+from jaxfused.runtime.lowering import jax_defaults
 
 
 class Chain:

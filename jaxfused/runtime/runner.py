@@ -16,21 +16,19 @@ does the following for all stages, from the outside in, and once for equal stage
    options and its shapes. However often a program calls the kernel, it is traced and lowered once.
 """
 
-import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxfused import dispatch
-from jaxfused.runtime import cuda_library, gate, platforms, sharding, traced_once
+from jaxfused.runtime import gate, lowering, sharding, traced_once
 from jaxfused.runtime import table as tables
 from jaxfused.runtime.estimate import Estimate, Rule, in_order
 from jaxfused.runtime.shapes import shapes_of, why_symbolic
@@ -197,7 +195,8 @@ class Runner:
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel sees.
         """
-        return traced_once.apply(_Call(kernel, self), *operands)
+        call = _Call(kernel, self)
+        return traced_once.apply(call, _traced.trace(call, *operands), operands)
 
     def choice(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
         """Returns the implementation for a kernel of these operands or shapes, and its reasons.
@@ -324,7 +323,7 @@ def _choice_of_shapes(
 def forget() -> None:
     """Clears the caches of choices and traces, for tests that replace what a choice reads."""
     _choice_of_shapes.cache_clear()
-    traced_once.forget()
+    cast(Any, _traced).clear_cache()
 
 
 def batched_rows(
@@ -371,10 +370,10 @@ class _Call:
 
     def batched(self, in_batched: Sequence[bool], *operands: jax.Array | None) -> Results:
         """Runs the call under one more `jax.vmap`, whose batch is the first axis of these operands."""
-        batches = (tuple(in_batched), *self.batches)
-        return traced_once.apply(replace(self, batches=batches), *operands)
+        call = replace(self, batches=(tuple(in_batched), *self.batches))
+        return traced_once.apply(call, _traced.trace(call, *operands), operands)
 
-    def run(self, *operands: jax.Array | None) -> Results:
+    def run(self, *operands: jax.Array | None) -> traced_once.Traced:
         """Runs the call on each device's shards; a `jax.vmap`'s batch axis may be sharded too."""
         entry = [
             None
@@ -392,21 +391,27 @@ class _Call:
             own = "".join(itertools.compress(batches, batched))
             return own + letters.replace(ROWS, leading)
 
-        return sharding.per_shard(
-            _OnShard(self, in_own_module=False),
-            operands,
-            operand_axes=[
-                spelt(letters, batched)
-                for letters, *batched in zip(axes.operands, *self.batches, strict=True)
-            ],
-            result_axes=[
-                None if letters is None else spelt(letters, [True] * len(batches))
-                for letters in axes.results
-            ],
-            whole=whole,
-            parts=parts,
-            in_own_module=_OnShard(self, in_own_module=True),
-        )
+        with dispatch.recorded(alone=True) as choices:
+            results = sharding.per_shard(
+                _OnShard(self, in_own_module=False),
+                operands,
+                operand_axes=[
+                    spelt(letters, batched)
+                    for letters, *batched in zip(axes.operands, *self.batches, strict=True)
+                ],
+                result_axes=[
+                    None if letters is None else spelt(letters, [True] * len(batches))
+                    for letters in axes.results
+                ],
+                whole=whole,
+                parts=parts,
+                in_own_module=_OnShard(self, in_own_module=True),
+            )
+        return traced_once.Traced(results, traced_once.Choices(choices))
+
+
+_traced = jax.jit(_Call.run, static_argnums=0)
+"""A call's trace; `jax.jit` keeps it by the call, the operands' types and JAX's settings."""
 
 
 @dataclass(frozen=True)
@@ -425,10 +430,8 @@ class _OnShard:
         rows, matrices = _flatten_rows(operands, axes.operands)
         chosen = self._choose(matrices)
         # An XLA implementation of a `TakesRows` stage takes the caller's axes of rows, unmerged.
-        as_they_are = chosen[0] == "xla" and isinstance(kernel, TakesRows)
-        results = self.lower(
-            kernel, *chosen, self.call.runner.device, *(operands if as_they_are else matrices)
-        )
+        as_they_are = chosen.implementation == "xla" and isinstance(kernel, TakesRows)
+        results = self.lower(chosen, *(operands if as_they_are else matrices))
         return results if as_they_are else _with_rows(results, axes.results, rows)
 
     def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
@@ -476,8 +479,7 @@ class _OnShard:
             remaining = iter(sharding.vary(present, own))
             on_shard = replace(self, call=replace(self.call, kernel=kernel))
             own_operands = [None if operand is None else next(remaining) for operand in operands]
-            chosen = on_shard._choose(own_operands)
-            results = self.lower(kernel, *chosen, self.call.runner.device, *own_operands)
+            results = self.lower(on_shard._choose(own_operands), *own_operands)
             # Types of kernel results do not state the mesh axes along which they vary.
             stated = iter(sharding.vary([r for r in results if r is not None], own))
             return tuple(None if result is None else next(stated) for result in results)
@@ -496,16 +498,17 @@ class _OnShard:
 
     @property
     def lower(self) -> Callable[..., Results]:
-        """Returns the function that runs (kernel, implementation, config, device, *operands)."""
-        return _lowered_by_export if self.in_own_module else jitted(self.call.kernel.name)
+        """Returns the function that runs (chosen, *operands)."""
+        in_module = self.in_own_module
+        return lowering.in_own_module if in_module else lowering.jitted(self.call.kernel.name)
 
-    def _choose(self, operands: Operands) -> tuple[str, Hashable]:
-        """Returns the implementation to run, and its config or None for its default one."""
-        call = self.call
-        choice = call.runner.choice_on_shard(call.kernel, *operands)
+    def _choose(self, operands: Operands) -> lowering.Chosen:
+        """Returns the implementation to run, with its config or None for its default one."""
+        kernel, runner = self.call.kernel, self.call.runner
+        choice = runner.choice_on_shard(kernel, *operands)
         if choice.source is not None:
             dispatch.record(choice._replace(by_partitioner=self.in_own_module))
-        return choice.implementation, choice.config
+        return lowering.Chosen(kernel, choice.implementation, choice.config, runner.device)
 
 
 def configs(
@@ -569,124 +572,3 @@ def _merged(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
         return shape
     start, rows = letters.index(ROWS), _rows(shape, letters)
     return (*shape[:start], math.prod(rows), *shape[start + len(rows) :])
-
-
-# --- lowered once ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def jax_defaults(implementation: str) -> Iterator[None]:
-    """Sets JAX's default promotions, and for kernels 32-bit types, in place of the user's settings.
-
-    A kernel's indices are 32 bits wide, and promotions in its arithmetic are intended.
-    """
-    with (
-        jax.numpy_rank_promotion("allow"),
-        jax.numpy_dtype_promotion("standard"),
-        jax.enable_x64(jax.config.jax_enable_x64 and implementation == "xla"),
-    ):
-        yield
-
-
-@dataclass(frozen=True)
-class _ByPlatform:
-    """A stage that runs its implementation where lowered for a GPU, and XLA's elsewhere."""
-
-    kernel: Kernel
-    implementation: str
-    config: Hashable
-    device: dispatch.Device
-
-    def on_gpu(self, *operands: jax.Array | None) -> Results:
-        """Runs `kernel.run` under JAX's defaults."""
-        with jax_defaults(self.implementation):
-            # Only kernels that implement `HasConfigs` take a config.
-            chosen = {} if self.config is None else {"config": self.config}
-            return self.kernel.run(self.implementation, self.device, *operands, **chosen)
-
-    def on_gpu_exported(self, *operands: jax.Array | None) -> Results:
-        chosen = self.kernel, self.implementation, self.config, self.device
-        return _call_exported(*chosen, *operands)
-
-    def elsewhere(self, *operands: jax.Array | None) -> Results:
-        return _ByPlatform(self.kernel, "xla", None, self.device).on_gpu(*operands)
-
-
-@functools.cache
-def jitted(name: str) -> Any:
-    """Returns the jitted `kernel.run` that carries the kernel's name in profiles.
-
-    Its arguments are (kernel, implementation, config, device, *operands); the first four are static. The
-    function is lowered once for all its calls in a program, and by XLA's implementation for another
-    platform.
-    """
-
-    def run(kernel, implementation, config, device, *operands):
-        stage = _ByPlatform(kernel, implementation, config, device)
-        if implementation == "xla":  # XLA's implementation runs on every platform.
-            return stage.on_gpu(*operands)
-        return platforms.by_platform(stage, sharding.untracked(operands))
-
-    run.__name__ = run.__qualname__ = "jaxfused_" + name.replace(" ", "_")
-    return jax.jit(run, static_argnums=(0, 1, 2, 3))
-
-
-def _lowered_by_export(
-    kernel: Kernel,
-    implementation: str,
-    config: Hashable,
-    device: dispatch.Device,
-    *operands: jax.Array | None,
-) -> Results:
-    """Runs the kernel in a separate module, which XLA requests wherever it partitions a call.
-
-    The lowered text is cached and inserted into each of these modules.
-    """
-    # XLA's implementation is lowered fast, and callbacks of an interpreted kernel cannot be exported.
-    if implementation == "xla" or jax.default_backend() != "gpu":
-        return jitted(kernel.name)(kernel, implementation, config, device, *operands)
-    return _call_exported(kernel, implementation, config, device, *operands)
-
-
-def _call_exported(
-    kernel: Kernel,
-    implementation: str,
-    config: Hashable,
-    device: dispatch.Device,
-    *operands: jax.Array | None,
-) -> Results:
-    """Runs the kernel from an exported module for GPUs, whose lowered text is cached."""
-    present = [operand for operand in operands if operand is not None]
-    exported = _exported(
-        cast(Hashable, kernel),
-        implementation,
-        config,
-        device,
-        tuple(None if o is None else (o.shape, jnp.dtype(o.dtype)) for o in operands),
-    )
-    return exported.call(*present)
-
-
-@functools.cache
-def _exported(
-    kernel: Kernel,
-    implementation: str,
-    config: Hashable,
-    device: dispatch.Device,
-    operands: tuple[tuple[tuple[int, ...], Any] | None, ...],
-) -> jax.export.Exported:
-    def run(*present):
-        remaining = iter(present)
-        stage = _ByPlatform(kernel, implementation, config, device)
-        return stage.on_gpu(*(None if o is None else next(remaining) for o in operands))
-
-    targets = ("mosaic_gpu_v2", *cuda_library.TARGETS)
-    return jax.export.export(
-        jax.jit(run),
-        platforms=["cuda"],
-        disabled_checks=[
-            *(jax.export.DisabledSafetyCheck.custom_call(name) for name in targets),
-            # A program for several platforms calls the exported module only on GPUs.
-            jax.export.DisabledSafetyCheck.platform(),
-        ],
-    )(*(jax.ShapeDtypeStruct(*operand) for operand in operands if operand is not None))

@@ -6,7 +6,7 @@ operands' types and JAX's settings; the program gets what was traced as one equa
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,32 @@ Arrays = Sequence[jax.Array | None]
 class Call(Protocol):
     """A computation over arrays or Nones; equal calls compute the same function."""
 
-    def run(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
-        """Returns the results, and records its choices."""
-
     def batched(
         self, in_batched: Sequence[bool], *operands: jax.Array | None
     ) -> tuple[jax.Array | None, ...]:
         """Returns the results for a batch, the first axis of all results and of the marked operands."""
 
 
-def apply(call: Call, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
-    """Returns `call.run(*operands)`, under `jax.vmap` `call.batched`, and records its choices."""
-    traced = _run.trace(call, *operands)
+class Choices:
+    """The choices that were recorded while a call was traced."""
+
+    def __init__(self, choices: Sequence[dispatch.Choice]) -> None:
+        self.list = tuple(choices)
+
+
+class Traced(NamedTuple):
+    """The results of a call, and its choices, which are no leaves but a part of the tree's structure."""
+
+    results: tuple[jax.Array | None, ...]
+    choices: Choices
+
+
+def apply(call: Call, traced: Any, operands: Arrays) -> tuple[jax.Array | None, ...]:
+    """Returns the results of a call, and records its choices.
+
+    Args:
+      traced: the trace, by `jax.jit`, of the function that computes the call's `Traced`.
+    """
     results, choices = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
     for choice in choices.list:
         dispatch.record(choice)
@@ -42,37 +56,9 @@ def apply(call: Call, *operands: jax.Array | None) -> tuple[jax.Array | None, ..
     return tuple(None if result is None else next(computed) for result in results)
 
 
-class _Choices:
-    """The choices that were recorded while a call was traced."""
-
-    def __init__(self, choices: Sequence[dispatch.Choice]) -> None:
-        self.list = tuple(choices)
-
-
-class _Traced(NamedTuple):
-    """The results of a call, and its choices, which are no leaves but a part of the tree's structure."""
-
-    results: tuple[jax.Array | None, ...]
-    choices: _Choices
-
-
 jax.tree_util.register_pytree_node(
-    _Choices, lambda choices: ((), choices), lambda choices, _: choices
+    Choices, lambda choices: ((), choices), lambda choices, _: choices
 )
-
-
-def _trace(call: Call, *operands: jax.Array | None) -> _Traced:
-    with dispatch.recorded(alone=True) as choices:
-        results = call.run(*operands)
-    return _Traced(results, _Choices(choices))
-
-
-_run = jax.jit(_trace, static_argnums=0)
-
-
-def forget() -> None:
-    """Has every call traced anew."""
-    cast(Any, _run).clear_cache()
 
 
 _call = Primitive("jaxfused_call")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.runtime import runner
+from jaxfused.runtime import lowering, runner
 from jaxfused.tuning import timing
 
 _SECONDS = 0.1
@@ -87,13 +87,12 @@ class GpuBench:
         if work not in self.inputs:
             seed = jax.ShapeDtypeStruct((), jnp.uint32)
             self.inputs[work] = self._compile(jax.jit(_examples, static_argnums=0), work, seed)
-            with runner.jax_defaults("xla"):
+            with lowering.jax_defaults("xla"):
                 results = jax.eval_shape(_in_xla(work), *work.operands)
             self.errors[work] = self._compile(_largest_error, work, results, results)
-        function = runner.jitted(work.kernel.name)
-        self.compiled[work, candidate] = self._compile(
-            function, work.kernel, *candidate, work.device, *work.operands
-        )
+        function = lowering.jitted(work.kernel.name)
+        chosen = lowering.Chosen(work.kernel, *candidate, work.device)
+        self.compiled[work, candidate] = self._compile(function, chosen, *work.operands)
 
     def _compile(self, function: Any, *args: Any) -> Future[Any]:
         try:
@@ -152,7 +151,7 @@ def _examples(work: Work, seed: jax.Array) -> Sequence[jax.Array | None]:
             return jax.random.bits(next(keys), operand.shape, operand.dtype)
         return jax.random.bernoulli(next(keys), shape=operand.shape).astype(operand.dtype)
 
-    with runner.jax_defaults(""):
+    with lowering.jax_defaults(""):
         if isinstance(work.kernel, runner.HasExamples):
             return tuple(work.kernel.examples(random, work.device, *work.operands))
         return tuple(None if operand is None else random(operand) for operand in work.operands)

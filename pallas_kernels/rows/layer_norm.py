@@ -115,18 +115,6 @@ def forward(
     bias: jax.Array | None,
     residual: jax.Array | None,
     pre_bias: jax.Array | None,
-    **keywords: Any,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (y, next_residual, mean, rstd) of `forward_results`, without a quantised y."""
-    return forward_results(x, scale, bias, residual, pre_bias, **keywords)[:4]
-
-
-def forward_results(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    pre_bias: jax.Array | None,
     *,
     save_statistics: bool,
     subtract_mean: bool,

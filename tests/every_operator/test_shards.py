@@ -15,9 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
-from jaxfused.runtime import runner
 from tests.support import eight_devices
 from tests.support.calls import calls, have_library
+from tests.support.choices import choose_xla
 from tests.support.eight_devices import DEVICES
 from tests.support.grids import parametrize
 
@@ -217,7 +217,7 @@ def test_vmap_over_a_split_axis_has_the_numbers_of_one_device(monkeypatch, name,
             pytest.skip("no mesh axis splits the batch")
         options, axis_type = dict(spmd_axis_name="d"), AxisType.Auto
     mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(axis_type,) * 2)
-    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
+    choose_xla(monkeypatch)
     jax.clear_caches()
     with jax.set_mesh(mesh), dispatch.assume(H200):
         placed = [

@@ -2,6 +2,8 @@
 
 import functools
 import re
+import sys
+import traceback
 from dataclasses import replace
 
 import chex
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,10 +30,10 @@ from jaxfused.ops.linear import (
 )
 from jaxfused.ops.norm import layer_norm
 from jaxfused.ops.rope import rope
-from jaxfused.runtime import runner, vmap
+from jaxfused.runtime import lowering, runner, vmap
 from pallas_kernels.attention.logits import saved_length
 from tests.support.arrays import put
-from tests.support.choices import chosen, why_not
+from tests.support.choices import choose_xla, chosen, why_not
 from tests.support.grids import parametrize
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
@@ -144,15 +147,14 @@ def test_what_xla_partitions_is_lowered_once(h200, monkeypatch):
     forward = layer_norm._Forward(
         layer_norm.NormOptions("layer_norm", True, 1e-6, 0.0, None, None), save_statistics=False
     )
-    runner._exported.cache_clear()
+    by_pallas = lowering.Chosen(forward, "pallas", None, H200)
+    lowering._exported.cache_clear()
     for _ in range(12):
         program = jax.make_jaxpr(
-            lambda x: runner._lowered_by_export(
-                forward, "pallas", None, H200, x, None, None, None, None
-            )[0]
+            lambda x: lowering.in_own_module(by_pallas, x, None, None, None, None)[0]
         )(x)
         assert "call_exported" in str(program)
-    assert runner._exported.cache_info().misses == 1
+    assert lowering._exported.cache_info().misses == 1
 
 
 @chex.assert_max_traces(n=1)
@@ -178,6 +180,26 @@ def test_equal_calls_are_one_trace_and_each_is_recorded(h200, monkeypatch):
             )
         assert [c.stage for c in choices][-2:] == ["layer_norm forward"] * 2
     assert len(stages) == 2
+
+
+def test_a_kernel_lies_few_calls_below_its_operator(h200):
+    """Counts the functions of this repository on the stack of `plgpu.kernel`, and their modules."""
+    launch, stacks = plgpu.kernel.__code__, []
+
+    def walk(frame, event, argument):
+        if event == "call" and frame.f_code is launch:
+            modules = (f.f_globals["__name__"] for f, _ in traceback.walk_stack(frame.f_back))
+            stacks.append([m for m in modules if m.startswith(("jaxfused.", "pallas_kernels."))])
+
+    x, scale = jax.ShapeDtypeStruct((4096, D), BF16), jax.ShapeDtypeStruct((D,), BF16)
+    norm = functools.partial(jaxfused.layer_norm, implementation="pallas")
+    sys.setprofile(walk)
+    try:
+        jax.jit(norm).trace(x, scale, scale)
+    finally:
+        sys.setprofile(None)
+    [modules] = stacks
+    assert len(modules) <= 12 and len({*modules}) <= 7
 
 
 def test_a_call_under_other_settings_is_traced_anew(h200):
@@ -399,7 +421,7 @@ def test_implementations_return_the_same_shapes_and_dtypes(h200, kernel, operand
 @pytest.mark.parametrize("op", (jaxfused.layer_norm, jaxfused.rms_norm))
 def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, op, residual):
     """Single stages run in XLA next to kernels if no kernel supports their shapes."""
-    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
+    choose_xla(monkeypatch)
     keys = jax.random.split(jax.random.key(0), 6)
     x, stream, dy, dstream = (jax.random.normal(key, (3, 5, 24)) for key in keys[:4])
     scale, bias = (jax.random.normal(key, (24,)) for key in keys[4:])
@@ -442,7 +464,7 @@ def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeyp
 @pytest.mark.parametrize("save", ("hidden", "preactivation", "inputs"))
 @pytest.mark.parametrize("gated", (False, True, "stacked"))
 def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, save, gated):
-    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
+    choose_xla(monkeypatch)
     random = np.random.default_rng(0)
 
     def array(*shape):
@@ -468,7 +490,7 @@ def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypa
 
 @pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"logits_soft_cap": 3.0}), ids=str)
 def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, options):
-    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
+    choose_xla(monkeypatch)
     random = np.random.default_rng(0)
     q, k, v, bias = (
         put(random.standard_normal(shape), jnp.float32)

@@ -23,7 +23,7 @@ from jaxfused.explanation import basis, traced
 from jaxfused.ops.conv import conv as conv_operator
 from jaxfused.ops.conv import dense_conv_regimes
 from jaxfused.ops.norm import layer_norm
-from jaxfused.runtime import platforms, runner, table
+from jaxfused.runtime import lowering, runner, table
 from jaxfused.tuning import bench, command, tuner
 from jaxfused.tuning.bench import Candidate
 from pallas_kernels.gemm.matmul import MatmulConfig
@@ -1101,7 +1101,7 @@ def test_examples_fit_together(device):
 
 
 def test_the_bench_tells_wrong_results_from_roundings(monkeypatch):
-    monkeypatch.setattr(platforms, "KERNELS_RUN_EVERYWHERE", True)
+    monkeypatch.setattr(lowering, "KERNELS_RUN_EVERYWHERE", True)
     monkeypatch.setattr(bench, "_times", lambda calls, sets: dict.fromkeys(calls, 10.0))
     monkeypatch.setattr(bench.timing, "input_sets", lambda size: 1)
     kernel, operands = norm(64)

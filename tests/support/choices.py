@@ -7,6 +7,8 @@ import jax
 import pytest
 
 import jaxfused
+from jaxfused import dispatch
+from jaxfused.runtime import runner
 
 
 def why_not(f: Callable[..., Any], *args: Any) -> str | None:
@@ -35,3 +37,12 @@ def skip_where_it_cannot_run(f: Callable[..., Any], *args: Any) -> None:
 def chosen(f: Callable[..., Any], *args: Any) -> dict[str, str]:
     """Returns the implementation that runs each stage of `f`."""
     return {choice.stage: choice.implementation for choice, _ in jaxfused.explain(f, *args).calls}
+
+
+def choose_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes XLA run every stage that a `Runner` runs, whatever the caller named."""
+
+    def by_xla(self, kernel, *operands):
+        return dispatch.Choice(kernel.name, operands, "xla", {"xla": None})
+
+    monkeypatch.setattr(runner.Runner, "choice_on_shard", by_xla)

@@ -324,7 +324,7 @@ class _Forward:
         # The last axis of matrices is the features; statistics have no such axis.
         return tuple(
             None if result is None else result.reshape(x.shape[: x.ndim - (2 - result.ndim)])
-            for result in results
+            for result in results[:4]
         )
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:

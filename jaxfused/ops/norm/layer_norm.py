@@ -394,9 +394,10 @@ class _Forward:
         if implementation == "cuda":
             del keywords["round_before_scale"]
             return layer_norm_cuda.forward(*operands, **keywords)
-        return pallas_layer_norm.forward(
+        results = pallas_layer_norm.forward(
             *operands, **keywords, multiprocessors=device.multiprocessors
         )
+        return results[:4]
 
     def _by_xla(self, device, x, scale, bias, residual, pre_bias) -> Results:
         """Runs XLA on rows with any leading axes, merged into a matrix."""

@@ -145,7 +145,7 @@ class _Forward:
         operands = (x, scale, bias, residual, pre_bias)
         keywords: dict[str, Any] = self.options.keywords()
         if implementation == "pallas":
-            found = pallas_layer_norm.forward_results(
+            found = pallas_layer_norm.forward(
                 *operands,
                 **keywords,
                 save_statistics=False,
