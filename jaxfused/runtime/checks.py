@@ -29,6 +29,8 @@ def as_array(value: Any) -> jax.Array:
 
     JAX would take their lower 32 bits, so that 2**32 would become 0.
     """
+    if isinstance(value, jax.Array):
+        return value
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu":
         value = _limited(value, jax.dtypes.canonicalize_dtype(value.dtype))
     return jnp.asarray(value)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from jaxfused.runtime.dropout import dropout_seeds
 from jaxfused.runtime.gate import choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
-from jaxfused.runtime.shapes import why_symbolic
+from jaxfused.runtime.shapes import merge_axes, why_symbolic
 from pallas_kernels.attention import attention as pallas_attention
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
@@ -201,6 +201,7 @@ def dot_product_attention(
         }
         output = _in_cudnn(device, query, key, value, bias, who, scale, used)
         return output if has_batch else output[0]
+    lse: Any = None
     if is_reference:
         output, lse = attention_xla.attention(
             *(query, key, value, bias, sinks, who, dropout_words),
@@ -215,9 +216,13 @@ def dot_product_attention(
         options = _options(who, query.dtype, scale, logits_soft_cap, dropout_rate, functions)
         run = Runner(implementation, device)
         reads = functions.reads()
-        output, lse = _run(run, options, query, key, value, bias, sinks, who, dropout_words, reads)
+        output, saved = _run(
+            run, options, query, key, value, bias, sinks, who, dropout_words, reads
+        )
+        if return_residual or return_lse:
+            lse = _lse_of_queries(saved, query_length, sinks, who)
     if not has_batch:
-        output, lse = output[0], lse[0]
+        output, lse = output[0], None if lse is None else lse[0]
     if return_residual:
         return output, jax.lax.stop_gradient(lse.astype(key.dtype))
     return (output, lse) if return_lse else output
@@ -292,7 +297,7 @@ def _run(
     dropout_words,
     reads: tuple[jax.Array, ...] = (),
 ):
-    """Returns (output [B, T, N, V], lse [B, T, N]), computed by the kernels."""
+    """Returns the output [B, T, N, V] and `_Residuals.lse`, computed by the kernels."""
     batch, query_count, heads, head_size = query.shape
     key_heads = key.shape[2]
     groups = heads // key_heads
@@ -325,13 +330,17 @@ def _run(
     aligned = sharding.align(arrays.operands(), operand_axes=arrays.axes(), whole=WHOLE)
     arrays = Arrays.of(*aligned)
     output, lse = _attention(run, options, arrays)
-    output = output.reshape(batch, query_count, heads, value.shape[-1])
-    lse = lse[..., :query_count].reshape(batch, heads, query_count).swapaxes(1, 2)
+    return output.reshape(batch, query_count, heads, value.shape[-1]), lse
+
+
+def _lse_of_queries(saved, query_count: int, sinks, mask: Mask):
+    """Returns the log-sum-exp [B, T, N] from `_Residuals.lse`."""
+    lse = merge_axes(saved[..., :query_count], 1).swapaxes(1, 2)
     if sinks is not None and mask.query_lengths is not None:
         # The kernels skip queries beyond the length, with their sinks; their log-sum-exp is that of
         # the sink.
         lse = jnp.where(within(mask, query_count), lse, sinks.astype(lse.dtype)[None, None])
-    return output, lse
+    return lse
 
 
 class _Residuals(NamedTuple):

@@ -97,6 +97,8 @@ class CallFunctions:
 
     def reads(self) -> tuple[jax.Array, ...]:
         """Returns the arrays that the kernels read for both functions."""
+        own = [function for function in (self.score, self.mask) if function is not None]
+        if not own:
+            return ()
         at = places(None, *self.sizes)
-        own = (function for function in (self.score, self.mask) if function is not None)
         return tuple(array for function in own for array in function.values(at))
