@@ -69,19 +69,6 @@ def _describe(device: jax.Device) -> Device:
     return Device(device.platform, device.device_kind, (int(major), int(minor)), device.core_count)
 
 
-UNMEASURED: frozenset[str] = frozenset()
-"""Operators whose kernels no GPU has run in their present form. They run only when named."""
-
-
-def why_unmeasured(op: str) -> str | None:
-    """Returns why an operator's kernels run only when named, or None if they are chosen freely."""
-    if op not in UNMEASURED:
-        return None
-    return (
-        "its kernels have to be named until a GPU has checked and timed them in their present form"
-    )
-
-
 def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> str:
     """Returns the implementation to run: the named one, or the first of `reasons` that can run.
 

@@ -132,12 +132,6 @@ def _nothing_measured_here(monkeypatch):
     monkeypatch.setattr(table, "user_path", lambda device: nowhere / table.file_name(device))
 
 
-@pytest.fixture(autouse=True)
-def _kernels_need_not_be_named(monkeypatch):
-    """Lets tests use kernels that have not been measured on a GPU yet."""
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
-
-
 # Muon learns as much in a third of AdamW's steps.
 DIGITS_FLAGS = ("--optimizer", "muon", "--epochs", "3", "--warmup-epochs", "1")
 DIGITS_FLAGS += ("--held-out", "0.4", "--checkpoint-every", "1")

@@ -58,8 +58,6 @@ def _interpret() -> None:
 def _assume(device: dispatch.Device) -> None:
     dispatch.current_device = lambda *arrays: device
     lowering.KERNELS_RUN_EVERYWHERE = True
-    # As in tests, kernels need not have been measured on a GPU.
-    dispatch.UNMEASURED = frozenset()
     # Each kernel runs only once, so that compiling fast matters more than running fast.
     jax.config.update("jax_disable_most_optimizations", True)
 

@@ -1,7 +1,7 @@
 """The choice of CUDA C kernels in operators that have Pallas kernels too.
 
-Unless named, they run only on GPUs that the Pallas kernels do not support, if "<operator> cuda" is not
-in `dispatch.UNMEASURED`, and at sizes where they measured faster than XLA.
+Unless named, they run only on GPUs that the Pallas kernels do not support, at sizes where they measured
+faster than XLA.
 """
 
 from jaxfused import dispatch
@@ -25,23 +25,13 @@ def is_fast_for_rows(rows: int, features: int) -> bool:
     return rows * features >= LEAST_VALUES
 
 
-def missing(op: str, implementation: str | None) -> dict[str, str]:
-    """Returns `missing` for `takes_reference`: why an unmeasured CUDA kernel runs only when named."""
-    reason = dispatch.why_unmeasured(_name(op)) if implementation is None else None
-    return {} if reason is None else {"cuda": reason}
-
-
-def rule(op: str, device: dispatch.Device, *, fast: bool) -> Rule | None:
+def rule(device: dispatch.Device, *, fast: bool) -> Rule | None:
     """Returns the rule that puts the CUDA kernel first, or None if it runs only when named.
 
     Args:
       fast: whether the kernel is expected to be faster than XLA at these shapes.
     """
     pallas_serves = hopper.why_unfit(device.compute_capability) is None
-    if pallas_serves or dispatch.why_unmeasured(_name(op)) is not None or not fast:
+    if pallas_serves or not fast:
         return None
     return Rule(("cuda",), "CUDA C is faster than XLA at this size")
-
-
-def _name(op: str) -> str:
-    return f"{op} cuda"

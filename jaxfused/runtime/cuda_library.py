@@ -77,14 +77,32 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 """Dtypes that every kernel takes."""
 
 
-def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
-    """Returns None for a GPU that the kernels are compiled for, else the reason."""
+def why_unfit(
+    compute_capability: tuple[int, int] | None,
+    dtype: Any = None,
+    residual_dtype: Any = None,
+    *,
+    whose: str = "x has",
+) -> str | None:
+    """Returns None for a GPU and dtypes that the kernels are compiled for, else the reason.
+
+    Args:
+      dtype: a dtype, whose subject in the reason is `whose`, or None.
+      residual_dtype: that of a residual, which has to be `dtype`, or None.
+    """
     if compute_capability is None:
         return "it needs an NVIDIA GPU"
     if compute_capability < (7, 5):
         major, minor = compute_capability
         return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
-    return None
+    if dtype is not None and (reason := why_dtype_unfit(dtype, whose)):
+        return reason
+    if residual_dtype is None or residual_dtype == dtype:
+        return None
+    return (
+        f"it takes a residual of x's dtype, and x has {jnp.dtype(dtype)},"
+        f" residual {jnp.dtype(residual_dtype)}"
+    )
 
 
 def why_dtype_unfit(dtype: Any, whose: str = "x has") -> str | None:
@@ -92,16 +110,6 @@ def why_dtype_unfit(dtype: Any, whose: str = "x has") -> str | None:
     if dtype in DTYPES:
         return None
     return f"it takes float32, bfloat16 and float16, and {whose} dtype {jnp.dtype(dtype)}"
-
-
-def why_residual_unfit(dtype: Any, residual_dtype: Any) -> str | None:
-    """Returns None for a residual of the dtype of x, or for none, else the reason."""
-    if residual_dtype is None or residual_dtype == dtype:
-        return None
-    return (
-        f"it takes a residual of x's dtype, and x has {jnp.dtype(dtype)},"
-        f" residual {jnp.dtype(residual_dtype)}"
-    )
 
 
 @functools.cache

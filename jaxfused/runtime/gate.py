@@ -53,7 +53,7 @@ def takes_reference(
     if implementation is None and None in reasons.values() and 0 not in x.shape:
         left = why_xla() if callable(why_xla) else why_xla
         if not isinstance(left, LeftToXla):
-            left = LeftToXla(left or dispatch.why_unmeasured(op))
+            left = LeftToXla(left)
         reasons = {name: reason or left.why for name, reason in reasons.items()}
         stages = left.stages
     reasons["xla"] = None

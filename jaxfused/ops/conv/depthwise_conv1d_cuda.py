@@ -37,12 +37,7 @@ def why_unsupported(
     residual_dtype: Any = None,
 ) -> str | None:
     """Returns None if the convolution and its gradient can run, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
-        return reason
-    if reason := cuda_library.why_dtype_unfit(dtype):
-        return reason
-    if reason := cuda_library.why_residual_unfit(dtype, residual_dtype):
+    if reason := cuda_library.why_unfit(compute_capability, dtype, residual_dtype):
         return reason
     if taps not in TAPS:
         return f"there is no kernel of {taps} taps"

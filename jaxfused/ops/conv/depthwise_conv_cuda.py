@@ -164,14 +164,9 @@ def why_unsupported(
     residual_dtype: Any = None,
 ) -> str | None:
     """Returns None if the convolution and its gradients can run, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
+    if reason := cuda_library.why_unfit(compute_capability, dtype, residual_dtype):
         return reason
     assert compute_capability is not None
-    if reason := cuda_library.why_dtype_unfit(dtype):
-        return reason
-    if reason := cuda_library.why_residual_unfit(dtype, residual_dtype):
-        return reason
     if window.stride not in KERNELS.get(window.kernel, ()):
         rows, columns = window.kernel
         return f"there is no kernel of {rows} x {columns} with stride {window.stride}"

@@ -24,7 +24,7 @@ def why_unsupported(
     widths: Sequence[int],
 ) -> str | None:
     """Returns None if matrices [M, width] of a dtype can be quantised, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(dtype)
+    reason = cuda_library.why_unfit(compute_capability, dtype)
     if reason is not None:
         return reason
     for width in widths:

@@ -14,10 +14,7 @@ from jaxfused.runtime import cuda_library
 
 def why_unsupported(*, compute_capability: tuple[int, int] | None, dtype: Any) -> str | None:
     """Returns None if forward and backward can run, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
-        return reason
-    if reason := cuda_library.why_dtype_unfit(dtype):
+    if reason := cuda_library.why_unfit(compute_capability, dtype):
         return reason
     return cuda_library.why_unavailable()
 

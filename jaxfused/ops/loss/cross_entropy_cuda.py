@@ -50,10 +50,7 @@ def why_unsupported(
     soft_dtype: Any = None,
 ) -> str | None:
     """Returns None if forward and backward can run, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
-        return reason
-    if reason := cuda_library.why_dtype_unfit(dtype, "logits have"):
+    if reason := cuda_library.why_unfit(compute_capability, dtype, whose="logits have"):
         return reason
     if soft_dtype is not None:
         reason = cuda_library.why_dtype_unfit(soft_dtype, "labels have")

@@ -35,10 +35,7 @@ def why_unsupported(
     dtype: Any,
 ) -> str | None:
     """Returns None if forward and backward can run, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
-        return reason
-    if reason := cuda_library.why_dtype_unfit(dtype, "logits have"):
+    if reason := cuda_library.why_unfit(compute_capability, dtype, whose="logits have"):
         return reason
     if not 1 <= classes <= MAX_CLASSES:
         return f"it takes 1 to {MAX_CLASSES} classes, and logits have {classes}"

@@ -62,14 +62,9 @@ def why_unsupported(
     residual_dtype: Any = None,
 ) -> str | None:
     """Returns None if forward and backward can run on x [images, pixels, channels], else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
+    if reason := cuda_library.why_unfit(compute_capability, dtype, residual_dtype):
         return reason
     assert compute_capability is not None
-    if reason := cuda_library.why_dtype_unfit(dtype):
-        return reason
-    if reason := cuda_library.why_residual_unfit(dtype, residual_dtype):
-        return reason
     if groups < 1 or channels % groups:
         return f"it takes groups that divide the channels, and {groups} do not divide {channels}"
     itemsize = jnp.dtype(dtype).itemsize

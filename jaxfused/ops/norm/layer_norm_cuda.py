@@ -132,12 +132,7 @@ def why_unsupported(
     The shapes are those that the kernels see: of one shard, with all entries that a `vmap` folds into
     the rows. Each entry is one of the backward's `segments`.
     """
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
-        return reason
-    if reason := cuda_library.why_dtype_unfit(dtype):
-        return reason
-    if reason := cuda_library.why_residual_unfit(dtype, residual_dtype):
+    if reason := cuda_library.why_unfit(compute_capability, dtype, residual_dtype):
         return reason
     if round_before_scale:
         return "it rounds the result alone, and round_before_scale asks for the values before it"

@@ -49,10 +49,7 @@ def why_unsupported(
     dtype: Any,
 ) -> str | None:
     """Returns None if the kernels can run on x [B, H, W, C], forward and backward, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
-        return reason
-    if reason := cuda_library.why_dtype_unfit(dtype):
+    if reason := cuda_library.why_unfit(compute_capability, dtype):
         return reason
     if reason := why_window_unfit(window.size):
         return reason

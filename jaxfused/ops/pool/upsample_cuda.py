@@ -19,10 +19,7 @@ def why_unsupported(
     dtype: Any,
 ) -> str | None:
     """Returns None if the kernels can upsample x [B, H, W, C], forward and backward, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
-        return reason
-    if reason := cuda_library.why_dtype_unfit(dtype):
+    if reason := cuda_library.why_unfit(compute_capability, dtype):
         return reason
     if math.prod(shape) > MAX_ELEMENTS:
         return f"it takes at most {MAX_ELEMENTS} values, and x of shape {shape} has more"

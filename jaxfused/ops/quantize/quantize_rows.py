@@ -33,8 +33,7 @@ def quantize_rows(x: jax.Array, dtype: str, implementation: str | None) -> Quant
     """Returns x [..., D] in one of FORMATS, with a scale for each row."""
     op = "quantize_rows"
     device = dispatch.current_device(x)
-    missing = cuda_choice.missing(op, implementation)
-    if takes_reference(op, implementation, device, x, missing=missing):
+    if takes_reference(op, implementation, device, x):
         return _by_reference(x, dtype)
     rows = sharding.leading_axes(x.ndim - 1)
     (aligned,) = sharding.align((x,), operand_axes=(rows + "d",), whole="d")
@@ -80,9 +79,7 @@ class _Rows:
     def estimate(self, device, able, x) -> Estimate:
         if "pallas" in able:
             return Rule(("pallas",), "a kernel reads x once, and XLA once more for the maxima")
-        return cuda_choice.rule(
-            "quantize_rows", device, fast=cuda_choice.is_fast_for_rows(*x.shape)
-        )
+        return cuda_choice.rule(device, fast=cuda_choice.is_fast_for_rows(*x.shape))
 
     def configs(self, implementation, device, x) -> Sequence[Hashable]:
         del device

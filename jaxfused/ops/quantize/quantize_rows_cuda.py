@@ -14,7 +14,7 @@ def why_unsupported(
     *, compute_capability: tuple[int, int] | None, rows: int, features: int, dtype: Any
 ) -> str | None:
     """Returns None if x [rows, features] of a dtype can be quantised, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(dtype)
+    reason = cuda_library.why_unfit(compute_capability, dtype)
     if reason is not None:
         return reason
     if max(rows, features) > _MOST:

@@ -42,7 +42,6 @@ def gated_unit(
     device = dispatch.current_device(x)
     unit = _Unit(activation, gate.dtype)
     run = Runner(implementation, device)
-    missing = cuda_choice.missing(op, implementation)
     operands: tuple[Any, ...] = (
         x,
         gate.values,
@@ -52,7 +51,7 @@ def gated_unit(
         b_gate,
         b_up,
     )
-    if takes_reference(op, implementation, device, x, missing=missing) or (
+    if takes_reference(op, implementation, device, x) or (
         implementation is None and unit.is_left_to_xla(run, *operands)
     ):
         return unit.by_reference(x, gate, up, b_gate, b_up)
@@ -140,7 +139,7 @@ class _Unit:
         if x.shape[0] > MAX_ROWS:
             return Rule(("xla",), "its faster product makes up for dequantising the weights first")
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
-        return cuda_choice.rule("quantized_matmul", device, fast=fast)
+        return cuda_choice.rule(device, fast=fast)
 
     def run(self, implementation, device, x, *weights_and_biases) -> Results:
         *weights, b_gate, b_up = weights_and_biases

@@ -13,7 +13,7 @@ from jaxfused.ops.linear.linear_stages import ActivationGradient
 from jaxfused.ops.linear.weight_gradient import sum_rows
 from jaxfused.ops.quantized import quantized_matmul_xla
 from jaxfused.ops.quantized.quantized_matmul_stages import WHOLE, InputGradient, Options
-from jaxfused.runtime import cuda_choice, sharding
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
@@ -193,9 +193,7 @@ def _takes_reference(
         and (x.dtype not in _OF_8_BITS or not x.is_scaled)
     ):
         why_xla = "its kernels take symmetric x of 8 bits: pass jaxfused.quantize_rows(x)"
-    missing = cuda_choice.missing(op, implementation)
-    if why_xla is not None:
-        missing = dict.fromkeys(("pallas", "cuda"), why_xla)
+    missing = {} if why_xla is None else dict.fromkeys(("pallas", "cuda"), why_xla)
     values = x.values if isinstance(x, QuantizedArray) else x
     device = dispatch.current_device(values)
     return takes_reference(op, implementation, device, array, why_xla=why_xla, missing=missing)

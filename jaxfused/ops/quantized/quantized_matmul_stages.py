@@ -155,7 +155,7 @@ class Layer:
                 )
             return Rule(("pallas", "xla"), "XLA dequantises the weights first")
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
-        return cuda_choice.rule("quantized_matmul", device, fast=fast)
+        return cuda_choice.rule(device, fast=fast)
 
     def configs(
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual

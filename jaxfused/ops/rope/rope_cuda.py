@@ -33,10 +33,7 @@ def why_unsupported(
 ) -> str | None:
     """Returns None if the kernel can run, forward and backward, else the reason."""
     del interleaved
-    reason = cuda_library.why_unfit(compute_capability)
-    if reason is not None:
-        return reason
-    if reason := cuda_library.why_dtype_unfit(dtype, "q has"):
+    if reason := cuda_library.why_unfit(compute_capability, dtype, whose="q has"):
         return reason
     if dtype != k_dtype:
         return (

@@ -16,9 +16,7 @@ def why_unsupported(
     *, compute_capability: tuple[int, int] | None, rows: int, words: int, dtype: Any
 ) -> str | None:
     """Returns None if tokens can be drawn from logits [rows, words] of a dtype, else the reason."""
-    reason = cuda_library.why_unfit(compute_capability)
-    reason = reason or cuda_library.why_dtype_unfit(dtype, "logits have")
-    if reason is not None:
+    if reason := cuda_library.why_unfit(compute_capability, dtype, whose="logits have"):
         return reason
     if rows > _MOST_ROWS or words > _MOST_WORDS:
         return (

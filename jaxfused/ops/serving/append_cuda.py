@@ -64,10 +64,7 @@ def why_unsupported(
       columns: the larger one of the head sizes of keys and values.
       places: tokens of a page; of a sequence, S, without pages.
     """
-    reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(
-        dtype, "keys have"
-    )
-    if reason is not None:
+    if reason := cuda_library.why_unfit(compute_capability, dtype, whose="keys have"):
         return reason
     if value_dtype != dtype:
         return f"it takes keys and values of one dtype, got {dtype} and {value_dtype}"

@@ -111,9 +111,7 @@ def block_sparse_matmul(
     device = dispatch.current_device(x)
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     run = Runner(implementation, device)
-    if takes_reference(
-        op, implementation, device, x, blocks, why_xla=dispatch.why_unmeasured(op), missing=missing
-    ):
+    if takes_reference(op, implementation, device, x, blocks, missing=missing):
         if not sharding.is_explicit(x, blocks):
             y = block_sparse_xla.block_sparse_matmul(
                 x,

@@ -638,13 +638,6 @@ def test_weights_of_rows_are_left_to_xla(hopper):
         jaxfused.quantized_matmul(jnp.ones((2, 256), "bfloat16"), q, implementation="pallas")
 
 
-def test_kernels_have_to_be_named_until_they_are_measured(hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({"quantized_matmul"}))
-    assert chosen(loss, *jax.eval_shape(Case.of(9, 256, 80, None).operands)) == {
-        "quantized_matmul": "xla"
-    }
-
-
 @pytest.mark.usefixtures("interpreted")
 def test_zero_and_nan_scales():
     x, q, _, _ = Case.of(3, 256, 64, None, "int4", {"group_size": 128}).operands()
