@@ -113,12 +113,12 @@ class Choice(NamedTuple):
     by_partitioner: bool = False
     """True if the choice was made for one shard while XLA partitioned the operation."""
     source: Literal["named", "model", "table", "neighbour"] | None = None
-    """The basis of the choice: the caller's name, the cost model, or the autotuning table at these
-    shapes or at near ones. None for a choice that does not depend on shapes."""
+    """The basis of the choice: the caller's name, the stage's rule ("model"), or the autotuning table at
+    these shapes or at near ones. None for a choice that does not depend on shapes."""
     config: Any = None
     """The table's config, or None for the implementation's default."""
     kernel: Any = None
-    """The `jaxfused.runtime.runner.Kernel` of the stage, or None if the call is plain jax.numpy."""
+    """The `jaxfused.runtime.runner.Stage` of the stage, or None if the call is plain jax.numpy."""
     estimate: Estimate = None
     """The rule by which the implementations are ordered without measured times."""
     measured: Any = None

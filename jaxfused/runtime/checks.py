@@ -1,4 +1,8 @@
-"""Checks of operators' arguments, whose messages say the rule, the value and the remedy."""
+"""Checks of operators' arguments, whose messages say the rule, the value and the remedy.
+
+`python_numbers` checks options by their annotations, for all public functions; the functions `check_...`
+are called by the operators.
+"""
 
 import functools
 import inspect

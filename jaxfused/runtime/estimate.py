@@ -1,4 +1,4 @@
-"""The order of a stage's implementations, from what the stage expects of them.
+"""The rule of a stage: which of its implementations it expects to be the fastest.
 
 A stage says why an implementation cannot run (`why_not`) and, if it has an expectation, which of the
 others are faster (`estimate`). This module alone derives the order from both.

@@ -1,4 +1,8 @@
-"""The decision, before an operator's custom_vjp, whether a call is plain jax.numpy."""
+"""The gate before an operator's custom_vjp: whether no kernel can run, so that the call is jax.numpy.
+
+What passes the gate goes to a `Runner`, which chooses for each stage. What does not keeps JAX's own
+derivatives: forward mode, and gradients of gradients.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

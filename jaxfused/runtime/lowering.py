@@ -34,8 +34,8 @@ KERNELS_RUN_EVERYWHERE = False
 class Chosen:
     """The implementation and the config by which a stage runs on a device."""
 
-    kernel: Any
-    """The stage, a `jaxfused.runtime.runner.Kernel`."""
+    stage: Any
+    """The stage, a `jaxfused.runtime.runner.Stage`."""
     implementation: str
     config: Hashable
     """None for the implementation's default."""
@@ -44,9 +44,9 @@ class Chosen:
     @property
     def run(self) -> Callable[..., Results]:
         """The function of the operands that the implementation computes, under `jax_defaults`."""
-        # Only kernels that implement `HasConfigs` take a config.
+        # Only stages that implement `HasConfigs` take a config.
         config = {} if self.config is None else {"config": self.config}
-        return functools.partial(self.kernel.run, self.implementation, self.device, **config)
+        return functools.partial(self.stage.run, self.implementation, self.device, **config)
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def _lower_for_gpus(context, *operands, call: ClosedJaxpr, chosen: Chosen, given
 def _lower_elsewhere(context, *operands, call: ClosedJaxpr, chosen: Chosen, given: Any) -> Any:
     def elsewhere(*operands: jax.Array | None) -> list[jax.Array]:
         with jax_defaults("xla"):
-            results = chosen.kernel.run("xla", chosen.device, *operands)
+            results = chosen.stage.run("xla", chosen.device, *operands)
         present = [result for result in results if result is not None]
         return [_in_parts(r, aval) for r, aval in zip(present, call.out_avals, strict=True)]
 
@@ -163,7 +163,7 @@ def in_own_module(chosen: Chosen, *operands: jax.Array | None) -> Results:
     """
     # XLA's implementation is lowered fast, and callbacks of an interpreted kernel cannot be exported.
     if chosen.implementation == "xla" or jax.default_backend() != "gpu":
-        return jitted(chosen.kernel.name)(chosen, *operands)
+        return jitted(chosen.stage.name)(chosen, *operands)
     return _call_exported(chosen, *operands)
 
 

@@ -1,4 +1,4 @@
-"""The Pallas half of a stage that is one product with an epilogue."""
+"""Stages that are one matrix product with an epilogue: what their Pallas implementations share."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar

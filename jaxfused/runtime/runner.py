@@ -1,19 +1,21 @@
-"""Runner, which runs the kernels of every operator.
+"""Runner: how an operator's call becomes kernels of a program, for all operators alike.
 
-An operator's custom_vjp calls a `Runner` with each of its stages (forward, backward, ...). The Runner
-does the following for all stages, from the outside in, and once for equal stages and shapes
-(`traced_once`):
+An operator consists of stages: its forward, its backward, each a kernel's worth of work with several
+implementations (Pallas, CUDA C, XLA). Its custom_vjp calls a `Runner` with each stage and its operands.
+From the outside in, the Runner does this:
 
-1. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds. The
-   batch of a `jax.vmap` is an axis that may be split too.
-2. `jax.vmap`: a device's part of a batch is folded into axes of the kernel, or its entries run one by
+1. Trace: equal stages on operands of equal types are traced once in a program (`traced_once`).
+2. Shards: `sharding.per_shard` runs the stage on the part of the operands that a device holds. The batch
+   of a `jax.vmap` is an axis that may be split too.
+3. `jax.vmap`: a device's part of a batch is folded into axes of the kernel, or its entries run one by
    one.
-3. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs, and by
-   which config: by the autotuning table if it has these shapes or near ones, else by the kernel's cost
-   model. The operands and results of a stage are the same for all implementations, XLA's included, so
-   that each stage of an operator chooses for itself.
-4. Lowering: the chosen kernel runs inside a `jax.jit` whose identity depends only on the kernel, its
-   options and its shapes. However often a program calls the kernel, it is traced and lowered once.
+4. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs, and by
+   which config: by the autotuning table (`table`) if it has these shapes or near ones, else by the
+   stage's own rule (`estimate`). The operands and results of a stage are the same for all
+   implementations, XLA's included, so that each stage of an operator chooses for itself.
+5. Lowering: `lowering` makes the chosen implementation a function of the program that is lowered once.
+
+docs/kernels/call.md follows a call of `layer_norm` through all of it.
 """
 
 import functools
@@ -42,7 +44,7 @@ ROWS = "."
 
 
 class Axes(NamedTuple):
-    """The letters of the axes of a kernel's arrays, as in `sharding.per_shard`, with `ROWS`."""
+    """The letters of the axes of a stage's arrays, as in `sharding.per_shard`, with `ROWS`."""
 
     operands: Sequence[str]
     results: Sequence[str | None]
@@ -53,7 +55,7 @@ class Axes(NamedTuple):
     """Padded result axes, each with the operand axis that has the valid length."""
     parts: str = ""
     """Letters of contracted axes, over which the kernel sums before its last step. If the first operand
-    with such an axis is split along it, the kernel's `on_parts` runs."""
+    with such an axis is split along it, the stage's `on_parts` runs."""
     parts_by: str | None = None
     """Implementation that `on_parts` consists of, or None if it runs kernels of any implementation. If
     the caller names another implementation, the contracted axes are gathered for it."""
@@ -65,10 +67,10 @@ class Axes(NamedTuple):
         return self.whole + self.parts, ""
 
 
-class Kernel(Protocol):
-    """A stage of an operator, with all its implementations.
+class Stage(Protocol):
+    """A kernel's worth of an operator, forward or backward, with all its implementations.
 
-    A kernel is a frozen dataclass of its static parameters, and equal kernels compute the same function.
+    A stage is a frozen dataclass of its static parameters, and equal stages compute the same function.
     Operands and results may be None.
     """
 
@@ -87,7 +89,7 @@ class Kernel(Protocol):
     def why_not(self) -> Callable[..., Mapping[str, str | None]]:
         """The function `why_not(device, *operands)`: why each implementation cannot run these operands.
 
-        The reason is None for an implementation that can run. Where the kernel has no estimate, the
+        The reason is None for an implementation that can run. Where the stage has no estimate, the
         implementations run in this order. The rows of the operands are one axis here, as in `run`. XLA
         can always run; an implementation that leaves this stage to XLA is not listed.
         """
@@ -96,21 +98,21 @@ class Kernel(Protocol):
     def run(self) -> Callable[..., Results]:
         """The function `run(implementation, device, *operands)`, which computes the results.
 
-        If the kernel `HasConfigs`, it takes `config=` too; None stands for the default.
+        If the stage `HasConfigs`, it takes `config=` too; None stands for the default.
         """
 
     @property
     def batched(self) -> Callable[..., Results | None]:
         """The function `batched(call, axis_size, in_batched, *operands)`, the rule for `jax.vmap`.
 
-        It returns None if the entries of the batch have to run one by one. `call(kernel, *operands)`
-        runs a kernel on operands that include the batch.
+        It returns None if the entries of the batch have to run one by one. `call(stage, *operands)`
+        runs a stage on operands that include the batch.
         """
 
 
 @runtime_checkable
 class HasConfigs(Protocol):
-    """A kernel with an implementation that has several configs."""
+    """A stage with an implementation that has several configs."""
 
     def configs(
         self, implementation: str, device: dispatch.Device, *operands: Any
@@ -124,27 +126,27 @@ class HasConfigs(Protocol):
 
 @runtime_checkable
 class HasEstimate(Protocol):
-    """A kernel that expects one implementation to be faster than another."""
+    """A stage that expects one implementation to be faster than another."""
 
     def estimate(self, device: dispatch.Device, able: Collection[str], *operands: Any) -> Estimate:
         """Returns the rule that orders the implementations `able` to run, or None."""
 
 
 class HasParts(Protocol):
-    """A kernel that can sum over contracted axes, its `Axes.parts`, that are split over devices."""
+    """A stage that can sum over contracted axes, its `Axes.parts`, that are split over devices."""
 
     def on_parts(
         self, names: Sequence[str], call: Callable[..., Results], *operands: Any
     ) -> Results:
         """Computes `run` from a device's part of the axes, with sums over the mesh axes `names`.
 
-        The rows of operands and results are one axis. `call(kernel, *operands)` runs a kernel on parts.
+        The rows of operands and results are one axis. `call(stage, *operands)` runs a stage on parts.
         """
 
 
 @runtime_checkable
 class TakesRows(Protocol):
-    """A kernel whose XLA implementation gets the rows in the caller's axes, not merged into one.
+    """A stage whose XLA implementation gets the rows in the caller's axes, not merged into one.
 
     XLA evaluates an array [M, F] of odd F value by value, but one of more axes in vectors of values.
     """
@@ -154,24 +156,24 @@ class TakesRows(Protocol):
 
 @runtime_checkable
 class HasExamples(Protocol):
-    """A kernel whose operands cannot be random numbers, such as lengths that have to fit an array."""
+    """A stage whose operands cannot be random numbers, such as lengths that have to fit an array."""
 
     def examples(
         self, random: Callable[..., Any], device: dispatch.Device, *operands: Any
     ) -> Operands:
-        """Returns operands of the given shapes and dtypes to measure the kernel with.
+        """Returns operands of the given shapes and dtypes to measure the stage with.
 
         `random(operand)` returns a random array of an operand's shape and dtype.
         """
 
 
-Stage = tuple[Kernel, Sequence[Any]]
-"""A kernel, and its operands or their shapes."""
+StageCall = tuple[Stage, Sequence[Any]]
+"""A stage, and its operands or their shapes."""
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs an operator's kernels, by the implementation that the caller named or by the fastest one.
+    """Runs an operator's stages, by the implementation that the caller named or by the fastest one.
 
     A Runner is a static argument of everything that JAX traces below an operator. So the device's table
     is part of the keys of JAX's caches, and a gradient chooses by the same table as its forward.
@@ -189,17 +191,17 @@ class Runner:
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", tables.load(self.device))
 
-    def __call__(self, kernel: Kernel, *operands: jax.Array | None) -> Any:
-        """Runs a kernel and returns its results; the operands are arrays of any rank, or None.
+    def __call__(self, stage: Stage, *operands: jax.Array | None) -> Any:
+        """Runs a stage and returns its results; the operands are arrays of any rank, or None.
 
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel sees.
         """
-        call = _Call(kernel, self)
+        call = _Call(stage, self)
         return traced_once.apply(call, _traced.trace(call, *operands), operands)
 
-    def choice(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
-        """Returns the implementation for a kernel of these operands or shapes, and its reasons.
+    def choice(self, stage: Stage, *operands: Any) -> dispatch.Choice:
+        """Returns the implementation for a stage of these operands or shapes, and its reasons.
 
         The choice is for a device's shards, which are the operands themselves under Auto mesh axes,
         as XLA's partitioner decides later.
@@ -207,7 +209,7 @@ class Runner:
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel would see.
         """
-        axes = kernel.axes(*operands)
+        axes = stage.axes(*operands)
         leading = sharding.leading_axes(_row_axes(operands, axes), "".join(axes.operands))
         whole, parts = axes.split(self.implementation)
         shards = sharding.shards(
@@ -222,36 +224,36 @@ class Runner:
             else jax.ShapeDtypeStruct(_merged(shard.shape, letters), shard.dtype)
             for shard, letters in zip(shards, axes.operands, strict=True)
         ]
-        return self.choice_on_shard(kernel, *matrices)
+        return self.choice_on_shard(stage, *matrices)
 
-    def left_to_xla(self, why: str, stages: Iterable[Stage]) -> gate.LeftToXla | None:
+    def left_to_xla(self, why: str, stages: Iterable[StageCall]) -> gate.LeftToXla | None:
         """Returns `why` and the choices to measure, or None if a kernel was measured to be faster.
 
         Args:
           why: the operator's reason, such as "nothing is fused".
-          stages: the kernels of the call and of its gradient that would run otherwise.
+          stages: the stages of the call and of its gradient that would run otherwise.
         """
-        choices = [self.choice(kernel, *operands) for kernel, operands in stages]
+        choices = [self.choice(stage, *operands) for stage, operands in stages]
         if any(c.measured is not None and c.implementation != "xla" for c in choices):
             return None
         return gate.LeftToXla(why, choices)
 
-    def choice_on_shard(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
+    def choice_on_shard(self, stage: Stage, *operands: Any) -> dispatch.Choice:
         """Returns the choice for operands as the kernel sees them: shards whose rows are one axis."""
         shapes = shapes_of(operands)
         if (unknown := why_symbolic(*operands)) is not None:
             reasons = {"pallas": unknown, "cuda": unknown, "xla": None}
-            return self._among(kernel, shapes, reasons)
+            return self._among(stage, shapes, reasons)
         if any(operand is not None and operand.size == 0 for operand in operands):
             # An empty array leaves a kernel nothing to compute, and CUDA rejects an empty launch.
-            return dispatch.Choice(kernel.name, shapes, "xla", {"xla": None})
+            return dispatch.Choice(stage.name, shapes, "xla", {"xla": None})
         return _choice_of_shapes(
-            self, cast(Hashable, kernel), shapes, jax.config.jax_default_matmul_precision
+            self, cast(Hashable, stage), shapes, jax.config.jax_default_matmul_precision
         )
 
     def _among(
         self,
-        kernel: Kernel,
+        stage: Stage,
         shapes: Sequence[jax.ShapeDtypeStruct | None],
         reasons: Mapping[str, str | None],
         estimate: Estimate = None,
@@ -261,12 +263,12 @@ class Runner:
         by_operator = self.why is not None and named == self.implementation is not None
         rule = Rule((str(named),), str(self.why)) if by_operator else None
         return dispatch.Choice(
-            kernel.name,
+            stage.name,
             shapes,
-            dispatch.choose(kernel.name.split(" ")[0], named, reasons),
+            dispatch.choose(stage.name.split(" ")[0], named, reasons),
             dict(reasons),
             source="model" if named is None or rule is not None else "named",
-            kernel=kernel,
+            kernel=stage,
             estimate=rule or estimate,
         )
 
@@ -301,22 +303,22 @@ class Runner:
 @functools.lru_cache(maxsize=4096)
 def _choice_of_shapes(
     runner: Runner,
-    kernel: Kernel,
+    stage: Stage,
     shapes: Sequence[jax.ShapeDtypeStruct | None],
     precision: Any,
 ) -> dispatch.Choice:
-    """Returns the implementation chosen for a kernel and operands of known sizes, none of which is 0.
+    """Returns the implementation chosen for a stage and operands of known sizes, none of which is 0.
 
-    A kernel may read JAX's `precision` setting, so `precision` is part of the cache's key.
+    A stage may read JAX's `precision` setting, so `precision` is part of the cache's key.
     """
     del precision
-    reasons, estimate = kernel.why_not(runner.device, *shapes), None
-    if isinstance(kernel, HasEstimate):
+    reasons, estimate = stage.why_not(runner.device, *shapes), None
+    if isinstance(stage, HasEstimate):
         able = [name for name, reason in reasons.items() if reason is None]
-        estimate = kernel.estimate(runner.device, able, *shapes)
+        estimate = stage.estimate(runner.device, able, *shapes)
         reasons = in_order(reasons, estimate)
-    choice = runner._among(kernel, shapes, reasons, estimate)
-    found = runner.table.find(kernel, shapes)
+    choice = runner._among(stage, shapes, reasons, estimate)
+    found = runner.table.find(stage, shapes)
     return choice if found is None else runner._measured(choice, found)
 
 
@@ -327,17 +329,17 @@ def forget() -> None:
 
 
 def batched_rows(
-    kernel: Kernel,
+    stage: Stage,
     call: Callable[..., Results],
     axis_size: int,
     in_batched: Sequence[Any],
     *operands: jax.Array | None,
 ) -> Results | None:
-    """Implements `Kernel.batched` for a kernel over rows: the batch becomes one more leading axis.
+    """Implements `Stage.batched` for a stage over rows: the batch becomes one more leading axis.
 
-    Returns None if an operand that the rows share is batched, or if the kernel sums over rows.
+    Returns None if an operand that the rows share is batched, or if the stage sums over rows.
     """
-    axes = kernel.axes(*operands)
+    axes = stage.axes(*operands)
     over_rows = [ROWS in letters for letters in axes.operands]
     shared_is_batched = any(
         is_batched(batched) and not rows
@@ -348,7 +350,7 @@ def batched_rows(
         return None
     batched = batch_all(axis_size, in_batched, operands)
     return call(
-        kernel,
+        stage,
         *(
             with_batch if rows else operand
             for with_batch, operand, rows in zip(batched, operands, over_rows, strict=True)
@@ -358,9 +360,9 @@ def batched_rows(
 
 @dataclass(frozen=True)
 class _Call:
-    """A kernel's call with its static arguments: all but the operands."""
+    """A stage's call with its static arguments: all but the operands."""
 
-    kernel: Kernel
+    stage: Stage
     runner: Runner
     batches: tuple[tuple[bool, ...], ...] = ()
     """Whether each operand has the batch, for each `jax.vmap` around the call, outermost first.
@@ -381,7 +383,7 @@ class _Call:
             else jax.ShapeDtypeStruct(operand.shape[sum(batched) :], operand.dtype)
             for operand, *batched in zip(operands, *self.batches, strict=True)
         ]
-        axes = self.kernel.axes(*entry)
+        axes = self.stage.axes(*entry)
         leading = sharding.leading_axes(_row_axes(entry, axes))
         taken = leading + "".join(axes.operands)
         batches = sharding.leading_axes(len(self.batches), taken)
@@ -425,12 +427,12 @@ class _OnShard:
     def __call__(self, *operands: jax.Array | None) -> Results:
         if self.call.batches:
             return self._over_batches(_OnShard.__call__, operands)
-        kernel = self.call.kernel
-        axes = kernel.axes(*operands)
+        stage = self.call.stage
+        axes = stage.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
         chosen = self._choose(matrices)
         # An XLA implementation of a `TakesRows` stage takes the caller's axes of rows, unmerged.
-        as_they_are = chosen.implementation == "xla" and isinstance(kernel, TakesRows)
+        as_they_are = chosen.implementation == "xla" and isinstance(stage, TakesRows)
         results = self.lower(chosen, *(operands if as_they_are else matrices))
         return results if as_they_are else _with_rows(results, axes.results, rows)
 
@@ -443,7 +445,7 @@ class _OnShard:
         return self._over_batches(of_entry, operands)
 
     def _over_batches(self, of_entry: Callable[..., Results], operands: Operands) -> Results:
-        """Runs `of_entry(self, *operands)`, with the kernel's `batched` rule for each `jax.vmap`."""
+        """Runs `of_entry(self, *operands)`, with the stage's `batched` rule for each `jax.vmap`."""
         if not self.call.batches:
             return of_entry(self, *operands)
         without = replace(self, call=replace(self.call, batches=()))
@@ -459,11 +461,11 @@ class _OnShard:
 
         @call.def_vmap
         def rule(axis_size, in_batched, *operands):
-            def merged(kernel: Kernel, *operands: jax.Array | None) -> Results:
-                on_shard = replace(self, call=replace(self.call, kernel=kernel))
+            def merged(stage: Stage, *operands: jax.Array | None) -> Results:
+                on_shard = replace(self, call=replace(self.call, stage=stage))
                 return on_shard._batchable(of_entry, *operands)
 
-            results = self.call.kernel.batched(merged, axis_size, in_batched, *operands)
+            results = self.call.stage.batched(merged, axis_size, in_batched, *operands)
             if results is None:
                 results = one_by_one(call, in_batched, operands)
             return results, jax.tree.map(lambda _: True, results)
@@ -471,13 +473,13 @@ class _OnShard:
         return call(*operands)
 
     def _entry_on_parts(self, names: Sequence[str], operands: Operands) -> Results:
-        kernel: Any = self.call.kernel
+        stage: Any = self.call.stage
 
-        def call(kernel: Kernel, *operands: jax.Array | None) -> Results:
+        def call(stage: Stage, *operands: jax.Array | None) -> Results:
             present = [operand for operand in operands if operand is not None]
             own = sharding.varying(*present)
             remaining = iter(sharding.vary(present, own))
-            on_shard = replace(self, call=replace(self.call, kernel=kernel))
+            on_shard = replace(self, call=replace(self.call, stage=stage))
             own_operands = [None if operand is None else next(remaining) for operand in operands]
             results = self.lower(on_shard._choose(own_operands), *own_operands)
             # Types of kernel results do not state the mesh axes along which they vary.
@@ -485,14 +487,14 @@ class _OnShard:
             return tuple(None if result is None else next(stated) for result in results)
 
         def run(*matrices: jax.Array | None) -> Results:
-            by = kernel.axes(*operands).parts_by
+            by = stage.axes(*operands).parts_by
             if by is not None:
                 why = "devices share the axis that it sums over"
                 reasons = dict.fromkeys(("pallas", "cuda"), why) | {by: None}
-                dispatch.record(dispatch.Choice(kernel.name, shapes_of(matrices), by, reasons))
-            return kernel.on_parts(names, call, *matrices)
+                dispatch.record(dispatch.Choice(stage.name, shapes_of(matrices), by, reasons))
+            return stage.on_parts(names, call, *matrices)
 
-        axes = kernel.axes(*operands)
+        axes = stage.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
         return _with_rows(run(*matrices), axes.results, rows)
 
@@ -500,24 +502,24 @@ class _OnShard:
     def lower(self) -> Callable[..., Results]:
         """Returns the function that runs (chosen, *operands)."""
         in_module = self.in_own_module
-        return lowering.in_own_module if in_module else lowering.jitted(self.call.kernel.name)
+        return lowering.in_own_module if in_module else lowering.jitted(self.call.stage.name)
 
     def _choose(self, operands: Operands) -> lowering.Chosen:
         """Returns the implementation to run, with its config or None for its default one."""
-        kernel, runner = self.call.kernel, self.call.runner
-        choice = runner.choice_on_shard(kernel, *operands)
+        stage, runner = self.call.stage, self.call.runner
+        choice = runner.choice_on_shard(stage, *operands)
         if choice.source is not None:
             dispatch.record(choice._replace(by_partitioner=self.in_own_module))
-        return lowering.Chosen(kernel, choice.implementation, choice.config, runner.device)
+        return lowering.Chosen(stage, choice.implementation, choice.config, runner.device)
 
 
 def configs(
-    kernel: Kernel, implementation: str, device: dispatch.Device, operands: Sequence[Any]
+    stage: Stage, implementation: str, device: dispatch.Device, operands: Sequence[Any]
 ) -> Sequence[Hashable]:
     """Returns an implementation's configs, the default first; (None,) if there is no choice."""
-    if not isinstance(kernel, HasConfigs):
+    if not isinstance(stage, HasConfigs):
         return (None,)
-    return kernel.configs(implementation, device, *operands) or (None,)
+    return stage.configs(implementation, device, *operands) or (None,)
 
 
 def _row_axes(operands: Sequence[Any], axes: Axes) -> int:

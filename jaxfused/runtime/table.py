@@ -1,8 +1,8 @@
 """Autotuning tables: for each device, the measured ranking of a stage's implementations at its shapes.
 
-The tuner writes tables, and a call looks them up before it uses the cost model. Nothing here depends on
-an operator: a stage is its name, its static parameters and the shapes and dtypes of its operands, and a
-config is compared by its text with the configs that are legal today.
+The tuner writes tables, and a call looks them up before it asks the stage's rule. Nothing here depends
+on an operator: a stage is its name, its static parameters and the shapes and dtypes of its operands, and
+a config is compared by its text with the configs that are legal today.
 
 A device has up to two files of one format: the one that the package ships, and the user's, whose entries
 take precedence. They are read on first use. A file that is broken, or for another device or version, is

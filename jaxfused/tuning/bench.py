@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
 class Work:
     """A kernel at the shapes that it sees on a device."""
 
-    kernel: runner.Kernel
+    kernel: runner.Stage
     operands: tuple[jax.ShapeDtypeStruct | None, ...]
     device: dispatch.Device
 

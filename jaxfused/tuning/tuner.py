@@ -44,7 +44,7 @@ class TunedStage:
     waiting: list[Candidate]
     """Candidates still to be measured, in this order."""
     order: list[Candidate]
-    """All candidates, the most promising first: the choice before tuning, then by the cost model."""
+    """All candidates, the most promising first: the choice before tuning, then by the stage's order."""
     microseconds: dict[Candidate, float] = field(default_factory=dict)
     dropped: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that raised or returned wrong results, with the reason."""

@@ -5,6 +5,7 @@ import re
 import sys
 import traceback
 from dataclasses import replace
+from pathlib import Path
 
 import chex
 import jax
@@ -183,13 +184,21 @@ def test_equal_calls_are_one_trace_and_each_is_recorded(h200, monkeypatch):
 
 
 def test_a_kernel_lies_few_calls_below_its_operator(h200):
-    """Counts the functions of this repository on the stack of `plgpu.kernel`, and their modules."""
+    """Functions of this repository on the stack of `plgpu.kernel` are those of docs/kernels/call.md."""
+    root = Path(jaxfused.__file__).parents[1]
+    page = (root / "docs/kernels/call.md").read_text()
+    documented = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", page, re.MULTILINE)
     launch, stacks = plgpu.kernel.__code__, []
 
     def walk(frame, event, argument):
         if event == "call" and frame.f_code is launch:
-            modules = (f.f_globals["__name__"] for f, _ in traceback.walk_stack(frame.f_back))
-            stacks.append([m for m in modules if m.startswith(("jaxfused.", "pallas_kernels."))])
+            stack = [f.f_code for f, _ in traceback.walk_stack(frame.f_back)][::-1]
+            own = [
+                c
+                for c in stack
+                if c.co_filename.startswith((f"{root}/jaxfused/", f"{root}/pallas_"))
+            ]
+            stacks.append([(c.co_filename[len(f"{root}/") :], c.co_qualname) for c in own])
 
     x, scale = jax.ShapeDtypeStruct((4096, D), BF16), jax.ShapeDtypeStruct((D,), BF16)
     norm = functools.partial(jaxfused.layer_norm, implementation="pallas")
@@ -198,8 +207,9 @@ def test_a_kernel_lies_few_calls_below_its_operator(h200):
         jax.jit(norm).trace(x, scale, scale)
     finally:
         sys.setprofile(None)
-    [modules] = stacks
-    assert len(modules) <= 12 and len({*modules}) <= 7
+    [stack] = stacks
+    assert [(file, name.partition(".<locals>")[0]) for file, name in stack] == documented
+    assert len(stack) <= 12 and len({file for file, _ in stack}) <= 7
 
 
 def test_a_call_under_other_settings_is_traced_anew(h200):

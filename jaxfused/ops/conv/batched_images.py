@@ -5,18 +5,18 @@ from typing import Any
 
 import jax
 
-from jaxfused.runtime.runner import Kernel, Results
+from jaxfused.runtime.runner import Results, Stage
 from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 
 
 def batched_images(
-    kernel: Kernel,
+    kernel: Stage,
     call: Callable[..., Results],
     axis_size: int,
     in_batched: Sequence[Any],
     *operands: jax.Array | None,
 ) -> Results | None:
-    """Implements `Kernel.batched` for images and weights: merges the batch into the images' axis "b".
+    """Implements `Stage.batched` for images and weights: merges the batch into the images' axis "b".
 
     Returns None if weights or a bias are batched, or if the kernel sums over images.
     """

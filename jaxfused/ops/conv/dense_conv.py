@@ -38,7 +38,7 @@ from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import SLOPE_OF_RESULT
 from jaxfused.runtime.gate import LeftToXla
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.runner import Runner, Stage
+from jaxfused.runtime.runner import Runner, StageCall
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
@@ -155,7 +155,7 @@ def left_to_xla(
     return LeftToXla(why, choices)
 
 
-def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Stage]:
+def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[StageCall]:
     """Yields the kernels of a convolution and its gradients, with their operands' shapes."""
     x, w, residual = jax.eval_shape(
         lambda x, w, residual: (images(x), weights_of_images(x, w), images(residual)),

@@ -23,7 +23,7 @@ from jaxfused.runtime.activation import value_and_slope
 from jaxfused.runtime.gate import LeftToXla
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.runner import Axes, Results, Runner, Stage
+from jaxfused.runtime.runner import Axes, Results, Runner, StageCall
 
 
 def left_to_xla(
@@ -49,7 +49,7 @@ def left_to_xla(
     return left._replace(stages=(*left.stages, of_sums))
 
 
-def stages(options: "_Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Stage]:
+def stages(options: "_Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[StageCall]:
     """Yields the kernels of a depthwise convolution and its gradients, with their operands' shapes."""
     x, w, residual = jax.eval_shape(functools.partial(_as_images, options.window), x, w, residual)
     window, (batch, height, width, channels) = options.window, x.shape

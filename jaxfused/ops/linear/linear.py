@@ -34,7 +34,7 @@ from jaxfused.runtime.checks import (
 from jaxfused.runtime.gate import LeftToXla, choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.roofline import is_modelled
-from jaxfused.runtime.runner import Results, Runner, Stage
+from jaxfused.runtime.runner import Results, Runner, StageCall
 from jaxfused.runtime.shapes import why_symbolic
 
 
@@ -145,7 +145,7 @@ def _left_to_xla(
     return left if wgrad_in_xla else None
 
 
-def _stages(options: "_Options", x: Any, w: Any, residual: Any) -> Iterator[Stage]:
+def _stages(options: "_Options", x: Any, w: Any, residual: Any) -> Iterator[StageCall]:
     """Yields the stages of a layer without bias and activation, wgrad last."""
     dy = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype)
     yield options.forward(save_preactivation=False), (x, w, None, residual)

@@ -27,7 +27,7 @@ from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import LeftToXla, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import along_last_axis
-from jaxfused.runtime.runner import Axes, Results, Runner, Stage
+from jaxfused.runtime.runner import Axes, Results, Runner, StageCall
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.rows import rope as pallas_rope
 
@@ -433,7 +433,7 @@ def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:
         )
 
 
-def _stages(interleaved: bool, *arrays: jax.Array | None) -> Iterator[Stage]:
+def _stages(interleaved: bool, *arrays: jax.Array | None) -> Iterator[StageCall]:
     """Yields the rotation of (q, k, cos, sin) and its gradient."""
     operands = jax.eval_shape(
         lambda q, k, *tables: (*_grouped(q, k), *(t.astype(jnp.float32) for t in tables)), *arrays
