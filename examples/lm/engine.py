@@ -38,6 +38,21 @@ class Text:
     finish: Literal["stop", "length", "cancelled"] | None = None
     known: int = 0
     """Number of tokens of the prompt that were not prefilled, because other texts' pages held them."""
+    has_log_probs: bool = False
+    """True if the log-probabilities of its tokens are wanted."""
+    log_probs: list["TokenLogProbs"] = field(default_factory=list)
+    """Those of each of `tokens`, if they are wanted."""
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probabilities at one place of a text, with the bias but without penalties and temperature."""
+
+    chosen: float
+    """That of the text's token."""
+    top: list[float]
+    """The `MOST_LOG_PROBS` largest ones."""
+    top_tokens: list[int]
+    """Their tokens."""
 
 
 @dataclass(eq=False)
@@ -62,6 +77,8 @@ class _Computed(NamedTuple):
     """Number of the step that started the program."""
     tokens: jax.Array
     """Last token of each slot, [slots]."""
+    log_probs: jaxfused.LogProbs | None
+    """Those of each slot, [slots, ...]."""
     slots: list[tuple[int, _Slot]]
     """Slots with a new token, as (index, slot)."""
 
@@ -223,7 +240,7 @@ class Engine:
         before = slot.read
         slot.read += len(part)
         is_last = slot.read == len(slot.begin)
-        self._state, tokens = self._prefill(
+        self._state, *drawn = self._prefill(
             self._params,
             self._state,
             self._table([slot]),
@@ -232,11 +249,11 @@ class Engine:
             np.int32(before),
             np.int32(len(part)),
             is_last,
-            penalties=slot.text.sampling.has_penalties,
+            **_wanted([slot]),
         )
         self._record(slot)
         if is_last:
-            self._computed.append(_Computed(self._steps, tokens, [(i, slot)]))
+            self._computed.append(_Computed(self._steps, *drawn, [(i, slot)]))
 
     def _make_room(self, ready: Sequence[tuple[int, _Slot]]) -> None:
         """Reserves room for each text's next token; if pages run out, the newest texts are preempted."""
@@ -266,14 +283,14 @@ class Engine:
         for i, slot in ready:
             slot.read += 1
             lengths[i], names[i] = slot.read, slot
-        self._state, tokens = self._decode(
+        self._state, *drawn = self._decode(
             self._params,
             self._state,
             self._table(names),
             lengths,
-            penalties=any(slot.text.sampling.has_penalties for _, slot in ready),
+            **_wanted([slot for _, slot in ready]),
         )
-        self._computed.append(_Computed(self._steps, tokens, ready))
+        self._computed.append(_Computed(self._steps, *drawn, ready))
 
     def _table(self, names: Sequence[_Slot | None]) -> np.ndarray:
         """Returns the page table of the slots, padded to one of a few widths."""
@@ -287,12 +304,14 @@ class Engine:
 
     def _take(self) -> None:
         """Adds the oldest computed tokens to their texts, and ends the texts that are complete."""
-        _, tokens, slots = self._computed.popleft()
-        drawn = np.asarray(tokens)
+        _, tokens, log_probs, slots = self._computed.popleft()
+        drawn, log_probs = np.asarray(tokens), jax.device_get(log_probs)
         for i, slot in slots:
             text, token = slot.text, int(drawn[i])
             if text.finish is not None:
                 continue
+            if text.has_log_probs:
+                text.log_probs.append(TokenLogProbs(*(part[i].tolist() for part in log_probs)))
             text.tokens.append(token)
             self._events.append((text, token))
             if token in self._ends or token < 0:
@@ -322,3 +341,11 @@ class Engine:
                 self._allocator.free(slot)
         if text in self._waiting:
             self._waiting.remove(text)
+
+
+def _wanted(slots: Sequence[_Slot]) -> dict[str, bool]:
+    """Returns what a program computes beyond plain draws, because one of these slots wants it."""
+    return dict(
+        changes_logits=any(slot.text.sampling.changes_logits for slot in slots),
+        log_probs=any(slot.text.has_log_probs for slot in slots),
+    )

@@ -6,7 +6,6 @@ as there are slots and pages for; others are queued. A prefix that several share
 
 import argparse
 import json
-import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -17,9 +16,9 @@ import jax
 from examples.errors import ExampleError, run_command
 from examples.flags import whole
 from examples.lm import loading
-from examples.lm.engine import Engine, Text
+from examples.lm.answers import Answer, Choice, Piece, error_of, texts_of
+from examples.lm.engine import Engine
 from examples.lm.requests import Request, read_request
-from examples.lm.stream import Stream
 from examples.lm.tokenizer import Tokenizer
 from examples.lm.worker import FailedError, FullError, Worker
 from examples.packages import needed
@@ -94,17 +93,23 @@ class Server:
             asked = read_request(body, is_chat=is_chat, vocabulary=self._vocabulary)
             if asked.model != self._name:
                 return self._no_model(asked.model)
-            prompt = await needed("starlette.concurrency").run_in_threadpool(
+            prompts = await needed("starlette.concurrency").run_in_threadpool(
                 asked.tokens, self._tokenizer
             )
-            text = self._text(prompt, asked)
+            texts = texts_of(asked, prompts, [self._most(prompt, asked) for prompt in prompts])
+            if len(texts) > self._worker.most:
+                raise ExampleError(
+                    f"a request may ask for at most {self._worker.most} answers, but asks for"
+                    f" {len(texts)}; send several."
+                )
         except ExampleError as error:
             return self._error(400, str(error))
-        answer = _Answer(asked, text, self._name, is_chat=is_chat)
-        pieces = self._pieces(text, asked)
+        choices = [Choice(i, text, asked, self._tokenizer) for i, text in enumerate(texts)]
+        answer = Answer(asked, choices, self._name)
+        pieces = self._pieces(choices)
         try:
             # A full queue or a bad prompt is answered by a status code, before the stream starts.
-            first = await anext(pieces, None)
+            first = await anext(pieces)
         except FullError as error:
             return self._error(429, f"{error}; try again", headers={"retry-after": "1"})
         except FailedError as error:
@@ -115,46 +120,47 @@ class Server:
                 events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
             )
             return _closing(response, events, pieces)
+        parts = [first]
         try:
-            parts = [first or ""]
             async for piece in pieces:
-                parts.append(piece or "")
+                parts.append(piece)
                 if await request.is_disconnected():
                     break
         except FailedError as error:
             return self._error(500, f"the model failed ({error}); restart the server")
         finally:
             await pieces.aclose()
-        return self._responses.JSONResponse(answer.whole("".join(parts)))
+        return self._responses.JSONResponse(answer.whole([part for part in parts if part]))
 
-    def _text(self, prompt: list[int], asked: Request) -> Text:
+    def _most(self, prompt: Sequence[int], asked: Request) -> int:
+        """Returns the largest number of tokens of an answer to a prompt."""
         room = self._worker.length - len(prompt)
         if room < 1 or (asked.most is not None and asked.most > room) or not prompt:
             raise ExampleError(
                 f"a prompt and its answer must have at most {self._worker.length} tokens, and one each,"
                 f" but the prompt has {len(prompt)} and max_tokens is {asked.most}; shorten one."
             )
-        return Text(prompt, room if asked.most is None else asked.most, asked.sampling)
+        return room if asked.most is None else asked.most
 
-    async def _pieces(self, text: Text, asked: Request) -> AsyncIterator[str | None]:
-        """Yields the answer in pieces, and None when a stream should send a comment."""
-        stream = Stream(asked.stops)
-        tokens = self._worker.tokens(text, patience=self._patience)
+    async def _pieces(self, choices: Sequence[Choice]) -> AsyncIterator[Piece | None]:
+        """Yields the answers in pieces, and None when a stream should send a comment."""
+        of_text = {choice.text: choice for choice in choices}
+        events = self._worker.tokens(list(of_text), patience=self._patience)
         try:
-            async for token in tokens:
-                if token is None:
+            async for event in events:
+                if event is None:
                     yield None
                     continue
-                if token < 0:
+                text, token = event
+                if token is not None and token < 0:
                     raise FailedError("its logits are not finite")
-                if token not in self._tokenizer.ends:
-                    yield stream.add(self._tokenizer.bytes_of(token))
-                if stream.is_stopped:
-                    text.finish = "stop"
-                    return
-            yield stream.end()
+                piece = of_text[text].add(token)
+                if piece.finish is not None:
+                    self._worker.end(text)
+                    text.finish = text.finish if token is None else "stop"
+                yield piece
         finally:
-            await tokens.aclose()
+            await events.aclose()
 
     def _model(self) -> dict[str, Any]:
         created = self._created
@@ -170,7 +176,7 @@ class Server:
 
     def _error(self, status: int, message: str, headers: Any = None) -> Any:
         return self._responses.JSONResponse(
-            {"error": _error_of(status, message)}, status, headers=headers
+            {"error": error_of(status, message)}, status, headers=headers
         )
 
 
@@ -187,11 +193,6 @@ def _closing(response: Any, *generators: Any) -> Any:
     return send_and_close
 
 
-def _error_of(status: int, message: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
-    return dict(message=message, type=kind, param=None, code=status)
-
-
 async def _body(request: Any) -> Any:
     """Returns the JSON of a request.
 
@@ -203,85 +204,6 @@ async def _body(request: Any) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ExampleError(f"the body must be JSON, but is not: {error}") from error
-
-
-class _Answer:
-    """Formats an answer as one JSON object or as a stream of events."""
-
-    def __init__(self, asked: Request, text: Text, name: str, *, is_chat: bool):
-        self._asked, self._text, self._is_chat = asked, text, is_chat
-        kind = "chat.completion" if is_chat else "text_completion"
-        prefix = "chatcmpl" if is_chat else "cmpl"
-        self._head = dict(
-            id=f"{prefix}-{secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=name,
-            object=kind,
-        )
-
-    def whole(self, answer: str) -> dict[str, Any]:
-        """Returns the answer as one object."""
-        content = (
-            dict(message=dict(role="assistant", content=answer, refusal=None))
-            if self._is_chat
-            else dict(text=answer)
-        )
-        choice = dict(index=0, **content, logprobs=None, finish_reason=self._finish())
-        return self._head | dict(choices=[choice], usage=self._usage())
-
-    async def events(self, first: str | None, rest: Any) -> AsyncIterator[bytes]:
-        """Yields the answer as server-sent events.
-
-        An error is sent as an event, and the connection is then aborted, so that no client takes the
-        text as complete.
-        """
-        try:
-            if self._is_chat:
-                yield self._chunk(delta=dict(role="assistant", content=""))
-            for piece in [first]:
-                if piece:
-                    yield self._piece(piece)
-            async for piece in rest:
-                if piece:
-                    yield self._piece(piece)
-                elif piece is None:
-                    yield b": ping\n\n"
-            yield self._piece("", finish=self._finish())
-            if self._asked.include_usage:
-                yield _event(self._chunk_of([]) | dict(usage=self._usage()))
-            yield b"data: [DONE]\n\n"
-        except FailedError as error:
-            yield _event({"error": _error_of(500, f"the model failed: {error}")})
-            raise
-
-    def _piece(self, piece: str, finish: str | None = None) -> bytes:
-        if not self._is_chat:
-            return self._chunk(text=piece, finish=finish)
-        return self._chunk(delta=dict(content=piece) if piece else {}, finish=finish)
-
-    def _chunk(self, finish: str | None = None, **content: Any) -> bytes:
-        choice = dict(index=0, **content, logprobs=None, finish_reason=finish)
-        return _event(self._chunk_of([choice]))
-
-    def _chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return self._head | dict(object=kind, choices=choices)
-
-    def _finish(self) -> str:
-        return "length" if self._text.finish == "length" else "stop"
-
-    def _usage(self) -> dict[str, int]:
-        read, written = len(self._text.prompt), len(self._text.tokens)
-        return dict(
-            prompt_tokens=read,
-            completion_tokens=written,
-            total_tokens=read + written,
-            prompt_tokens_details=dict(cached_tokens=self._text.known),
-        )
-
-
-def _event(value: Any) -> bytes:
-    return f"data: {json.dumps(value)}\n\n".encode()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

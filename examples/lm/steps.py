@@ -5,8 +5,8 @@ fixed.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,11 @@ from flax import nnx
 import jaxfused
 from examples.lm.model import LanguageModel
 from examples.lm.pages import Pages, Rows
+
+MOST_LOG_PROBS = 20
+"""Number of the likeliest tokens whose log-probabilities a text may have."""
+MOST_BIASES = 300
+"""Largest number of tokens that a text may have a bias for."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,27 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    """What is added to the logits of tokens, before penalties."""
 
     @property
-    def has_penalties(self) -> bool:
-        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+    def changes_logits(self) -> bool:
+        """True if there is a penalty or a bias."""
+        penalties = self.presence_penalty or self.frequency_penalty
+        return bool(self.repetition_penalty != 1 or penalties or self.bias)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the options as arrays of fixed shapes, by name."""
+        numbers = {name: value for name, value in vars(self).items() if name != "bias"}
+        # Without a bias the token is none of the vocabulary, so that nothing is added.
+        tokens = np.full(MOST_BIASES, np.iinfo(np.int32).max, np.int32)
+        biases = np.zeros(MOST_BIASES, np.float32)
+        tokens[: len(self.bias)], biases[: len(self.bias)] = [*self.bias], [*self.bias.values()]
+        dtypes = {int: np.int32, float: np.float32}
+        return dict(biased=tokens, biases=biases) | {
+            name: np.asarray(value, np.uint32 if name == "seed" else dtypes[type(value)])
+            for name, value in numbers.items()
+        }
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +73,7 @@ class State:
     answers: jax.Array
     """Number of tokens in the history that belong to the answer, [slots]."""
     options: dict[str, jax.Array]
-    """Values of the fields of `Sampling`, [slots] each, by name."""
+    """Arrays of `Sampling`, [slots, ...] each, by name."""
 
     @classmethod
     def zeros(
@@ -63,8 +85,8 @@ class State:
             history=jnp.full((slots, length), -1, jnp.int32),
             answers=jnp.zeros(slots, jnp.int32),
             options={
-                name: jnp.zeros(slots, jnp.uint32 if name == "seed" else type(value))
-                for name, value in vars(Sampling()).items()
+                name: jnp.zeros((slots, *array.shape), array.dtype)
+                for name, array in Sampling().arrays().items()
             },
         )
 
@@ -74,11 +96,7 @@ class State:
         """Returns the state with a text in a slot; the last `answers` of its tokens are its answer."""
         history = np.full(self.history.shape[1], -1, np.int32)
         history[: len(tokens)] = tokens
-        options = {
-            name: np.asarray(value, self.options[name].dtype)
-            for name, value in vars(sampling).items()
-        }
-        return _admit(self, np.int32(slot), history, np.int32(answers), options)
+        return _admit(self, np.int32(slot), history, np.int32(answers), sampling.arrays())
 
 
 @functools.cache
@@ -90,7 +108,7 @@ def programs(
     The structure is no argument of the programs, because hashing it would take longer than a step of a
     small model.
     """
-    options = dict(donate_argnums=1, static_argnames="penalties")
+    options = dict(donate_argnums=1, static_argnames=("changes_logits", "log_probs"))
     return tuple(
         jax.jit(functools.partial(f, graphdef, batch_invariant), **options)
         for f in (_prefill, _decode)
@@ -126,8 +144,9 @@ def _prefill(
     count: jax.Array,
     is_last: jax.Array,
     *,
-    penalties: bool,
-) -> tuple[State, jax.Array]:
+    changes_logits: bool,
+    log_probs: bool,
+) -> tuple[State, jax.Array, jaxfused.LogProbs | None]:
     """Prefills `count` tokens of a text after its first `before`; the last chunk samples the next."""
     model = nnx.merge(graphdef, params)
     end = before + count
@@ -142,7 +161,11 @@ def _prefill(
     logits = model.logits(features[0, count - 1])
     state = replace(state, pages=pages)
     row = jax.tree.map(lambda a: a[slot], replace(state, pages=()))
-    return _with_tokens(state, slot, _draw(row, logits, penalties), is_last, end)
+    drawn, scores = _draw(row, logits, changes_logits, log_probs)
+    slots = len(state.last)
+    # Each slot's row has the result, as after `_decode` its own.
+    scores = jax.tree.map(lambda a: jnp.broadcast_to(a, (slots, *a.shape)), scores)
+    return *_with_tokens(state, slot, drawn, is_last, end), scores
 
 
 def _decode(
@@ -153,16 +176,18 @@ def _decode(
     table: jax.Array,
     lengths: jax.Array,
     *,
-    penalties: bool,
-) -> tuple[State, jax.Array]:
+    changes_logits: bool,
+    log_probs: bool,
+) -> tuple[State, jax.Array, jaxfused.LogProbs | None]:
     """Feeds in each slot's last token, which `lengths` count (0 in idle slots), and samples the next."""
     model = nnx.merge(graphdef, params)
     slots = jnp.arange(len(lengths), dtype=jnp.int32)
     starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
     rows = Rows(table, lengths, starts, jnp.maximum(lengths - 1, 0), batch_invariant)
     features, pages = model(state.last[None], cache=state.pages, rows=rows)
-    drawn = _draw(state, model.logits(features[0]), penalties)
-    return _with_tokens(replace(state, pages=pages), slots, drawn, lengths > 0, lengths)
+    drawn, scores = _draw(state, model.logits(features[0]), changes_logits, log_probs)
+    state = replace(state, pages=pages)
+    return *_with_tokens(state, slots, drawn, lengths > 0, lengths), scores
 
 
 def _with_tokens(
@@ -179,14 +204,19 @@ def _with_tokens(
     return replace(state, last=last, history=history, answers=answers), last
 
 
-def _draw(state: State, logits: jax.Array, penalties: bool) -> jax.Array:
-    """Returns the next token of each row of logits [..., vocabulary]."""
+def _draw(
+    state: State, logits: jax.Array, changes_logits: bool, log_probs: bool
+) -> tuple[jax.Array, jaxfused.LogProbs | None]:
+    """Returns the next token of each row of logits [..., vocabulary], and its log-probabilities."""
     options = dict(state.options)
     seeds = options.pop("seed")
     key = jax.random.key(seeds) if seeds.ndim == 0 else jax.vmap(jax.random.key)(seeds)
+    biased, biases = options.pop("biased"), options.pop("biases")
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: options.pop(name) for name in names}
-    if penalties:
+    if changes_logits:
+        rows = [jnp.arange(len(logits))[:, None]] if logits.ndim > 1 else []
+        logits = logits.at[*rows, biased].add(biases, mode="drop")
         place = jnp.arange(state.history.shape[-1])
         # Presence and frequency penalties count the answer alone; repetition penalties count the prompt
         # too.
@@ -198,4 +228,7 @@ def _draw(state: State, logits: jax.Array, penalties: bool) -> jax.Array:
         )
     else:
         given = {}
-    return jaxfused.sample(logits, key, position=state.answers, **options, **given)
+    if not log_probs:
+        return jaxfused.sample(logits, key, position=state.answers, **options, **given), None
+    most = min(MOST_LOG_PROBS, logits.shape[-1])
+    return jaxfused.sample(logits, key, position=state.answers, logprobs=most, **options, **given)

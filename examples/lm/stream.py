@@ -27,6 +27,13 @@ class Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.is_stopped = False
+        self.length = 0
+        """Number of characters returned so far."""
+
+    @property
+    def held(self) -> int:
+        """Returns the number of characters that are held back."""
+        return len(self._held)
 
     def add(self, data: bytes) -> str:
         """Returns the text that is final now that these bytes have arrived."""
@@ -44,9 +51,11 @@ class Stream:
         if found:
             self.is_stopped = True
             self._held = ""
+            self.length += min(found)
             return text[: min(found)]
         held = 0 if is_last else self._length_of_beginning(text)
         self._held = text[len(text) - held :]
+        self.length += len(text) - held
         return text[: len(text) - held]
 
     def _length_of_beginning(self, text: str) -> int:

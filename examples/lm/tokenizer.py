@@ -144,7 +144,8 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """Returns the UTF-8 bytes that a token adds to a text; none for control tokens."""
-        return self._bytes[token]
+        # A model may have more tokens than its tokenizer, to fill up the embedding.
+        return self._bytes[token] if token < len(self._bytes) else b""
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -215,4 +216,15 @@ def _text(token: Any) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ExampleError(
+            f"{path.name} must be readable JSON, but {path} is not ({error}); download it again."
+        ) from error
+    if not isinstance(found, dict):
+        raise ExampleError(
+            f"{path.name} must hold an object, but {path} holds a {type(found).__name__}; download it"
+            " again."
+        )
+    return found

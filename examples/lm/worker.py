@@ -1,9 +1,10 @@
 """A thread that runs an `Engine` and passes tokens to the coroutines that wait for them."""
 
 import asyncio
+import functools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from examples.errors import ExampleError
@@ -20,16 +21,16 @@ class FailedError(Exception):
 
 @dataclass(eq=False)
 class _Ticket:
-    """A text and the coroutine that waits for its tokens."""
+    """A coroutine that waits for the tokens of some texts."""
 
-    text: Text
     loop: asyncio.AbstractEventLoop
-    tokens: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[tuple[Text, int | None] | None] = field(default_factory=asyncio.Queue)
+    """A text with its next token, or with None at its end; None if the engine has failed."""
 
-    def put(self, token: int | None) -> None:
-        """Queues a token for the coroutine, or None at the end; any thread may call it."""
+    def put(self, event: tuple[Text, int | None] | None) -> None:
+        """Queues an event for the coroutine; any thread may call it."""
         try:
-            self.loop.call_soon_threadsafe(self.tokens.put_nowait, token)
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
         except RuntimeError:
             return  # The loop is closed, so nothing waits for the token.
 
@@ -64,10 +65,18 @@ class Worker:
         """Returns the number of texts queued or in progress."""
         return len(self._tickets)
 
-    async def tokens(self, text: Text, *, patience: float) -> AsyncIterator[int | None]:
-        """Yields the tokens that follow a text, and None whenever none came for `patience` seconds.
+    @property
+    def most(self) -> int:
+        """Returns the largest number of texts that are queued or in progress."""
+        return self._most
 
-        A caller that stops early, or is cancelled, ends the text.
+    async def tokens(
+        self, texts: Sequence[Text], *, patience: float
+    ) -> AsyncIterator[tuple[Text, int | None] | None]:
+        """Yields each text with each of its tokens, and with None at its end.
+
+        Also yields None alone whenever nothing came for `patience` seconds. A caller that stops early,
+        or is cancelled, ends the texts; `end` ends one of them.
 
         Raises:
           FullError: there are too many texts.
@@ -75,25 +84,34 @@ class Worker:
         """
         if self._error is not None:
             raise FailedError(str(self._error))
-        if len(self._tickets) >= self._most:
-            raise FullError(f"{self._most} texts are in line or under way")
-        ticket = self._tickets[text] = _Ticket(text, asyncio.get_running_loop())
-        self._calls.put(lambda: self._engine.submit(text))
+        if len(self._tickets) + len(texts) > self._most:
+            raise FullError(f"{len(self._tickets)} of {self._most} texts are in line or under way")
+        ticket = _Ticket(asyncio.get_running_loop())
+        for text in texts:
+            self._tickets[text] = ticket
+            self._calls.put(functools.partial(self._engine.submit, text))
         try:
-            while True:
+            while any(text in self._tickets for text in texts):
                 try:
-                    token = await asyncio.wait_for(ticket.tokens.get(), patience)
+                    event = await asyncio.wait_for(ticket.events.get(), patience)
                 except TimeoutError:
                     yield None
                     continue
-                if token is None:
-                    break
-                yield token
-            if self._error is not None:
-                raise FailedError(str(self._error))
+                if event is None:
+                    raise FailedError(str(self._error))
+                text, token = event
+                if text in self._tickets:
+                    if token is None:
+                        self.end(text)
+                    yield event
         finally:
-            del self._tickets[text]
-            self._calls.put(lambda: self._engine.cancel(text))
+            for text in texts:
+                self.end(text)
+
+    def end(self, text: Text) -> None:
+        """Ends a text, which makes room for others."""
+        if self._tickets.pop(text, None) is not None:
+            self._calls.put(functools.partial(self._engine.cancel, text))
 
     def _run(self) -> None:
         try:
@@ -106,9 +124,9 @@ class Worker:
                     call()
                 for text, token in self._engine.step():
                     if (ticket := self._tickets.get(text)) is not None:
-                        ticket.put(token)
+                        ticket.put((text, token))
                         if text.finish is not None:
-                            ticket.put(None)
+                            ticket.put((text, None))
         except Exception as error:
             self._error = error
             raise

@@ -10,7 +10,10 @@ import socket
 import threading
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from examples.errors import ExampleError
 from examples.lm.engine import Engine
@@ -136,6 +139,7 @@ def test_a_stream_has_the_same_text(server, answer):
     status, headers, parts = asyncio.run(call(server, CHAT, body))
     assert (status, headers["content-type"][:17]) == (200, "text/event-stream")
     *chunks, usage, done = events(parts)
+    assert {chunk["usage"] for chunk in chunks} == {None}
     assert done is None
     assert usage["choices"] == []
     cached = dict(prompt_tokens_details=dict(cached_tokens=4))
@@ -170,6 +174,96 @@ def test_a_stop_string_ends_the_text_before_it(server, answer):
     (choice,) = stopped["choices"]
     assert choice["message"]["content"] == content[: content.index(content[2:4])]
     assert choice["finish_reason"] == "stop"
+
+
+def test_several_answers_are_those_of_the_next_seeds(server):
+    body = chat(temperature=2, seed=7)
+    _, several = ask(server, CHAT, body | dict(n=3))
+    apart = [ask(server, CHAT, body | dict(seed=7 + i))[1] for i in range(3)]
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    for choice, alone in zip(several["choices"], apart, strict=True):
+        assert choice["message"] == alone["choices"][0]["message"]
+    usage = {k: several["usage"][k] for k in ("prompt_tokens", "completion_tokens")}
+    assert usage == dict(prompt_tokens=5, completion_tokens=24)
+    stop = several["choices"][1]["message"]["content"][1]
+    _, _, parts = asyncio.run(call(server, CHAT, body | dict(n=3, stream=True, stop=stop)))
+    chunks = [event["choices"][0] for event in events(parts)[:-1]]
+    assert [chunk["index"] for chunk in chunks[:3]] == [0, 1, 2]
+    for i, choice in enumerate(several["choices"]):
+        own = [chunk for chunk in chunks if chunk["index"] == i]
+        content = "".join(chunk["delta"].get("content", "") for chunk in own)
+        assert content == choice["message"]["content"].split(stop)[0]
+        assert [chunk["finish_reason"] for chunk in own if chunk["finish_reason"]] == [
+            "stop" if stop in choice["message"]["content"] else "length"
+        ]
+
+
+def test_several_prompts_are_answered_in_order(server):
+    body = dict(model="tiny", temperature=0, max_tokens=5, echo=True)
+    _, both = ask(server, TEXT, body | dict(prompt=["abc", "hello"], n=2, best_of=2))
+    apart = [
+        ask(server, TEXT, body | dict(prompt=p))[1] for p in ("abc", Letters().encode("hello"))
+    ]
+    texts = [answer["choices"][0]["text"] for answer in apart]
+    assert [choice["text"] for choice in both["choices"]] == [texts[0]] * 2 + [texts[1]] * 2
+    # What an answer begins with is its prompt, as its tokens say it.
+    assert [text[: len(text) - 5] for text in texts] == [
+        b"".join(map(Letters().bytes_of, Letters().encode(p))).decode() for p in ("abc", "hello")
+    ]
+    assert both["usage"]["prompt_tokens"] == 8
+    assert both["usage"]["completion_tokens"] == 20
+
+
+def test_log_probabilities_are_the_models(server, model):
+    body = chat(logprobs=True, top_logprobs=3)
+    _, answer = ask(server, CHAT, body)
+    content = answer["choices"][0]["logprobs"]["content"]
+    tokens = Letters().encode("hello")
+    logits_of = nnx.jit(lambda model, tokens: model.logits(model(tokens)[0])[0])
+    for entry in content:
+        logits = logits_of(model, np.pad(tokens, (0, 32 - len(tokens)))[None])[len(tokens) - 1]
+        expected, best = jax.lax.top_k(jax.nn.log_softmax(logits), 3)
+        np.testing.assert_allclose(entry["logprob"], expected[0], atol=1e-5)
+        found = [top["logprob"] for top in entry["top_logprobs"]]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert [bytes(top["bytes"]) for top in entry["top_logprobs"]] == [WORDS[i] for i in best]
+        assert bytes(entry["bytes"]) == WORDS[best[0]]
+        tokens.append(int(best[0]))
+    _, _, parts = asyncio.run(call(server, CHAT, body | dict(stream=True)))
+    chunks = [event["choices"][0] for event in events(parts)[:-1]]
+    pieces = [chunk["logprobs"]["content"] for chunk in chunks if chunk["logprobs"]]
+    assert [
+        [round(entry["logprob"], 5) for entry in entries]
+        for entries in (content, [entry for piece in pieces for entry in piece])
+    ] == [[round(entry["logprob"], 5) for entry in content]] * 2
+
+    older = dict(model="tiny", prompt="hello", temperature=0, max_tokens=8, logprobs=2)
+    (choice,) = ask(server, TEXT, older)[1]["choices"]
+    found = choice["logprobs"]
+    np.testing.assert_allclose(
+        found["token_logprobs"], [entry["logprob"] for entry in content], atol=1e-5
+    )
+    assert [len(top) for top in found["top_logprobs"]] == [2] * 8
+    places = [*found["text_offset"], len(choice["text"])]
+    for token, begin, end in zip(found["tokens"], places, places[1:], strict=False):
+        assert token == choice["text"][begin:end] or token.startswith("bytes:")
+
+
+def test_log_probabilities_end_before_a_stop_string(server, answer):
+    content = answer["choices"][0]["message"]["content"]
+    _, stopped = ask(server, CHAT, chat(stop=content[2:4], logprobs=True))
+    (choice,) = stopped["choices"]
+    told = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+    assert told.decode() == choice["message"]["content"]
+    assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]} == {0}
+
+
+def test_a_bias_decides_the_token(server):
+    _, answer = ask(server, CHAT, chat(logit_bias={"3": 100, "4": 99.0}, temperature=1))
+    assert answer["choices"][0]["message"]["content"] == "d" * 8
+    never = {str(i): -100 for i in range(50) if i % 26 != 4}
+    _, answer = ask(server, CHAT, chat(logit_bias=never))
+    assert answer["choices"][0]["message"]["content"] == "e" * 8
 
 
 def test_seeds_repeat_an_answer_whatever_else_is_asked(server):
@@ -211,9 +305,26 @@ def test_seeds_repeat_an_answer_whatever_else_is_asked(server):
         (chat(seed=True), "seed must be an integer"),
         (chat(stop=["a"] * 17), "at most 16 strings"),
         (chat(stop=[1]), "stop must be a string"),
-        (chat(n=2), "n is 2, which this server does not do"),
+        (dict(messages=[dict(role=["user"], content="x")]), "role is one of system"),
+        (
+            dict(messages=[dict(role="assistant", content="x", tool_calls=[{}])]),
+            "messages[0] has 'tool_calls'",
+        ),
+        (chat(n=129), "n must be at most 128"),
+        (chat(n=9), "at most 8 answers, but asks for 9"),
         (chat(tools=[{}]), "tools is"),
-        (chat(logit_bias={"1": 2}), "logit_bias is"),
+        (chat(response_format=dict(type="json_object")), "response_format is"),
+        (chat(logit_bias=[1]), "logit_bias must be an object"),
+        (chat(logit_bias={"50": 2}), "tokens from 0 to 49"),
+        (chat(logit_bias={"1": 200}), "numbers from -100 to 100, but has '1': 200"),
+        (chat(logit_bias=dict.fromkeys(map(str, range(301)), 1)), "at most 300 tokens"),
+        (chat(logprobs=1), "logprobs must be a bool"),
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs must be at most 20"),
+        (chat(top_logprobs=2), "top_logprobs is 2, but logprobs is not true"),
+        (chat(echo=True), "'echo' is no field"),
+        (chat(stream_options=dict(include_usage=True)), "stream_options are for streams"),
+        (chat(stream=True, stream_options=dict(usage=True)), "'usage' is no field of stream_opt"),
+        (chat(stream=True, stream_options=dict(include_usage=1)), "include_usage must be a bool"),
         (chat(temprature=1), "'temprature' is no field"),
         (chat(stream="yes"), "stream must be a bool"),
     ],
@@ -231,8 +342,13 @@ def test_bad_requests_are_told_what_is_wrong(server, body, message):
         (CHAT, chat(model="other"), 404),
         ("/v1/models/other", None, 404),
         ("/v2", None, 404),
-        (TEXT, dict(model="tiny", prompt=["a", "b"]), 400),
+        (TEXT, dict(model="tiny", prompt=["a", 1]), 400),
+        (TEXT, dict(model="tiny", prompt=[]), 400),
+        (TEXT, dict(model="tiny", prompt=["a"] * 129), 400),
         (TEXT, dict(model="tiny", prompt=[1, 50]), 400),
+        (TEXT, dict(model="tiny", prompt="a", best_of=2), 400),
+        (TEXT, dict(model="tiny", prompt="a", logprobs=6), 400),
+        (TEXT, dict(model="tiny", prompt="a", echo=True, logprobs=1), 400),
     ],
 )
 def test_what_is_not_there_is_an_error(server, path, body, status):
@@ -251,6 +367,7 @@ def test_models_and_health_are_told(server):
 
 def test_fields_that_change_nothing_are_taken():
     body = chat(user="me", store=False, n=1, tools=[], logprobs=False, max_tokens=None, top_k=3)
+    body |= dict(best_of=None, logit_bias={}, response_format=dict(type="text"))
     asked = read_request(body, is_chat=True, vocabulary=VOCABULARY)
     assert (asked.most, asked.sampling.top_k, asked.stops) == (None, 3, ())
     parts = [dict(type="text", text="a"), dict(type="text", text="b")]
@@ -360,9 +477,13 @@ def listening(app):
         listener.close()
 
 
+def openai_of():
+    return pytest.importorskip("openai", reason="it is in the extra test")
+
+
 @pytest.fixture(scope="module")
 def client(server):
-    openai = pytest.importorskip("openai", reason="it is in the extra test")
+    openai = openai_of()
     with listening(server.app) as url:
         yield openai.OpenAI(base_url=url, api_key="any", max_retries=0)
 
@@ -385,6 +506,24 @@ def test_the_official_client_reads_answers(client, answer):
     assert "".join(pieces) == last.choices[0].message.content == text[: text.index(text[3])]
     assert last.choices[0].finish_reason == "stop"
     assert last.usage.total_tokens > last.usage.completion_tokens > 0
+    options = dict(n=2, logprobs=True, top_logprobs=2, logit_bias={"3": -1}, seed=1)
+    whole = client.chat.completions.create(**body, **options)
+    with client.chat.completions.stream(**body | dict(stop="#"), **options) as stream:
+        told = []
+        try:
+            for event in stream:
+                told += event.content if event.type == "logprobs.content.delta" else []
+        except openai_of().LengthFinishReasonError:
+            pass  # It says so at the end of a choice, before the other one's.
+    for choice in whole.choices:
+        assert len(choice.logprobs.content) == 8
+        assert {len(entry.top_logprobs) for entry in choice.logprobs.content} == {2}
+    assert told
+    older = client.completions.create(
+        model="tiny", prompt=["hello", "ab"], max_tokens=4, logprobs=2, logit_bias={"3": -1}
+    )
+    assert [len(choice.logprobs.tokens) for choice in older.choices] == [4, 4]
+    assert older.usage.prompt_tokens == 7
     chunks = client.completions.create(model="tiny", prompt="hello", max_tokens=4, stream=True)
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
     assert [model.id for model in client.models.list()] == ["tiny"]
@@ -392,7 +531,7 @@ def test_the_official_client_reads_answers(client, answer):
 
 @pytest.mark.exhaustive
 def test_the_official_client_is_told_what_is_wrong(client):
-    openai = pytest.importorskip("openai")
+    openai = openai_of()
     with pytest.raises(openai.BadRequestError, match="must be a number from 0 to 2"):
         client.chat.completions.create(**chat(temperature=3))
     with pytest.raises(openai.BadRequestError, match="at most 32 tokens"):
