@@ -19,7 +19,7 @@ from benchmarks.report import plot, report, results
 from benchmarks.run import ceilings, peers, runner
 from benchmarks.run.case import LABELS, LESS, OURS
 from benchmarks.sweep import command as sweep
-from benchmarks.whole import compile_time, end_to_end, end_to_end_report, parallel, pipeline
+from benchmarks.whole import compile_time, end_to_end, end_to_end_report, parallel, pipeline, soak
 from benchmarks.without_gpu import command as without_gpu
 from benchmarks.without_gpu import lowered
 
@@ -32,6 +32,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     optimizer.NAME: optimizer.main,
     parallel.NAME: parallel.main,
     pipeline.NAME: pipeline.main,
+    soak.NAME: soak.main,
     lowered.NAME: lowered.main,
     without_gpu.NAME: without_gpu.main,
 }
