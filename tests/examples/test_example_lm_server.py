@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.whole import soak
 from examples.errors import ExampleError
 from examples.lm.engine import Engine
 from examples.lm.requests import read_request
@@ -547,3 +548,35 @@ def test_the_official_client_may_leave_a_stream(client, server, answer):
     again = client.chat.completions.create(**chat())
     assert again.choices[0].message.content == answer["choices"][0]["message"]["content"]
     asyncio.run(settled(server))
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [[], ["--batch-invariant"]])
+def test_a_server_under_load_loses_nothing(tmp_path, flags):
+    pytest.importorskip("uvicorn", reason="it is in the extra lm")
+    sizes = ["--seconds", "3", "--streams", "6", "--texts", "4"]
+    assert soak.main([*sizes, *flags, "--out", str(tmp_path)]) == 0
+    (section,) = json.loads((tmp_path / "cpu.json").read_text())["benchmarks"].values()
+    row = section["row"]
+    assert row["problems"] == []
+    assert row["requests"]["stream"] > 0
+    assert row["pages"]["free"] == row["pages"]["all"]
+
+
+def test_only_almost_equal_tokens_excuse_another_text():
+    asked = soak.Asked(dict(temperature=0), "abcd", [(0, 3.0), (1, 0.4), (3, 2.0)])
+    assert not asked.is_near_tie("xbcd")
+    assert asked.is_near_tie("axcd")
+    assert asked.is_near_tie("ab")
+    assert not asked.is_near_tie("abcx")
+    counts, flags = soak.Counts(), SimpleNamespace(batch_invariant=False)
+    soak._compare(asked, "abcd", flags, counts)
+    soak._compare(asked, "abxd", flags, counts)
+    assert counts.near_ties == 1
+    with pytest.raises(ValueError, match="that was no near tie"):
+        soak._compare(asked, "abcx", flags, counts)
+    with pytest.raises(ValueError, match="was 'abcd' alone"):
+        soak._compare(asked, "abxd", SimpleNamespace(batch_invariant=True), counts)
