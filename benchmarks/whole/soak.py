@@ -212,7 +212,8 @@ async def _clients(
 ) -> dict[str, Any]:
     for number, each in enumerate(asked):
         # The first ones also compile the programs with log-probabilities.
-        await _alone(port, each, with_margins=number < 2 or not args.batch_invariant)
+        judged = each.is_greedy and not args.batch_invariant
+        await _alone(port, each, with_margins=number < 2 or judged)
     counts, samples = Counts(), list[tuple[float, int]]()
     await _crowd(args, port, asked, Counts(), seconds=min(2.0, args.seconds))
     await _settled(worker)
@@ -443,7 +444,7 @@ def _open_files() -> int:
 
 async def _settled(worker: Worker) -> None:
     """Waits until the server has noticed that its clients have gone, and has closed the connections."""
-    for _ in range(500):
+    for _ in range(3000):
         if not worker.texts:
             break
         await asyncio.sleep(0.02)

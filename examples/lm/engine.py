@@ -112,6 +112,7 @@ class Engine:
         batch_invariant: bool = False,
     ):
         self._ends = frozenset(ends)
+        self._vocabulary = model.config.vocabulary
         self._chunk = chunk
         self._batch_invariant = batch_invariant
         pages = slots * -(-length // page_size) if pages is None else pages
@@ -145,7 +146,7 @@ class Engine:
         """Queues a text.
 
         Raises:
-          ExampleError: the text has no token, or does not fit.
+          ExampleError: the text has no token, does not fit, or has a token that the model lacks.
         """
         if not text.prompt or text.most < 1:
             raise ExampleError(
@@ -157,6 +158,7 @@ class Engine:
                 f"a prompt and its answer must have at most {self.length} tokens, but they have"
                 f" {len(text.prompt)} and {text.most}; shorten the prompt, or ask for fewer tokens."
             )
+        check_tokens(text.prompt, self._vocabulary)
         self._waiting.append(text)
 
     def cancel(self, text: Text) -> None:
@@ -341,6 +343,19 @@ class Engine:
                 self._allocator.free(slot)
         if text in self._waiting:
             self._waiting.remove(text)
+
+
+def check_tokens(prompt: Sequence[int], vocabulary: int) -> None:
+    """Checks that a model of this vocabulary has all tokens of a prompt.
+
+    Raises:
+      ExampleError: it has not.
+    """
+    if prompt and not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise ExampleError(
+            f"a prompt's tokens must be from 0 to {vocabulary - 1}, as the model has them, but are from"
+            f" {min(prompt)} to {max(prompt)}; pass the model with its own tokenizer."
+        )
 
 
 def _wanted(slots: Sequence[_Slot]) -> dict[str, bool]:

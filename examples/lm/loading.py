@@ -52,6 +52,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def load(args: argparse.Namespace) -> tuple[LanguageModel, Tokenizer | ByteTokenizer]:
     """Returns the model of the flags, with its tokenizer."""
     path = _packaged() if args.model is None else args.model
+    if not path.exists():
+        raise ExampleError(
+            f"--model must be a directory or a .gguf file, but there is no {path}; pass another path."
+        )
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"

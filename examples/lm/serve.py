@@ -15,9 +15,10 @@ import jax
 
 from examples.errors import ExampleError, run_command
 from examples.flags import whole
+from examples.listening import listen, serve, url_of
 from examples.lm import loading
 from examples.lm.answers import Answer, Choice, Piece, error_of, texts_of
-from examples.lm.engine import Engine
+from examples.lm.engine import Engine, check_tokens
 from examples.lm.requests import Request, read_request
 from examples.lm.tokenizer import Tokenizer
 from examples.lm.worker import FailedError, FullError, Worker
@@ -134,6 +135,7 @@ class Server:
 
     def _most(self, prompt: Sequence[int], asked: Request) -> int:
         """Returns the largest number of tokens of an answer to a prompt."""
+        check_tokens(prompt, self._vocabulary)
         room = self._worker.length - len(prompt)
         if room < 1 or (asked.most is not None and asked.most > room) or not prompt:
             raise ExampleError(
@@ -209,7 +211,8 @@ async def _body(request: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` replaces the command line."""
     args = make_parser().parse_args(argv)
-    uvicorn = needed("uvicorn")
+    needed("uvicorn")
+    listener = listen(args.host, args.port)
     model, tokenizer = loading.load(args)
     length = min(args.length, model.config.max_length)
     engine = Engine(
@@ -227,16 +230,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         server = Server(worker, tokenizer, name=name, vocabulary=model.config.vocabulary)
         print(
             f"{name!r} on {jax.devices()[0].device_kind}: {args.slots} slots of {length} tokens at"
-            f" http://{args.host}:{args.port}/v1",
+            f" {url_of(listener)}/v1",
             file=sys.stderr,
+            flush=True,
         )
-        uvicorn.run(
-            server.app,
-            host=args.host,
-            port=args.port,
-            log_level="warning",
-            timeout_graceful_shutdown=_GRACE,
-        )
+        serve(server.app, listener, grace=_GRACE)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -20,6 +20,7 @@ from PIL import Image, ImageOps
 
 from examples.errors import ExampleError, run_command
 from examples.flags import whole
+from examples.listening import listen, serve, url_of
 from examples.packages import needed
 from examples.unet.runner import Runner, Segmentation, Stages
 from examples.unet.segment import add_flags, open_runner
@@ -220,17 +221,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_flags(parser)
     args = parser.parse_args(argv)
-    uvicorn = needed("uvicorn")
+    needed("uvicorn")
+    listener = listen(args.host, args.port)
     runner = open_runner(args)
     runner.warm()
     page = Page(runner, most_pixels=args.most_pixels, waiting=args.queue)
     described = runner.artifact.description
     print(
         f"{described.network} in {described.precision} on {jax.devices()[0].device_kind} at"
-        f" http://{args.host}:{args.port}",
+        f" {url_of(listener)}",
         file=sys.stderr,
+        flush=True,
     )
-    uvicorn.run(page.app, host=args.host, port=args.port, log_level="warning")
+    serve(page.app, listener)
 
 
 if __name__ == "__main__":
