@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -208,6 +209,11 @@ async def _body(request: Any) -> Any:
         raise ExampleError(f"the body must be JSON, but is not: {error}") from error
 
 
+def _name_of(path: Path | None) -> str:
+    """Returns the name of a model for clients: that of its directory, or of its file without .gguf."""
+    return "smollm2" if path is None else path.resolve().name.removesuffix(".gguf")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` replaces the command line."""
     args = make_parser().parse_args(argv)
@@ -225,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         page_size=args.page_size,
         batch_invariant=args.batch_invariant,
     )
-    name = args.name or ("smollm2" if args.model is None else args.model.stem)
+    name = args.name or _name_of(args.model)
     with Worker(engine, most=args.slots + args.queue) as worker:
         server = Server(worker, tokenizer, name=name, vocabulary=model.config.vocabulary)
         print(

@@ -115,10 +115,10 @@ def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:
     )
     if not processes.is_first():
         return
-    report(args, run, result, compressed)
+    result = report(args, run, result, compressed)
     if args.samples and placement is ONE_DEVICE:
         model = nnx.merge(graphdef, state["params"])
-        save_samples(args, sample(model, args))
+        run.finish(result | save_samples(args, sample(model, args)))
 
 
 def report(
@@ -126,10 +126,11 @@ def report(
     run: Run,
     result: dict[str, float],
     compressed: dict[str, float],
-) -> None:
-    """Draws the curve; prints and saves the model's quality and the training's speed."""
+) -> dict[str, float]:
+    """Draws the curve; prints, saves and returns the model's quality and the training's speed."""
     speed = result["rows_per_second"] * args.length
-    run.finish(result | {"tokens_per_second": round(speed, 1)} | compressed)
+    whole = result | {"tokens_per_second": round(speed, 1)} | compressed
+    run.finish(whole)
     training.save_curve(
         args.out / "curve.png", run.records(), metric="bits_per_byte", label="held-out bits a byte"
     )
@@ -138,6 +139,7 @@ def report(
         f"held-out text takes {result['bits_per_byte']:.3f} bits a byte ({others}), trained at"
         f" {speed:,.0f} tokens/s; see {args.out}/curve.png and {args.out}/metrics.json"
     )
+    return whole
 
 
 def sample(model: LanguageModel, args: argparse.Namespace) -> list[str]:
@@ -158,15 +160,16 @@ def sample(model: LanguageModel, args: argparse.Namespace) -> list[str]:
     ]
 
 
-def save_samples(args: argparse.Namespace, texts: Sequence[str]) -> None:
-    """Writes the samples; prints the share that is valid Python, if the data is Python's library."""
+def save_samples(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, float]:
+    """Writes the samples; prints and returns the share that is Python, if the data is its library."""
     path = args.out / "samples.txt"
     path.write_text(("\n" + "-" * 100 + "\n").join(texts))
     if args.data is not None:
         print(f"see {path} for {len(texts)} samples")
-        return
-    share = np.mean([parses(text) for text in texts])
+        return {}
+    share = float(np.mean([parses(text) for text in texts]))
     print(f"{share:.0%} of {len(texts)} samples are Python, up to their last statement; see {path}")
+    return dict(samples_that_parse=share)
 
 
 def parses(text: str) -> bool:

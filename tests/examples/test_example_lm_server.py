@@ -8,6 +8,7 @@ import contextlib
 import json
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -17,7 +18,9 @@ from flax import nnx
 
 from benchmarks.whole import soak
 from examples.errors import ExampleError
-from examples.lm.engine import Engine
+from examples.listening import listen, url_of
+from examples.lm import loading, serve
+from examples.lm.engine import Engine, Text
 from examples.lm.requests import read_request
 from examples.lm.serve import Server
 from examples.lm.worker import Worker
@@ -357,6 +360,37 @@ def test_what_is_not_there_is_an_error(server, path, body, status):
     found, answer = ask(server, path, body, method=method)
     assert found == status
     assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (None, "smollm2"),
+        ("a/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("a/Qwen3-0.6B-Q8_0.gguf", "Qwen3-0.6B-Q8_0"),
+    ],
+)
+def test_a_model_has_its_files_name(path, name):
+    assert serve._name_of(None if path is None else Path(path)) == name
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(monkeypatch):
+    pytest.importorskip("uvicorn", reason="it is in the extra lm")
+    monkeypatch.delattr(loading, "load")
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        with pytest.raises(
+            ExampleError, match=f"127.0.0.1:{port} is not .Address already in use.;"
+        ):
+            serve.main(["--port", str(port)])
+
+
+def test_a_model_without_the_tokenizers_tokens_is_told(server):
+    with pytest.raises(
+        ExampleError, match="from 0 to 49, as the model has them, but are from 3 to 50"
+    ):
+        server.engine.submit(Text([3, 50], 4))
 
 
 def test_models_and_health_are_told(server):

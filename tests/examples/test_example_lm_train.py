@@ -12,7 +12,7 @@ from flax import nnx
 from examples.errors import ExampleError
 from examples.lm import chat, sizes, train
 from examples.lm.config import Routed
-from examples.lm.data import START, Rows, packed, read_texts
+from examples.lm.data import START, Rows, Texts, packed, read_texts
 from examples.lm.model import LanguageModel
 from tests.support.run_metrics import metrics
 
@@ -217,6 +217,21 @@ def test_a_training_in_float8_learns(folder, tmp_path):
     train.main([*FLAGS, *flags])
     losses = [record["loss"] for record in metrics(tmp_path / "fp8") if "loss" in record]
     assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.exhaustive
+def test_a_training_on_python_says_how_many_samples_parse(tmp_path, monkeypatch, capsys):
+    learned = tuple(f"import os\n\nx = {i}\n".encode() * 20 for i in range(40))
+    texts = Texts(learned, learned[:2], "few")
+    monkeypatch.setattr(train, "read_texts", lambda folder, *, held_out: texts)
+    out = tmp_path / "python"
+    train.main([*FLAGS, "--samples", "4", "--out", str(out)])
+    result = json.loads((out / "metrics.json").read_text())
+    share = result["samples_that_parse"]
+    assert share in (0, 0.25, 0.5, 0.75, 1)
+    printed = capsys.readouterr().out
+    assert f"{share:.0%} of 4 samples are Python" in printed
+    assert f"xz {result['xz']:.3f}, bz2 {result['bz2']:.3f}" in printed
 
 
 @pytest.mark.exhaustive
