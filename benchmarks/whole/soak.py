@@ -44,6 +44,8 @@ _LENGTH, _CHUNK, _PAGE = 128, 32, 16
 _PREFIXES, _PREFIX = 4, 32
 """Number of prefixes that prompts share, and their tokens."""
 _FIRST_SYMBOL = 0x4E00
+_STDDEV, _SPREAD = 0.02, 3.6
+"""Standard deviations of initial weights, and of logits that are spread as a trained model's."""
 
 
 class Symbols:
@@ -112,6 +114,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=__doc__)
     loading.add_flags(parser)
     parser.set_defaults(format="float")
+    parser.add_argument(
+        "--shape", choices=sizes.MODELS, default="lm-byte", help="without --model (%(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="(%(default)s)")
     parser.add_argument("--streams", type=int, default=64, help="clients at once (%(default)s)")
     parser.add_argument(
@@ -155,9 +160,12 @@ def report(row: dict[str, Any]) -> str:
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what a run has seen."""
-    model, tokenizer = (
-        (random_model(args.seed), Symbols()) if args.model is None else loading.load(args)
-    )
+    model: LanguageModel
+    tokenizer: Any = Symbols()
+    if args.model is None:
+        model = random_model(args)
+    else:
+        model, tokenizer = loading.load(args)
     # The pool is too small for all texts at their longest, so that some wait or are preempted.
     pages = max(args.streams * _LENGTH // _PAGE * 2 // 3, _LENGTH // _PAGE)
     engine = Engine(
@@ -181,12 +189,16 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def random_model(seed: int) -> LanguageModel:
-    """Returns a small model whose logits are spread as those of a trained one."""
-    model = LanguageModel(sizes.MODELS["lm-byte"], rngs=nnx.Rngs(seed))
+def random_model(args: argparse.Namespace) -> LanguageModel:
+    """Returns a model whose logits are spread as those of a trained one."""
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    model = LanguageModel(sizes.MODELS[args.shape], dtype=dtype, rngs=nnx.Rngs(args.seed))
+    unit = _STDDEV * model.config.width**0.5
     for path, parameter in nnx.iter_graph(model):
         if isinstance(parameter, nnx.Param) and path[-1] == "kernel":
-            parameter[...] = parameter[...] * (16 if path[0] == "head" else 5)
+            parameter[...] = parameter[...] * (_SPREAD if path[0] == "head" else 1) / unit
     return model
 
 

@@ -263,7 +263,7 @@ def test_log_probabilities_end_before_a_stop_string(server, answer):
 
 
 def test_a_bias_decides_the_token(server):
-    _, answer = ask(server, CHAT, chat(logit_bias={"3": 100, "4": 99.0}, temperature=1))
+    _, answer = ask(server, CHAT, chat(logit_bias={"3": 100, "4": 50.0}, temperature=1))
     assert answer["choices"][0]["message"]["content"] == "d" * 8
     never = {str(i): -100 for i in range(50) if i % 26 != 4}
     _, answer = ask(server, CHAT, chat(logit_bias=never))
