@@ -60,7 +60,8 @@ class Choice:
         prompt = b"".join(map(tokenizer.bytes_of, text.prompt)) if asked.echo else b""
         self._unsent = prompt.decode(errors="replace")
         self._begin = len(self._unsent)
-        self._count = 0
+        self.count = 0
+        """Number of tokens so far; after a stop string the engine may add some to the text."""
         self._held: deque[_Token] = deque()
 
     def add(self, token: int | None) -> Piece:
@@ -73,9 +74,9 @@ class Choice:
         else:
             data = self._tokenizer.bytes_of(token)
             if self._asked.log_probs is not None:
-                self._held.append(self._with_log_probs(data, self.text.log_probs[self._count]))
+                self._held.append(self._with_log_probs(data, self.text.log_probs[self.count]))
             new = stream.add(data)
-        self._count += 1
+        self.count += token is not None
         is_over = token is None or stream.is_stopped
         tokens = []
         while self._held and (token is None or self._held[0].start < self._begin + stream.length):
@@ -191,7 +192,7 @@ class Answer:
         texts = [choice.text for choice in self._choices]
         prompts = texts[:: self._asked.answers]
         read = sum(len(text.prompt) for text in prompts)
-        written = sum(len(text.tokens) for text in texts)
+        written = sum(choice.count for choice in self._choices)
         return dict(
             prompt_tokens=read,
             completion_tokens=written,

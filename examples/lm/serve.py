@@ -160,7 +160,6 @@ class Server:
                 piece = of_text[text].add(token)
                 if piece.finish is not None:
                     self._worker.end(text)
-                    text.finish = text.finish if token is None else "stop"
                 yield piece
         finally:
             await events.aclose()

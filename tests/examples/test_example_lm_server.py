@@ -178,6 +178,10 @@ def test_a_stop_string_ends_the_text_before_it(server, answer):
     (choice,) = stopped["choices"]
     assert choice["message"]["content"] == content[: content.index(content[2:4])]
     assert choice["finish_reason"] == "stop"
+    # What the engine wrote before it was told does not count.
+    again = [ask(server, CHAT, chat(stop=content[2:4]))[1]["usage"] for _ in range(3)]
+    counts = {usage["completion_tokens"] for usage in [stopped["usage"], *again]}
+    assert len(counts) == 1
 
 
 def test_several_answers_are_those_of_the_next_seeds(server):
