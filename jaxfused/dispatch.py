@@ -152,6 +152,11 @@ def _active() -> list[list[Choice]]:
     return _recordings if alone is None else alone
 
 
+def is_recorded() -> bool:
+    """Returns whether any `recorded` context is active."""
+    return bool(_active())
+
+
 def record(choice: Choice) -> None:
     """Adds a choice to the list of every active `recorded` context."""
     for recording in _active():

@@ -77,16 +77,25 @@ def gated_mlp(
     check_rows(op, x)
     hidden = gated_mlp_operator.check_first_layers(op, x, w_gate, b_gate, w_up, b_up)
     check_second_layer(op, x, hidden, "w_down", w_down, "b_down", b_down, residual)
-
-    def on_a_device(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
-        run = Runner(implementation, dispatch.current_device(x))
-        options = Options.of("gated_mlp", activation, save, x.dtype, None, precision)
-        layers = gated_mlp_operator.Layers(run, options)
-        weights = (w_gate, b_gate, w_up, b_up)
-        return perceptron(
-            layers, axis_name, sequence_parallel, x, weights, w_down, b_down, residual
-        )
-
     placement = Placement(op, axis_name, sequence_parallel, spec)
+    options = Options.of("gated_mlp", activation, save, x.dtype, None, precision)
+    static = (options, implementation, axis_name, sequence_parallel)
     axes = (".t-", "-f", "f", "-f", "f", "f-", "-", ".t-")
-    return placement.run(on_a_device, operands, axes, ".t-")
+    return placement.run(_on_a_device, static, operands, axes, ".t-")
+
+
+def _on_a_device(
+    options: Options,
+    implementation: dispatch.Implementation | None,
+    axis_name: str,
+    sequence_parallel: bool,
+    x: jax.Array,
+    w_gate: jax.Array,
+    b_gate: jax.Array | None,
+    w_up: jax.Array,
+    b_up: jax.Array | None,
+    *others: jax.Array | None,
+) -> jax.Array:
+    layers = gated_mlp_operator.Layers(Runner(implementation, dispatch.current_device(x)), options)
+    weights = (w_gate, b_gate, w_up, b_up)
+    return perceptron(layers, axis_name, sequence_parallel, x, weights, *others)

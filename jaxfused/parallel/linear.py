@@ -101,30 +101,15 @@ def linear(
     check_affine(op, x, "w", w, "bias", bias)
     if residual is not None and residual.ndim != x.ndim:
         check_residual(op, residual, x, w.shape[1])
-    of_columns = split == "columns"
-    run_on = _columns if of_columns else _rows
-
-    def on_a_device(x, w, bias, residual):
-        return run_on(
-            x,
-            w,
-            bias,
-            residual,
-            axis_name=axis_name,
-            sequence_parallel=sequence_parallel,
-            activation=activation,
-            precision=precision,
-            implementation=implementation,
-        )
-
     placement = Placement(op, axis_name, sequence_parallel, spec)
-    if of_columns:
-        return placement.run(on_a_device, operands, (".t-", "-f", "f", ".Tf"), ".Tf")
-    return placement.run(on_a_device, operands, (".Tf", "f-", "-", ".t-"), ".t-")
+    static = (axis_name, sequence_parallel, activation, precision, implementation)
+    if split == "columns":
+        return placement.run(_columns, static, operands, (".t-", "-f", "f", ".Tf"), ".Tf")
+    return placement.run(_rows, static, operands, (".Tf", "f-", "-", ".t-"), ".t-")
 
 
 def _columns(
-    x, w, bias, residual, *, axis_name, sequence_parallel, activation, precision, implementation
+    axis_name, sequence_parallel, activation, precision, implementation, x, w, bias, residual
 ) -> jax.Array:
     if not sequence_parallel:
         return linear_operator(
@@ -143,7 +128,7 @@ def _columns(
 
 
 def _rows(
-    x, w, bias, residual, *, axis_name, sequence_parallel, activation, precision, implementation
+    axis_name, sequence_parallel, activation, precision, implementation, x, w, bias, residual
 ) -> jax.Array:
     run = Runner(implementation, dispatch.current_device(x))
     options = Options("linear", axis_name, None, precision)

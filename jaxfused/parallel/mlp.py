@@ -90,13 +90,6 @@ def mlp(
     op = "parallel.mlp"
     operands = as_arrays(x, w1, b1, w2, b2, residual)
     placement = Placement(op, axis_name, sequence_parallel, spec)
-
-    def on_a_device(x, w1, b1, w2, b2, residual):
-        run = Runner(implementation, dispatch.current_device(x))
-        options = Options.of("mlp", activation, save, x.dtype, None, precision)
-        layers = mlp_operator.Layers(run, options)
-        return perceptron(layers, axis_name, sequence_parallel, x, (w1, b1), w2, b2, residual)
-
     check_floating(op, dict(zip(("x", "w1", "b1", "w2", "b2", "residual"), operands, strict=True)))
     check_activation(op, activation)
     check_save(op, save)
@@ -104,4 +97,21 @@ def mlp(
     check_rows(op, x)
     check_affine(op, x, "w1", w1, "b1", b1)
     check_second_layer(op, x, w1.shape[1], "w2", w2, "b2", b2, residual)
-    return placement.run(on_a_device, operands, (".t-", "-f", "f", "f-", "-", ".t-"), ".t-")
+    options = Options.of("mlp", activation, save, x.dtype, None, precision)
+    static = (options, implementation, axis_name, sequence_parallel)
+    axes = (".t-", "-f", "f", "f-", "-", ".t-")
+    return placement.run(_on_a_device, static, operands, axes, ".t-")
+
+
+def _on_a_device(
+    options: Options,
+    implementation: dispatch.Implementation | None,
+    axis_name: str,
+    sequence_parallel: bool,
+    x: jax.Array,
+    w1: jax.Array,
+    b1: jax.Array | None,
+    *others: jax.Array | None,
+) -> jax.Array:
+    layers = mlp_operator.Layers(Runner(implementation, dispatch.current_device(x)), options)
+    return perceptron(layers, axis_name, sequence_parallel, x, (w1, b1), *others)

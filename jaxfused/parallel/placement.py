@@ -1,7 +1,7 @@
 """How the operands of a tensor parallel layer are split over a mesh, and the call on each device."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxfused.runtime import sharding
+from jaxfused.runtime.mapped import over_mesh
 
 
 def check_rows(op: str, x: jax.Array) -> None:
@@ -36,13 +37,17 @@ class Placement:
     def run(
         self,
         f: Callable[..., Any],
+        static: tuple[Hashable, ...],
         operands: Sequence[jax.Array | None],
         operand_axes: Sequence[str],
         result_axes: str | tuple[str, ...],
     ) -> Any:
-        """Returns `f(*operands)` on each device: of the caller's shards, or of shards of a mesh."""
+        """Returns `f(*static, *operands)` on each device: of the caller's shards, or of a mesh's.
+
+        `f` is a function of a module, and `static` are compared by value, as in `over_mesh`.
+        """
         if sharding.is_mapped(self.axis_name):
-            return f(*operands)
+            return f(*static, *operands)
         mesh, leading = self._mesh(operands[0])
         self._check_sizes(mesh.shape[self.axis_name], operands, operand_axes)
         letters = {
@@ -58,17 +63,10 @@ class Placement:
             None if operand is None else spec(axes)
             for operand, axes in zip(operands, operand_axes, strict=True)
         ]
-        if mesh.explicit_axes:
-            operands = [
-                operand if operand is None else jax.sharding.reshard(operand, to)
-                for operand, to in zip(operands, specs, strict=True)
-            ]
         out = spec(result_axes) if isinstance(result_axes, str) else tuple(map(spec, result_axes))
-        mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)
-        if any(operand is not None and operand.size == 0 for operand in operands):
-            # A program as a whole, from which XLA takes what is empty.
-            mapped = jax.jit(mapped)
-        return mapped(*operands)
+        return over_mesh(
+            f, static, tuple(operands), mesh=mesh, in_specs=tuple(specs), out_specs=out
+        )
 
     def _mesh(self, x: Any) -> tuple[Any, tuple[Any, ...]]:
         """Returns the mesh, and how the axes of x before its tokens are split over it."""

@@ -1,5 +1,7 @@
 """parallel.qkv_projection: queries, keys and values with heads split over devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -19,6 +21,8 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.runner import Runner
+
+_OP = "parallel.qkv_projection"
 
 
 @python_numbers
@@ -95,44 +99,24 @@ def qkv_projection(
 
     Source: that of `mlp`.
     """
-    op = "parallel.qkv_projection"
     names = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "q_scale", "k_scale", "cos", "sin")
     operands = as_arrays(x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin)
-    check_floating(op, dict(zip(names[:9], operands[:9], strict=True)))
-    check_epsilon(op, epsilon)
-    check_finite(op, "scale_offset", scale_offset)
+    check_floating(_OP, dict(zip(names[:9], operands[:9], strict=True)))
+    check_epsilon(_OP, epsilon)
+    check_finite(_OP, "scale_offset", scale_offset)
     x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin = operands
-    check_rows(op, x)
-    _check(op, x, (w_q, w_k, w_v), (b_q, b_k, b_v), q_scale, k_scale)
+    check_rows(_OP, x)
+    _check(x, (w_q, w_k, w_v), (b_q, b_k, b_v), q_scale, k_scale)
 
-    def on_a_device(x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin):
-        weights, biases = (w_q, w_k, w_v), (b_q, b_k, b_v)
-        # One product of concatenated weights: those of keys and values alone have few columns.
-        w = jnp.concatenate([w.reshape(w.shape[0], -1) for w in weights], axis=1)
-        bias = None if b_q is None else jnp.concatenate([b.reshape(-1) for b in biases])
-        if sequence_parallel:
-            run = Runner(implementation, dispatch.current_device(x))
-            y = gathered_product(run, Options("linear", axis_name, None, precision), x, w, bias)
-        else:
-            y = linear(x, w, bias, precision=precision, implementation=implementation)
-        heads, key_heads = w_q.shape[1], w_k.shape[1]
-        y = y.reshape(*y.shape[:-1], heads + 2 * key_heads, w_q.shape[2])
-        q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
-        if cos is not None or sin is not None:
-            cos, sin = check_tables(op, q.shape, cos, sin)
-
-        def finish(heads: jax.Array, scale: jax.Array | None) -> jax.Array:
-            return qkv_projection_xla.finish(
-                heads,
-                scale,
-                cos,
-                sin,
-                epsilon=epsilon,
-                scale_offset=scale_offset,
-                interleaved=interleaved,
-            )
-
-        return finish(q, q_scale), finish(k, k_scale), v
+    static = (
+        axis_name,
+        sequence_parallel,
+        epsilon,
+        scale_offset,
+        interleaved,
+        precision,
+        implementation,
+    )
 
     def of_table(table: jax.Array | None) -> str:
         if table is None:
@@ -140,33 +124,70 @@ def qkv_projection(
         return ".T-" if table.ndim > 2 else "--"[: table.ndim]
 
     axes = (".t-", "-f-", "-f-", "-f-", "f-", "f-", "f-", "-", "-", of_table(cos), of_table(sin))
-    placement = Placement(op, axis_name, sequence_parallel, spec)
-    return placement.run(on_a_device, operands, axes, (".Tf-",) * 3)
+    placement = Placement(_OP, axis_name, sequence_parallel, spec)
+    return placement.run(_on_a_device, static, operands, axes, (".Tf-",) * 3)
 
 
-def _check(op, x, weights, biases, q_scale, k_scale) -> None:
+def _on_a_device(
+    axis_name,
+    sequence_parallel,
+    epsilon,
+    scale_offset,
+    interleaved,
+    precision,
+    implementation,
+    *operands,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin = operands
+    weights, biases = (w_q, w_k, w_v), (b_q, b_k, b_v)
+    # One product of concatenated weights: those of keys and values alone have few columns.
+    w = jnp.concatenate([w.reshape(w.shape[0], -1) for w in weights], axis=1)
+    bias = None if b_q is None else jnp.concatenate([b.reshape(-1) for b in biases])
+    if sequence_parallel:
+        run = Runner(implementation, dispatch.current_device(x))
+        y = gathered_product(run, Options("linear", axis_name, None, precision), x, w, bias)
+    else:
+        y = linear(x, w, bias, precision=precision, implementation=implementation)
+    heads, key_heads = w_q.shape[1], w_k.shape[1]
+    y = y.reshape(*y.shape[:-1], heads + 2 * key_heads, w_q.shape[2])
+    q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
+    if cos is not None or sin is not None:
+        cos, sin = check_tables(_OP, q.shape, cos, sin)
+
+    finish = functools.partial(
+        qkv_projection_xla.finish,
+        cos=cos,
+        sin=sin,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        interleaved=interleaved,
+    )
+    return finish(q, q_scale), finish(k, k_scale), v
+
+
+def _check(x, weights, biases, q_scale, k_scale) -> None:
     """Checks that weights [D, heads, H], biases [heads, H] and the norms' scales [H] fit together."""
     w_q, w_k, _ = weights
     for name, w, bias in zip("qkv", weights, biases, strict=True):
         if w.ndim != 3 or w.shape[0] != x.shape[-1] or w.shape[2] != w_q.shape[2]:
             raise ValueError(
-                f"{op}: w_{name} has shape {w.shape}, but x has {x.shape[-1]} features in its last axis"
+                f"{_OP}: w_{name} has shape {w.shape}, but x has {x.shape[-1]} features in its last axis"
                 f" and w_q has shape {w_q.shape}; pass w_{name} of shape ({x.shape[-1]}, heads,"
                 " features of a head)."
             )
         if (bias is None) != (biases[0] is None):
             raise ValueError(
-                f"{op}: b_{name} is {'absent' if bias is None else 'there'}, unlike b_q; pass all three"
+                f"{_OP}: b_{name} is {'absent' if bias is None else 'there'}, unlike b_q; pass all three"
                 " biases, or none."
             )
-        check_shape(op, f"b_{name}", bias, w.shape[1:], f"w_{name} has shape {w.shape}")
-    check_shape(op, "w_v", weights[2], w_k.shape, f"w_k has shape {w_k.shape}")
+        check_shape(_OP, f"b_{name}", bias, w.shape[1:], f"w_{name} has shape {w.shape}")
+    check_shape(_OP, "w_v", weights[2], w_k.shape, f"w_k has shape {w_k.shape}")
     heads, key_heads = w_q.shape[1], w_k.shape[1]
     if heads % key_heads if key_heads else heads:
         raise ValueError(
-            f"{op}: there are {heads} query and {key_heads} key heads, but query heads"
+            f"{_OP}: there are {heads} query and {key_heads} key heads, but query heads"
             " share key heads evenly; pass w_q with a multiple of w_k's heads."
         )
     rule = f"w_q has {w_q.shape[2]} features for each head"
-    check_shape(op, "q_scale", q_scale, w_q.shape[2:], rule)
-    check_shape(op, "k_scale", k_scale, w_q.shape[2:], rule)
+    check_shape(_OP, "q_scale", q_scale, w_q.shape[2:], rule)
+    check_shape(_OP, "k_scale", k_scale, w_q.shape[2:], rule)

@@ -30,7 +30,7 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from jaxfused import dispatch
-from jaxfused.runtime import gate, lowering, sharding, traced_once
+from jaxfused.runtime import gate, lowering, mapped, sharding, traced_once
 from jaxfused.runtime import table as tables
 from jaxfused.runtime.estimate import Estimate, Rule, in_order
 from jaxfused.runtime.shapes import shapes_of, why_symbolic
@@ -326,6 +326,8 @@ def forget() -> None:
     """Clears the caches of choices and traces, for tests that replace what a choice reads."""
     _choice_of_shapes.cache_clear()
     cast(Any, _traced).clear_cache()
+    traced_once.forget()
+    mapped.forget()
 
 
 def batched_rows(

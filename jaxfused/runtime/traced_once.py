@@ -6,7 +6,7 @@ operands' types and JAX's settings; the program gets what was traced as one equa
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,21 @@ _call.multiple_results = True
 @_call.def_impl
 def _compute(*operands: jax.Array, jaxpr: ClosedJaxpr, call: Call, given: Sequence[bool]) -> Any:
     del call, given
+    # Outside of `jax.jit` JAX compiles a `jax.shard_map` anew at each call.
+    is_mapped = any(equation.primitive.name == "shard_map" for equation in jaxpr.eqns)
+    return (_compiled if is_mapped else _evaluated)(jaxpr, *operands)
+
+
+def _evaluated(jaxpr: ClosedJaxpr, *operands: jax.Array) -> Any:
     return jaxpr_as_fun(jaxpr)(*operands)
+
+
+_compiled = jax.jit(_evaluated, static_argnums=0)
+
+
+def forget() -> None:
+    """Drops what was compiled of calls that are traced anew."""
+    cast(Any, _compiled).clear_cache()
 
 
 @_call.def_effectful_abstract_eval

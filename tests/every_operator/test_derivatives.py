@@ -8,6 +8,7 @@ import numpy as np
 
 import jaxfused
 from tests.every_operator.test_strict_modes import FUNCTIONS
+from tests.support.compilation import no_compilation
 from tests.support.grids import parametrize
 
 NAMES = [*FUNCTIONS]
@@ -40,22 +41,6 @@ def test_forward_mode_on_a_cpu(name, dtype):
 
     (_, tangent), _, _ = jax.jit(derivatives)(*args)
     assert np.isfinite(tangent)
-
-
-@contextlib.contextmanager
-def no_compilation():
-    """Asserts that nothing is traced or compiled within this context."""
-    events = []
-
-    def note(name, seconds, **_):
-        events.append(name.split("/")[-1])
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    assert "backend_compile_duration" not in events, events
 
 
 @each_function

@@ -16,6 +16,7 @@ from jaxfused.ops.attention.attention import dot_product_attention
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, python_numbers
 from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.mapped import over_mesh
 
 Layout = Literal["contiguous", "zigzag"]
 Method = Literal["all_gather", "all_to_all", "ring"]
@@ -113,20 +114,14 @@ def context_parallel_attention(
     if sharding.is_mapped(axis_name):
         return _on_a_device(options, method, operands)
     mesh, specs = _specs(options, spec, operands)
-    if mesh.explicit_axes:
-        operands = _Operands(
-            *(
-                a if s is None else jax.sharding.reshard(a, s)
-                for a, s in zip(operands, specs, strict=True)
-            )
-        )
-    split = jax.shard_map(
-        functools.partial(_on_a_device, options, method),
+    return over_mesh(
+        _on_a_device,
+        (options, method),
+        (operands,),
         mesh=mesh,
         in_specs=(specs,),
         out_specs=specs.query,
     )
-    return split(operands)
 
 
 @python_numbers

@@ -27,6 +27,7 @@ from jaxfused.runtime.checks import (
     check_word,
     python_numbers,
 )
+from jaxfused.runtime.mapped import over_mesh
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.stated_gradient import stated_gradient
 
@@ -128,16 +129,14 @@ def expert_parallel_mlp(
     if method is None:
         method = "all_gather" if capacity_factor is None else "all_to_all"
     options = ExpertOptions(activation, weight_on, transpose_weights, precision, implementation)
-    run = functools.partial(_on_a_device, options, method, capacity_factor, axis_name)
+    static = (options, method, capacity_factor, axis_name)
     operands = (x, weights, indices, (w_gate, w_up, w_down))
     if sharding.is_mapped(axis_name):
-        return run(*operands)
+        return _on_a_device(*static, *operands)
     mesh = _mesh(axis_name, x, w_down)
     by_axis = P(axis_name)
     specs = jax.tree.map(lambda _: by_axis, operands)
-    if mesh.explicit_axes:
-        operands = jax.tree.map(lambda a: jax.sharding.reshard(a, by_axis), operands)
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=by_axis)(*operands)
+    return over_mesh(_on_a_device, static, operands, mesh=mesh, in_specs=specs, out_specs=by_axis)
 
 
 def _mesh(axis_name: str, x: jax.Array, w_down: jax.Array) -> Any:

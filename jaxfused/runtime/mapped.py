@@ -1,0 +1,88 @@
+"""A `jax.shard_map` that is compiled once for equal calls, outside of `jax.jit` too.
+
+Outside of `jax.jit`, JAX compiles each operation within a `jax.shard_map` for itself, and most of them
+again at every call.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.runtime import table as tables
+
+
+def over_mesh(
+    f: Callable[..., Any],
+    static: tuple[Hashable, ...],
+    operands: tuple[Any, ...],
+    *,
+    mesh: Any,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Any:
+    """Returns `f(*static, *operands)`, computed by each device from its shards.
+
+    Args:
+      f: a function of a module: equal functions with equal `static` must compute the same.
+      static: its first arguments, compared by value.
+      operands: trees of arrays and Nones; arrays of Explicit axes are resharded to `in_specs`.
+      mesh: the mesh, all axes of which are mapped.
+      in_specs: a PartitionSpec for each array, None for None.
+      out_specs: those of the results.
+    """
+    device = dispatch.current_device()
+    call = _Call(f, static, mesh, in_specs, out_specs, device, tables.load(device))
+    if _is_staged(operands):
+        return call(*operands)
+    if dispatch.is_recorded():
+        # Traced anew, gradients too, for the record to have all choices.
+        return jax.jit(lambda *operands: call(*operands))(*operands)
+    return _compiled(call, *operands)
+
+
+def _is_staged(operands: Any) -> bool:
+    """Returns whether a function is being traced into a program, such as by `jax.jit`.
+
+    Operations on constants return values under `jax.grad` and `jax.vmap`, and traced arrays there.
+    """
+    leaves = jax.tree.leaves(operands)
+    some = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return some and isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static arguments of `over_mesh`, and what operators within `f` read of the context."""
+
+    f: Callable[..., Any]
+    static: tuple[Hashable, ...]
+    mesh: Any
+    in_specs: tuple[Any, ...]
+    out_specs: Any
+    device: dispatch.Device
+    table: tables.Table
+
+    def __call__(self, *operands: Any) -> Any:
+        if self.mesh.explicit_axes:
+            operands = jax.tree.map(jax.sharding.reshard, operands, self.in_specs)
+        return jax.shard_map(
+            functools.partial(self.f, *self.static),
+            mesh=self.mesh,
+            in_specs=self.in_specs,
+            out_specs=self.out_specs,
+        )(*operands)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled(call: _Call, *operands: Any) -> Any:
+    return call(*operands)
+
+
+def forget() -> None:
+    """Has every call traced anew."""
+    cast(Any, _compiled).clear_cache()
