@@ -18,6 +18,7 @@ from jaxfused.modules.moe import (
 )
 from jaxfused.ops.grouped.expert_mlp import WeightOn
 from jaxfused.runtime.checks import python_number_fields
+from jaxfused.runtime.sharding import AxisName
 
 _EXPERT_INIT = linen.initializers.lecun_normal(batch_axis=(0,))
 
@@ -49,8 +50,9 @@ class MoE(linen.Module):
         Qwen2-MoE.
       capacity_factor: an expert takes at most this many times the tokens that it would have where all
         are used alike, as `capacity` of `expert_mlp` says; None drops none.
-      expert_axis: the mesh axis over which experts and tokens are split, as `expert_parallel_mlp` says;
-        `capacity_factor` is then of the rows that two devices exchange. None for one device's experts.
+      expert_axis: the mesh axis, or a tuple of several, over which experts and tokens are split, as
+        `expert_parallel_mlp` says; `capacity_factor` is then of the rows that two devices exchange. None
+        for one device's experts.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
       precision: of the experts' products, as in Flax.
@@ -82,7 +84,7 @@ class MoE(linen.Module):
     shared_features: int = 0
     use_shared_gate: bool = False
     capacity_factor: float | None = None
-    expert_axis: str | None = None
+    expert_axis: AxisName | None = None
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None

@@ -14,6 +14,7 @@ from jaxfused.ops.grouped.expert_mlp import WeightOn, expert_mlp
 from jaxfused.ops.grouped.expert_parallel import expert_parallel_mlp
 from jaxfused.ops.grouped.router import Routes
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.sharding import AxisName
 
 Router = Callable[..., Routes]
 """A function of logits [..., E], and of `bias` where there is one: `jaxfused.router` with its `k`."""
@@ -54,7 +55,7 @@ def mixture(
     activation: str | None,
     weight_on: WeightOn,
     capacity_factor: float | None,
-    expert_axis: str | None,
+    expert_axis: AxisName | None,
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, Routing]:

@@ -18,6 +18,7 @@ from jaxfused.modules.moe import (
 from jaxfused.nnx.mlp import GatedMLP
 from jaxfused.ops.grouped.expert_mlp import WeightOn
 from jaxfused.runtime.checks import python_numbers
+from jaxfused.runtime.sharding import AxisName
 
 _EXPERT_INIT = jax.nn.initializers.lecun_normal(batch_axis=(0,))
 
@@ -53,8 +54,9 @@ class MoE(nnx.Module):
         Qwen2-MoE.
       capacity_factor: an expert takes at most this many times the tokens that it would have where all
         are used alike, as `capacity` of `expert_mlp` says; None drops none.
-      expert_axis: the mesh axis over which experts and tokens are split, as `expert_parallel_mlp` says;
-        `capacity_factor` is then of the rows that two devices exchange. None for one device's experts.
+      expert_axis: the mesh axis, or a tuple of several, over which experts and tokens are split, as
+        `expert_parallel_mlp` says; `capacity_factor` is then of the rows that two devices exchange. None
+        for one device's experts.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
       precision: of the experts' products, as in Flax.
@@ -92,7 +94,7 @@ class MoE(nnx.Module):
         shared_features: int = 0,
         use_shared_gate: bool = False,
         capacity_factor: float | None = None,
-        expert_axis: str | None = None,
+        expert_axis: AxisName | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,

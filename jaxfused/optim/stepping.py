@@ -143,7 +143,7 @@ def step(
         )
     why = _why(tx, grads, state, params)
     chosen = dispatch.choose("step", implementation, why)
-    step = _donating_step if get_opaque_trace_state() == _NO_TRACE else _keeping_step
+    step = _donating_step if is_outside_of_traces() else _keeping_step
     return step(tx, grads, params, state, max_norm, skip_nonfinite, chosen, _Reasons(why))
 
 
@@ -236,6 +236,11 @@ def _state_without_a_trace() -> Any:
 
 
 _NO_TRACE = _state_without_a_trace()
+
+
+def is_outside_of_traces() -> bool:
+    """Returns whether nothing is traced, differentiated or mapped here."""
+    return get_opaque_trace_state() == _NO_TRACE
 
 
 def _with_rules(

@@ -10,6 +10,7 @@ from jaxfused.parallel.perceptron import perceptron
 from jaxfused.parallel.placement import Placement, check_rows
 from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.sharding import AxisName
 
 
 @python_numbers
@@ -19,7 +20,7 @@ def gated_mlp(
     w_up: jax.Array,
     w_down: jax.Array,
     *,
-    axis_name: str,
+    axis_name: AxisName,
     sequence_parallel: bool = False,
     spec: P | None = None,
     b_gate: jax.Array | None = None,
@@ -43,7 +44,7 @@ def gated_mlp(
       w_gate: [D, F], split by its columns.
       w_up: [D, F], split alike. Unlike in `jaxfused.gated_mlp`, w_gate may not hold its columns too.
       w_down: [F, E], split by its rows.
-      axis_name: the mesh axis that splits the hidden features.
+      axis_name: the mesh axis that splits the hidden features, or a tuple of several.
       sequence_parallel: whether it splits the tokens of x, y and residual too.
       spec: how the axes of x before T are split outside of `jax.shard_map`.
       b_gate: [F], split as the columns are.
@@ -87,7 +88,7 @@ def gated_mlp(
 def _on_a_device(
     options: Options,
     implementation: dispatch.Implementation | None,
-    axis_name: str,
+    axis_name: AxisName,
     sequence_parallel: bool,
     x: jax.Array,
     w_gate: jax.Array,

@@ -25,6 +25,7 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.sharding import AxisName
 
 Split = Literal["columns", "rows"]
 
@@ -35,7 +36,7 @@ def linear(
     w: jax.Array,
     bias: jax.Array | None = None,
     *,
-    axis_name: str,
+    axis_name: AxisName,
     split: Split,
     sequence_parallel: bool = False,
     spec: P | None = None,
@@ -62,7 +63,7 @@ def linear(
         all operands are a device's shards; else, under `jax.jit`, they are global arrays.
       w: [D, F], split by its columns or its rows.
       bias: [F], split as w's columns are; added once.
-      axis_name: the mesh axis that splits the features.
+      axis_name: the mesh axis that splits the features, or a tuple of several.
       split: "columns" or "rows", of w.
       sequence_parallel: whether the axis splits the tokens of x ("columns") or y ("rows").
       spec: how the axes of x before T are split outside of `jax.shard_map`.

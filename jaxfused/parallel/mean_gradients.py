@@ -13,6 +13,7 @@ from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import python_numbers
 from jaxfused.runtime.dropout import murmur
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.sharding import AxisName
 from jaxfused.runtime.stochastic_rounding import leaf_seeds, random_halves, round_to_bfloat16
 
 _OP = "parallel.mean_gradients"
@@ -21,7 +22,7 @@ _OP = "parallel.mean_gradients"
 @python_numbers
 def mean_gradients(
     grads: Any,
-    axis_name: str,
+    axis_name: AxisName,
     *,
     bfloat16: bool = False,
     key: Any = None,
@@ -38,16 +39,16 @@ def mean_gradients(
     differentiate by parameters that vary over the axis, as `jax.lax.pcast(params, axis_name,
     to="varying")` has them.
 
-    With `bfloat16` a device sends its gradients in 16 bits. They are summed in float32, in the order of
-    the devices, and the mean is sent back in 16 bits: 4 (n - 1) / n bytes for each number, where a sum
-    in float32 takes 8 (n - 1) / n. Rounding errors need not be lost:
+    Gradients of 16 bits are summed in float32, in the order of the devices, and the mean is sent back in
+    16 bits: 4 (n - 1) / n bytes for each number, where a sum in float32 takes 8 (n - 1) / n. With
+    `bfloat16` wider ones are rounded, and sent so too. Rounding errors need not be lost:
 
     - `key` rounds at random (stochastic rounding), with other random bits on each device.
     - `error` is the rounding error of the device's last call, added before rounding (error feedback).
 
     Args:
       grads: a tree of the device's own gradients, of floats.
-      axis_name: the mapped axis.
+      axis_name: the mapped axis, or a tuple of several.
       bfloat16: whether gradients are sent in bfloat16.
       key: of `jax.random`, another one at each step; None to round to the nearest.
       error: a tree like `grads` in float32, of zeros at the first step; each device keeps its own. What
@@ -87,15 +88,13 @@ def mean_gradients(
     paths = jax.tree.leaves_with_path(grads)
     treedef: Any = jax.tree.structure(grads)
     leaves = [jnp.asarray(leaf) for _, leaf in paths]
-    if not bfloat16:
-        means = [
-            _mean(leaf, axis_name, axis_to_share(leaf.shape, size, scatter)) for leaf in leaves
-        ]
-        return treedef.unflatten(means)
     kept: list[Any] = [None] * len(leaves) if error is None else treedef.flatten_up_to(error)
     words = None if key is None else _own_words(key, axis_name)
     sent, errors = [], []
     for i, (leaf, old) in enumerate(zip(leaves, kept, strict=True)):
+        if not bfloat16:
+            sent.append(leaf)
+            continue
         wide = leaf.astype(accumulator_dtype(leaf.dtype))
         wide = wide if old is None else wide + old
         seeds = None if words is None else leaf_seeds(words, i, "first_moment")
@@ -106,10 +105,10 @@ def mean_gradients(
     means = [*leaves]
     for i, (path, leaf) in enumerate(paths):
         axis = axis_to_share(leaf.shape, size, scatter)
-        if leaf.size == 0:
+        if leaf.size == 0 or sent[i].dtype.itemsize > 2:
             means[i] = _mean(leaf, axis_name, axis)
         elif axis is None:
-            layers.setdefault(layer_of(path), []).append(i)
+            layers.setdefault((layer_of(path), sent[i].dtype), []).append(i)
         else:
             parts = lax.all_to_all(sent[i][None], axis_name, axis + 1, 0, tiled=True)
             means[i] = _sum(parts) / size
@@ -117,7 +116,9 @@ def mean_gradients(
         seeds = None if words is None else leaf_seeds(words, members[0], "second_moment")
         found, lost = _mean_in_16_bits([sent[i] for i in members], axis_name, seeds)
         for i, mean, cut_off in zip(members, found, lost, strict=True):
-            means[i], errors[i] = mean, errors[i] + cut_off
+            means[i] = mean
+            if bfloat16:
+                errors[i] = errors[i] + cut_off
     result = treedef.unflatten(
         [m.astype(leaf.dtype) for m, leaf in zip(means, leaves, strict=True)]
     )
@@ -126,7 +127,7 @@ def mean_gradients(
     return result if error is None else (result, treedef.unflatten(errors))
 
 
-def _check(grads: Any, axis_name: str, bfloat16: bool, key: Any, error: Any) -> None:
+def _check(grads: Any, axis_name: AxisName, bfloat16: bool, key: Any, error: Any) -> None:
     if not sharding.is_mapped(axis_name):
         raise ValueError(
             f"{_OP}: no axis {axis_name!r} is mapped here; call it within jax.shard_map or jax.pmap over"
@@ -160,7 +161,7 @@ def _layer_of(path: Sequence[Any]) -> Hashable:
     return tuple(names[: numbered[0] + 1 if numbered else 1])
 
 
-def _own_words(key: Any, axis_name: str) -> jax.Array:
+def _own_words(key: Any, axis_name: AxisName) -> jax.Array:
     """Returns two words of random bits, which differ from device to device."""
     words = jax.random.bits(key, (2,), jnp.uint32)
     return words ^ murmur(lax.axis_index(axis_name).astype(jnp.uint32))
@@ -173,7 +174,7 @@ def _narrow(wide: jax.Array, seeds: jax.Array | None) -> jax.Array:
     return round_to_bfloat16(wide.astype(jnp.float32), random_halves(seeds, wide.shape))
 
 
-def _mean(leaf: jax.Array, axis_name: str, axis: int | None) -> jax.Array:
+def _mean(leaf: jax.Array, axis_name: AxisName, axis: int | None) -> jax.Array:
     """Returns the mean over devices, or the device's shard of it along an axis."""
     size = lax.axis_size(axis_name)
     if axis is None:
@@ -190,9 +191,9 @@ def _sum(parts: jax.Array) -> jax.Array:
 
 
 def _mean_in_16_bits(
-    leaves: Sequence[jax.Array], axis_name: str, seeds: jax.Array | None
+    leaves: Sequence[jax.Array], axis_name: AxisName, seeds: jax.Array | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the means of bfloat16 arrays, which are sent as one array, and the means' rounding errors.
+    """Returns the means of arrays of one 16-bit dtype, sent as one, and the means' rounding errors.
 
     A device has the errors of the part that it rounded, times the number of devices, so that they count
     once in the next mean, and zeros elsewhere.
@@ -201,7 +202,7 @@ def _mean_in_16_bits(
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
     parts = jnp.pad(flat, (0, -flat.size % size)).reshape(size, -1)
     own = _sum(lax.all_to_all(parts, axis_name, 0, 0, tiled=True)) / size
-    narrow = _narrow(own, seeds)
+    narrow = own.astype(flat.dtype) if seeds is None else _narrow(own, seeds)
     mean = lax.all_gather(narrow, axis_name, tiled=True, to="invarying")
     cut_off = size * (own - narrow.astype(own.dtype))
     lost = jnp.where(

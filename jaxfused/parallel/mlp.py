@@ -11,6 +11,7 @@ from jaxfused.parallel.perceptron import perceptron
 from jaxfused.parallel.placement import Placement, check_rows
 from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.sharding import AxisName
 
 
 @python_numbers
@@ -21,7 +22,7 @@ def mlp(
     w2: jax.Array,
     b2: jax.Array | None = None,
     *,
-    axis_name: str,
+    axis_name: AxisName,
     sequence_parallel: bool = False,
     spec: P | None = None,
     activation: str | None = "gelu_tanh",
@@ -54,7 +55,7 @@ def mlp(
       b1: [F], split alike; or None.
       w2: [F, E], split by its rows.
       b2: [E], replicated; added once.
-      axis_name: the mesh axis that splits the hidden features.
+      axis_name: the mesh axis that splits the hidden features, or a tuple of several.
       sequence_parallel: whether it splits the tokens of x, y and residual too.
       spec: how the axes of x before T are split outside of `jax.shard_map`, as P("data"), where axes of
         the mesh are Auto. Types with Explicit axes state it themselves.
@@ -106,7 +107,7 @@ def mlp(
 def _on_a_device(
     options: Options,
     implementation: dispatch.Implementation | None,
-    axis_name: str,
+    axis_name: AxisName,
     sequence_parallel: bool,
     x: jax.Array,
     w1: jax.Array,

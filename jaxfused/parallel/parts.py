@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfused.runtime.sharding import AxisName
+
 _PARTS, _LEAST_ROWS = 4, 256
 """Largest number of parts, and fewest tokens of a part: smaller products are bound by reading the
 weights."""
@@ -16,7 +18,7 @@ def of_rows(x: jax.Array) -> list[jax.Array]:
     return jnp.split(x, counts[-1] if counts else 1, axis=-2)
 
 
-def added_up(axis_name: str, parts: tuple[jax.Array, ...]) -> jax.Array:
+def added_up(axis_name: AxisName, parts: tuple[jax.Array, ...]) -> jax.Array:
     """Returns the concatenated parts of rows, each summed over devices after the part before it.
 
     XLA would combine the sums of several parts, which would then wait for the last product.

@@ -19,12 +19,20 @@ from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.sharding import AxisName
 
 Layers = mlp.Layers | gated_mlp.Layers
 
 
 def perceptron(
-    layers: Layers, axis_name: str, sequence_parallel: bool, x, weights, w_down, b_down, residual
+    layers: Layers,
+    axis_name: AxisName,
+    sequence_parallel: bool,
+    x,
+    weights,
+    w_down,
+    b_down,
+    residual,
 ) -> jax.Array:
     """Returns y [..., T, E], summed over devices; residual and b_down are added once.
 
@@ -108,11 +116,11 @@ def _weight_gradients(layers: Layers, x, weights, w_down, dzs, dbs, h, dy):
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2))
-def _in_ring(run: Runner, layers: Layers, axis_name: str, x, weights, w_down):
+def _in_ring(run: Runner, layers: Layers, axis_name: AxisName, x, weights, w_down):
     return _around(run, layers, axis_name, x, weights, w_down, saves=False)[0]
 
 
-def _around(run: Runner, layers: Layers, axis_name: str, x, weights, w_down, *, saves: bool):
+def _around(run: Runner, layers: Layers, axis_name: AxisName, x, weights, w_down, *, saves: bool):
     last = layers.options.last_layer
 
     def step(rows, arrived):
@@ -124,13 +132,13 @@ def _around(run: Runner, layers: Layers, axis_name: str, x, weights, w_down, *, 
     return y, kept
 
 
-def _in_ring_fwd(run: Runner, layers: Layers, axis_name: str, x, weights, w_down):
+def _in_ring_fwd(run: Runner, layers: Layers, axis_name: AxisName, x, weights, w_down):
     y, kept = _around(run, layers, axis_name, x, weights, w_down, saves=True)
     rows, hidden = ([[pair[i] for pair in one] for one in kept] for i in range(2))
     return y, _Saved(rows, weights, w_down, hidden)
 
 
-def _in_ring_bwd(run: Runner, layers: Layers, axis_name: str, saved: _Saved, dy):
+def _in_ring_bwd(run: Runner, layers: Layers, axis_name: AxisName, saved: _Saved, dy):
     every, weights, w_down, hidden = saved
     dtype = every[0][0].dtype
     cotangents = ring.travelling(axis_name, dy.astype(dtype))

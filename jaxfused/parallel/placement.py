@@ -1,6 +1,5 @@
 """How the operands of a tensor parallel layer are split over a mesh, and the call on each device."""
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ class Placement:
     """
 
     op: str
-    axis_name: str
+    axis_name: sharding.AxisName
     sequence_parallel: bool
     spec: P | None
 
@@ -46,10 +45,11 @@ class Placement:
 
         `f` is a function of a module, and `static` are compared by value, as in `over_mesh`.
         """
-        if sharding.is_mapped(self.axis_name):
+        mesh = sharding.mesh_to_map(self.op, self.axis_name, operands[0])
+        if mesh is None:
             return f(*static, *operands)
-        mesh, leading = self._mesh(operands[0])
-        self._check_sizes(mesh.shape[self.axis_name], operands, operand_axes)
+        leading = self._leading(mesh, operands[0])
+        self._check_sizes(sharding.devices_along(mesh, self.axis_name), operands, operand_axes)
         letters = {
             "t": (self.axis_name if self.sequence_parallel else None,),
             "f": (self.axis_name,),
@@ -68,37 +68,19 @@ class Placement:
             f, static, tuple(operands), mesh=mesh, in_specs=tuple(specs), out_specs=out
         )
 
-    def _mesh(self, x: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the mesh, and how the axes of x before its tokens are split over it."""
-        mesh = sharding.mesh_of(x)
-        if self.axis_name not in mesh.axis_names:
-            raise ValueError(
-                f"{self.op}: axis_name is {self.axis_name!r}, but the mesh here has the axes"
-                f" {mesh.axis_names}; call it within jax.set_mesh of a mesh with that axis, or within"
-                " jax.shard_map over it."
-            )
+    def _leading(self, mesh: Any, x: Any) -> tuple[Any, ...]:
+        """Returns how the axes of x before its tokens are split over the mesh."""
         count = x.ndim - 2
         spec = [*jax.typeof(x).sharding.spec] if mesh.explicit_axes else [*(self.spec or P())]
         leading = (*spec, *(None,) * count)[:count]
+        sharding.check_split(self.op, "x", x.shape, leading, mesh)
         names = {name for entry in leading for name in sharding.names_of(entry)}
-        if not names <= {*mesh.axis_names}:
-            raise ValueError(
-                f"{self.op}: spec is {self.spec}, but the mesh here has the axes {mesh.axis_names}; name"
-                " those."
-            )
-        if self.axis_name in names:
+        if not names.isdisjoint(sharding.names_of(self.axis_name)):
             raise ValueError(
                 f"{self.op}: the axes of x before its tokens are split by {leading!r}, and axis_name"
                 f" is {self.axis_name!r}; split them by other axes of the mesh."
             )
-        for count, entry in zip(x.shape, leading, strict=False):
-            size = math.prod(mesh.shape[name] for name in sharding.names_of(entry))
-            if count % size:
-                raise ValueError(
-                    f"{self.op}: x has shape {x.shape}, but {size} devices of {entry!r} share an axis of"
-                    f" {count}; pass a multiple."
-                )
-        return mesh, leading
+        return leading
 
     def _check_sizes(self, size: int, operands: Sequence[Any], operand_axes: Sequence[str]) -> None:
         shared = {"f": "features"} | ({"t": "tokens"} if self.sequence_parallel else {})

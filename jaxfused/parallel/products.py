@@ -15,6 +15,7 @@ from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.sharding import AxisName
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Options:
     """Static arguments of a product, except for the Runner."""
 
     op: str
-    axis_name: str
+    axis_name: AxisName
     activation: str | None
     precision: Any
 

@@ -21,6 +21,7 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.sharding import AxisName
 
 _OP = "parallel.qkv_projection"
 
@@ -32,7 +33,7 @@ def qkv_projection(
     w_k: jax.Array,
     w_v: jax.Array,
     *,
-    axis_name: str,
+    axis_name: AxisName,
     sequence_parallel: bool = False,
     spec: P | None = None,
     b_q: jax.Array | None = None,
@@ -65,7 +66,7 @@ def qkv_projection(
       w_q: [D, N, H], as Flax's attention has it; split by its heads, as are the others.
       w_k: [D, K, H].
       w_v: [D, K, H].
-      axis_name: the mesh axis that splits the heads.
+      axis_name: the mesh axis that splits the heads, or a tuple of several.
       sequence_parallel: whether it splits the tokens of x too.
       spec: how the axes of x before T are split outside of `jax.shard_map`.
       b_q: [N, H].

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfused.runtime.sharding import AxisName
+
 Turns = list[list[Any]]
 """Rows, or what was computed from them, by direction and then by hop."""
 
@@ -22,7 +24,7 @@ _SHIFTS = (1, -1)
 """Difference of device indices of a hop, for each direction."""
 
 
-def _passed(axis_name: str, shift: int, arrays: Any) -> Any:
+def _passed(axis_name: AxisName, shift: int, arrays: Any) -> Any:
     size = lax.axis_size(axis_name)
     return lax.ppermute(arrays, axis_name, [(i, (i + shift) % size) for i in range(size)])
 
@@ -32,7 +34,7 @@ def directions(rows: int) -> int:
     return 2 if rows and rows % 2 == 0 else 1
 
 
-def travelling(axis_name: str, own: jax.Array) -> Turns:
+def travelling(axis_name: AxisName, own: jax.Array) -> Turns:
     """Returns the rows that arrive at each hop. The sends wait for nothing but each other."""
     size = lax.axis_size(axis_name)
     turns = []
@@ -45,7 +47,7 @@ def travelling(axis_name: str, own: jax.Array) -> Turns:
     return turns
 
 
-def _starts(axis_name: str, own_rows: int) -> Turns:
+def _starts(axis_name: AxisName, own_rows: int) -> Turns:
     """Returns the index, among the rows of all devices, of the first row at each hop."""
     size, own = lax.axis_size(axis_name), lax.axis_index(axis_name)
     count = directions(own_rows)
@@ -55,7 +57,7 @@ def _starts(axis_name: str, own_rows: int) -> Turns:
     ]
 
 
-def standing(axis_name: str, every: jax.Array) -> Turns:
+def standing(axis_name: AxisName, every: jax.Array) -> Turns:
     """Cuts the rows of all devices, which this device holds, into those of `travelling`'s hops."""
     own_rows = every.shape[-2] // lax.axis_size(axis_name)
     length = own_rows // directions(own_rows)
@@ -65,7 +67,7 @@ def standing(axis_name: str, every: jax.Array) -> Turns:
     ]
 
 
-def in_order(axis_name: str, turns: Turns) -> jax.Array:
+def in_order(axis_name: AxisName, turns: Turns) -> jax.Array:
     """Returns the rows of all devices as one array: the inverse of `standing`."""
     length = turns[0][0].shape[-2]
     starts = _starts(axis_name, length * len(turns))
@@ -80,7 +82,7 @@ def in_order(axis_name: str, turns: Turns) -> jax.Array:
 
 
 def summed(
-    axis_name: str,
+    axis_name: AxisName,
     turns: Turns,
     step: Callable[[Any, Any], tuple[jax.Array, Any]],
     then: Any = None,
@@ -112,7 +114,9 @@ def summed(
     return jnp.concatenate(sums, axis=-2), kept, then
 
 
-def _sent_beside(axis_name: str, d: int, total: jax.Array, others: Any) -> tuple[Any, jax.Array]:
+def _sent_beside(
+    axis_name: AxisName, d: int, total: jax.Array, others: Any
+) -> tuple[Any, jax.Array]:
     """Sends the sum on. Returns `others`, which wait for its computation but not its arrival, and it."""
     others, total = lax.optimization_barrier((others, total))
     return others, _passed(axis_name, _SHIFTS[d], total)

@@ -15,6 +15,7 @@ from jaxfused.optim import ema, stepping
 from jaxfused.optim.transformation import FusedTransformation, from_optax
 from jaxfused.parallel.shard_axis import axis_to_share
 from jaxfused.runtime import sharding
+from jaxfused.runtime.sharding import AxisName
 
 _OP = "parallel.zero1"
 _MOST_COMPILED = 8
@@ -24,7 +25,7 @@ _MOST_COMPILED = 8
 def zero1(
     tx: optax.GradientTransformation,
     *,
-    axis_name: str = "data",
+    axis_name: AxisName = "data",
     mesh: jax.sharding.Mesh | None = None,
     param_specs: Any = None,
 ) -> "ShardedTransformation":
@@ -41,7 +42,7 @@ def zero1(
 
     Args:
       tx: one of `jaxfused.optim`, whose `step` it then has, or of Optax.
-      axis_name: the mesh axis, Auto or Explicit, that splits the batch.
+      axis_name: the mesh axis, Auto or Explicit, that splits the batch, or a tuple of several.
       mesh: the mesh; by default that of `jax.set_mesh`, or of the types of the arrays.
       param_specs: a tree like the parameters of PartitionSpecs: how other axes of the mesh split them,
         as Flax's metadata says. By default they are replicated, or split as Explicit types say.
@@ -104,11 +105,15 @@ class ShardedTransformation(FusedTransformation):
         skip_nonfinite: bool = False,
         implementation: str | None = None,
     ) -> tuple[optax.Params, Any]:
-        """Takes the step of `FusedTransformation.step`, each device on its own part."""
+        """Takes the step of `FusedTransformation.step`, each device on its own part.
+
+        Outside of `jax.jit` `state` and `params` are donated as there, once they lie where the step puts
+        them: from the first step on the state of `init`, from the second on parameters from one device.
+        """
         options = dict(
             max_norm=max_norm, skip_nonfinite=skip_nonfinite, implementation=implementation
         )
-        return self.placed.run(self.inner.step, options, grads, state, params)
+        return self.placed.run(self.inner.step, options, grads, state, params, donates=True)
 
     def init_step(
         self,
@@ -150,7 +155,7 @@ class _Alone:
 class _Placed:
     """Shardings of parameters and optimizer state over a mesh axis."""
 
-    axis_name: str
+    axis_name: AxisName
     mesh: jax.sharding.Mesh | None
     param_specs: Any
     compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -161,7 +166,11 @@ class _Placed:
         return self._in_auto_axes(_Alone(init), options, (True,), params)[0]
 
     def run(
-        self, f: Callable[..., tuple[Any, Any]], options: dict[str, Any], *trees: Any
+        self,
+        f: Callable[..., tuple[Any, Any]],
+        options: dict[str, Any],
+        *trees: Any,
+        donates: bool = False,
     ) -> tuple[Any, ...]:
         """Returns `f(*trees, **options)`, a tree like the parameters and a state, each device its part.
 
@@ -169,8 +178,9 @@ class _Placed:
           f: an update or a step.
           options: its keywords.
           *trees: gradients, a state, and the parameters if `f` takes them.
+          donates: whether the last two become the results' memory, outside of `jax.jit`.
         """
-        return self._in_auto_axes(f, options, (False, True), *trees)
+        return self._in_auto_axes(f, options, (False, True), *trees, donates=donates)
 
     def _in_auto_axes(
         self,
@@ -178,6 +188,7 @@ class _Placed:
         options: dict[str, Any],
         shared: tuple[bool, ...],
         *trees: Any,
+        donates: bool = False,
     ) -> tuple[Any, ...]:
         """Returns `f(*trees, **options)`; results are split over devices where `shared` is True.
 
@@ -189,14 +200,17 @@ class _Placed:
         explicit = sharding.mesh_of(*leaves).explicit_axes
         placed = replace(self, mesh=self._mesh(leaves), param_specs=self._param_specs(like))
         call = functools.partial(f, **options)
-        make = functools.partial(placed._jitted, call, shared, explicit, like, *trees)
+        donated = (
+            placed._donated(like, *trees) if donates and stepping.is_outside_of_traces() else ()
+        )
+        make = functools.partial(placed._jitted, call, shared, explicit, donated, like, *trees)
         every = jax.tree.leaves(trees)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*every, *jax.tree.leaves(options))):
             return make()(*trees)
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in every)
         structure = jax.tree.structure(trees)
         given = tuple((name, type(value), value) for name, value in options.items())
-        key = (f, given, structure, shapes, explicit, placed.mesh, *placed.param_specs)
+        key = (f, given, structure, shapes, explicit, donated, placed.mesh, *placed.param_specs)
         try:
             known = self.compiled.get(key)
         except TypeError:  # An option without a hash, such as an array.
@@ -213,6 +227,7 @@ class _Placed:
         f: Callable[..., Any],
         shared: tuple[bool, ...],
         explicit: Any,
+        donated: tuple[int, ...],
         like: Any,
         *trees: Any,
     ) -> Callable[..., tuple[Any, ...]]:
@@ -230,20 +245,42 @@ class _Placed:
             )
 
         if not explicit:
-            return jax.jit(on_parts)
+            return jax.jit(on_parts, donate_argnums=donated)
         abstract = jax.eval_shape(f, *jax.tree.map(_without_sharding, trees))
         out = tuple(
             self._shardings(result, shapes, shared=share)
             for result, share in zip(abstract, shared, strict=True)
         )
-        return jax.jit(jax.sharding.auto_axes(on_parts, axes=explicit, out_sharding=out))
+        on_auto_axes = jax.sharding.auto_axes(on_parts, axes=explicit, out_sharding=out)
+        return jax.jit(on_auto_axes, donate_argnums=donated)
+
+    def _donated(self, like: Any, grads: Any, state: Any, params: Any) -> tuple[int, ...]:
+        """Returns which of (grads, state, params) lie where a step puts its results, and may be donated.
+
+        JAX warns of others, whose memory cannot be that of a result.
+        """
+        del grads
+        shapes = jax.tree.map(_without_sharding, like)
+        size = self._mesh(jax.tree.leaves(like)).size
+
+        def lies_there(tree: Any, shared: bool) -> bool:
+            wanted = jax.tree.leaves(self._shardings(tree, shapes, shared=shared))
+            return all(
+                isinstance(leaf, jax.Array)
+                and len(leaf.sharding.device_set) == size
+                and leaf.sharding.shard_shape(leaf.shape) == to.shard_shape(leaf.shape)
+                for leaf, to in zip(jax.tree.leaves(tree), wanted, strict=True)
+            )
+
+        there = {1: lies_there(state, True), 2: lies_there(params, False)}
+        return tuple(number for number, is_there in there.items() if is_there)
 
     def specs_of(self, tree: Any, params: Any, *, shared: bool) -> dict[Any, P]:
         """Returns the PartitionSpec of each leaf's path in a tree of parameters or of a state.
 
         A leaf of a state is split as the parameter whose path its own ends with, if their shapes agree.
         """
-        size = self._mesh(jax.tree.leaves(params)).shape[self.axis_name]
+        mesh = self._mesh(jax.tree.leaves(params))
         of_params = {
             path: (jnp.shape(leaf), spec)
             for (path, leaf), spec in zip(
@@ -256,11 +293,13 @@ class _Placed:
             shape, spec = next(filter(None, ends), (None, P()))
             if shape != jnp.shape(leaf):
                 spec = P()
-            axis = axis_to_share(jnp.shape(leaf), size, shared, spec)
-            is_split = any(self.axis_name in sharding.names_of(entry) for entry in spec)
-            if axis is not None and not is_split:
+            taken = {name for entry in spec for name in sharding.names_of(entry)}
+            free = tuple(n for n in sharding.names_of(self.axis_name) if n not in taken)
+            size = sharding.devices_along(mesh, free)
+            axis = axis_to_share(jnp.shape(leaf), size, shared and bool(free), spec)
+            if axis is not None:
                 entries = [*spec, *[None] * (jnp.ndim(leaf) - len(spec))]
-                entries[axis] = self.axis_name
+                entries[axis] = free if len(free) > 1 else free[0]
                 spec = P(*entries)
             found[path] = spec
         return found
@@ -283,20 +322,18 @@ class _Placed:
         of = jax.typeof(leaf).sharding
         if not of.mesh.explicit_axes:
             return P()
-        return P(*(None if self.axis_name in sharding.names_of(e) else e for e in of.spec))
+        ours = sharding.names_of(self.axis_name)
+        others = (tuple(n for n in sharding.names_of(e) if n not in ours) for e in of.spec)
+        return P(*(names or None for names in others))
 
     def _mesh(self, leaves: Sequence[Any]) -> Any:
-        if sharding.is_mapped(self.axis_name):
+        mesh = sharding.mesh_to_map(
+            _OP, self.axis_name, *leaves, remedy="pass mesh", mesh=self.mesh
+        )
+        if mesh is None:
             raise ValueError(
                 f"{_OP}: {self.axis_name!r} is mapped here, where each device has its own gradients"
                 " only; call it under jax.jit, outside of jax.shard_map and jax.pmap."
-            )
-        mesh = sharding.mesh_of(*leaves) if self.mesh is None else self.mesh
-        if self.axis_name not in mesh.axis_names:
-            raise ValueError(
-                f"{_OP}: axis_name is {self.axis_name!r}, but the mesh here has the axes"
-                f" {mesh.axis_names}; call it within jax.set_mesh of a mesh with that axis, or pass"
-                " mesh."
             )
         return mesh
 

@@ -16,7 +16,7 @@ a check in XLA's compiler fails. A kernel's operands are therefore gathered alon
 import functools
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -380,13 +380,79 @@ def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, .
     )
 
 
-def is_mapped(axis_name: str) -> bool:
-    """Returns whether `jax.shard_map`, `jax.pmap` or `jax.vmap` maps over an axis of this name here."""
+AxisName = str | tuple[str, ...]
+"""The mesh axis that devices share something along, or several, which then count as one."""
+
+
+def is_mapped(axis_name: AxisName) -> bool:
+    """Returns whether `jax.shard_map`, `jax.pmap` or `jax.vmap` maps over all of these axes here."""
     try:
         lax.axis_size(axis_name)
     except NameError:
         return False
     return True
+
+
+def mesh_to_map(
+    op: str,
+    axis_name: AxisName,
+    *operands: Any,
+    mesh: Any = None,
+    remedy: str = "within jax.shard_map over it",
+) -> Any:
+    """Returns the operands' mesh with these axes, or None where they are mapped, by shards.
+
+    Args:
+      op: the operator's name.
+      axis_name: the axes.
+      *operands: arrays.
+      mesh: the mesh that the caller passed in place of the operands'.
+      remedy: what to do if there is no such axis.
+
+    Raises:
+      ValueError: there is no such axis, or only some of several are mapped.
+    """
+    names = names_of(axis_name)
+    if not names or len({*names}) < len(names):
+        raise ValueError(
+            f"{op}: axis_name is {axis_name!r}; pass the name of a mesh axis, or a tuple of several."
+        )
+    if is_mapped(axis_name):
+        return None
+    mesh = _mesh(operands) if mesh is None else mesh
+    if not {*names} <= {*mesh.axis_names}:
+        raise ValueError(
+            f"{op}: axis_name is {axis_name!r}, but the mesh here has the axes {mesh.axis_names}; call"
+            f" it within jax.set_mesh of a mesh with that axis, or {remedy}."
+        )
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if mapped := [name for name in names if name in manual]:
+        raise ValueError(
+            f"{op}: axis_name is {axis_name!r}, of which only {mapped} are mapped here; map all of them,"
+            " or none."
+        )
+    return mesh
+
+
+def devices_along(mesh: Mesh | AbstractMesh, axis_name: AxisName | None) -> int:
+    """Returns the number of devices along mesh axes, which an entry of a `PartitionSpec` may name."""
+    return math.prod(mesh.shape[name] for name in names_of(axis_name))
+
+
+def check_split(op: str, name: str, shape: Sequence[int], spec: Iterable[Any], mesh: Any) -> None:
+    """Checks that `spec` names axes of the mesh, and that they split an array's first axes evenly."""
+    spec = tuple(spec)
+    if not {of for entry in spec for of in names_of(entry)} <= {*mesh.axis_names}:
+        raise ValueError(
+            f"{op}: spec is {P(*spec)} for {name}, but the mesh here has the axes {mesh.axis_names};"
+            " name those."
+        )
+    for count, entry in zip(shape, spec, strict=False):
+        if count % devices_along(mesh, entry):
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(shape)}, but {devices_along(mesh, entry)} devices of"
+                f" {entry!r} share an axis of {count}; pass a multiple."
+            )
 
 
 def mesh_of(*operands: jax.Array) -> AbstractMesh:

@@ -314,6 +314,8 @@ def test_one_device():
     ("change", "message"),
     [
         (dict(axis_name="rows"), r"axis_name is 'rows', but the mesh here has the axes"),
+        (dict(axis_name=()), r"axis_name is \(\); pass the name of a mesh axis, or a tuple"),
+        (dict(axis_name=None), r"axis_name is None; pass the name of a mesh axis, or a tuple"),
         (dict(spec=P("model")), r"are split by \('model',\), and axis_name is 'model'"),
         (dict(w_up=None), r"w_up is None, but it is an array"),
         (dict(w_up=jnp.ones((D, 3))), r"w_up has shape \(8, 3\)"),
@@ -327,6 +329,28 @@ def test_messages(change, message):
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         parallel.gated_mlp(**given)
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["gated_mlp", "columns", "qkv_projection"])
+def test_several_axes_count_as_one(name, axis_type):
+    alone, shared, _ = CALLS[name]
+    args, axes = operands(name), ("data", "model")
+    expected = jax.jit(functools.partial(with_gradients, alone))(*args)
+    f = functools.partial(shared, axis_name=axes, sequence_parallel=True)
+    with jax.set_mesh(mesh_of(2, axis_type)):
+        got = jax.jit(functools.partial(with_gradients, f))(*args)
+        assert_same_numbers(got, expected)
+        with pytest.raises(ValueError, match=r"axis_name is \('data', 'rows'\), but the mesh here"):
+            shared(*args, axis_name=("data", "rows"))
+        inside = functools.partial(shared, axis_name=axes)
+        mapped = jax.shard_map(
+            inside, in_specs=(P(),) * len(args), out_specs=P(), axis_names={"data"}
+        )
+        with pytest.raises(ValueError, match=r"only \['data'\] are mapped here; map all"):
+            jax.jit(mapped)(*args)
 
 
 @on_eight_devices

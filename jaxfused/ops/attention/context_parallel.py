@@ -17,6 +17,7 @@ from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, python_numbers
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.mapped import over_mesh
+from jaxfused.runtime.sharding import AxisName
 
 Layout = Literal["contiguous", "zigzag"]
 Method = Literal["all_gather", "all_to_all", "ring"]
@@ -30,7 +31,7 @@ def context_parallel_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    axis_name: str,
+    axis_name: AxisName,
     spec: P | None = None,
     layout: Layout = "contiguous",
     method: Method | None = None,
@@ -68,7 +69,7 @@ def context_parallel_attention(
         `axis_name` a device's own tokens; else, under `jax.jit`, all tokens.
       key: [B, T, K, H], of the query's dtype; N is a multiple of K.
       value: [B, T, K, V], of the query's dtype.
-      axis_name: the mesh axis that splits the tokens.
+      axis_name: the mesh axis that splits the tokens, or a tuple of several.
       spec: how the query's axes are split outside of `jax.shard_map`, as P("data", "context"), where
         axes of the mesh are Auto; batch and heads may be. By default by `axis_name` alone. Types
         with Explicit axes state it themselves.
@@ -111,9 +112,10 @@ def context_parallel_attention(
         axis_name, layout, scale, is_causal, local_window_size, logits_soft_cap, implementation
     )
     operands = _Operands(query, key, value, segment_ids, sinks)
-    if sharding.is_mapped(axis_name):
+    mesh = sharding.mesh_to_map(_OP, axis_name, query)
+    if mesh is None:
         return _on_a_device(options, method, operands)
-    mesh, specs = _specs(options, spec, operands)
+    specs = _specs(options, spec, mesh, operands)
     return over_mesh(
         _on_a_device,
         (options, method),
@@ -159,7 +161,7 @@ def zigzag_order(length: int, devices: int) -> np.ndarray:
 class _Options:
     """Static arguments."""
 
-    axis_name: str
+    axis_name: AxisName
     layout: Layout
     scale: float | None
     is_causal: bool
@@ -218,16 +220,10 @@ def _check(query, key, value, segment_ids, layout, method) -> None:
         )
 
 
-def _specs(options: _Options, spec: P | None, operands: _Operands) -> tuple[Any, _Operands]:
-    """Returns the mesh, and how each operand is split over it."""
-    mesh = sharding.mesh_of(operands.query)
+def _specs(options: _Options, spec: P | None, mesh: Any, operands: _Operands) -> _Operands:
+    """Returns how each operand is split over the mesh."""
     name = options.axis_name
-    if name not in mesh.axis_names:
-        raise ValueError(
-            f"{_OP}: axis_name is {name!r}, but the mesh here has the axes {mesh.axis_names}; call it"
-            " within jax.set_mesh of a mesh with that axis, or within jax.shard_map over it."
-        )
-    tokens, size = operands.query.shape[1], mesh.shape[name]
+    tokens, size = operands.query.shape[1], sharding.devices_along(mesh, name)
     if tokens % size:
         raise ValueError(
             f"{_OP}: query has {tokens} tokens, and {name!r} has {size} devices; pad the sequence to a"
@@ -238,15 +234,17 @@ def _specs(options: _Options, spec: P | None, operands: _Operands) -> tuple[Any,
         spec = P(batch, name if split_tokens is None else split_tokens, heads)
     split: list[Any] = [*(spec or P(None, name)), *(None,) * 4]
     batch, by, heads = split[:3]
-    if by not in (name, (name,)):
+    if sharding.names_of(by) != sharding.names_of(name):
         raise ValueError(
             f"{_OP}: the query's tokens are split by {by!r}, and axis_name is {name!r}; split its"
             f" second axis by {name!r}, as P(batch, {name!r})."
         )
     whole = P(batch, name, heads)
+    for which, array in dict(query=operands.query, key=operands.key).items():
+        sharding.check_split(_OP, which, array.shape, whole, mesh)
     segments = None if operands.segment_ids is None else P(batch, name)
     sinks = None if operands.sinks is None else P(heads)
-    return mesh, _Operands(whole, whole, whole, segments, sinks)
+    return _Operands(whole, whole, whole, segments, sinks)
 
 
 # --- on one device --------------------------------------------------------------------------------
@@ -329,12 +327,12 @@ _REMEDY = "pass method='all_to_all' and implementation='xla'"
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0,), op=_OP, remedy=_REMEDY)
-def _gathered(axis_name: str, array: jax.Array) -> jax.Array:
+def _gathered(axis_name: AxisName, array: jax.Array) -> jax.Array:
     """Gathers the tokens of all devices; their gradients are summed in float32."""
     return lax.all_gather(array, axis_name, axis=1, tiled=True)
 
 
-def _gathered_bwd(axis_name: str, saved: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _gathered_bwd(axis_name: AxisName, saved: None, cotangent: jax.Array) -> tuple[jax.Array]:
     wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
     own = lax.psum_scatter(wide, axis_name, scatter_dimension=1, tiled=True)
     return (own.astype(cotangent.dtype),)

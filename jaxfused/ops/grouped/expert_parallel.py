@@ -29,6 +29,7 @@ from jaxfused.runtime.checks import (
 )
 from jaxfused.runtime.mapped import over_mesh
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.sharding import AxisName
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 Method = Literal["all_gather", "all_to_all"]
@@ -45,7 +46,8 @@ def expert_parallel_mlp(
     w_up: jax.Array | None,
     w_down: jax.Array,
     *,
-    axis_name: str,
+    axis_name: AxisName,
+    spec: P | None = None,
     method: Method | None = None,
     capacity_factor: float | None = None,
     activation: str | None = "silu",
@@ -72,15 +74,18 @@ def expert_parallel_mlp(
 
     Args:
       x: [..., D], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over `axis_name` a
-        device's own tokens; else, under `jax.jit`, all tokens, of which the first axis is split.
+        device's own tokens; else, under `jax.jit`, all tokens.
       weights: [..., k], of each token's experts, as `jaxfused.router` returns them.
       indices: [..., k], integers: those experts, among all devices'. An index below 0 or from E on is
         no expert.
       w_gate: [E, D, F], of a device's own experts within `jax.shard_map`; the forms of `expert_mlp`.
       w_up: [E, D, F].
       w_down: [E, F, D].
-      axis_name: the mesh axis that splits tokens and experts; under `jax.jit` one of Auto or
-        Explicit axes.
+      axis_name: the mesh axis that splits tokens and experts, or a tuple of several; under `jax.jit`
+        of Auto or Explicit axes.
+      spec: how the axes of x before D are split outside of `jax.shard_map`, as P("data"), where axes of
+        the mesh are Auto. Types with Explicit axes state it themselves. `axis_name` splits the first
+        axis too, unless it is in `spec`.
       method: None for "all_to_all" with a `capacity_factor`, else "all_gather".
       capacity_factor: rows that two devices exchange, relative to equal use of all experts.
       activation: None or a name of `jaxfused.ACTIVATIONS`, of the gate.
@@ -131,40 +136,36 @@ def expert_parallel_mlp(
     options = ExpertOptions(activation, weight_on, transpose_weights, precision, implementation)
     static = (options, method, capacity_factor, axis_name)
     operands = (x, weights, indices, (w_gate, w_up, w_down))
-    if sharding.is_mapped(axis_name):
+    mesh = sharding.mesh_to_map(_OP, axis_name, x)
+    if mesh is None:
         return _on_a_device(*static, *operands)
-    mesh = _mesh(axis_name, x, w_down)
-    by_axis = P(axis_name)
-    specs = jax.tree.map(lambda _: by_axis, operands)
-    return over_mesh(_on_a_device, static, operands, mesh=mesh, in_specs=specs, out_specs=by_axis)
+    rows, experts = _rows_spec(axis_name, spec, mesh, x), P(axis_name)
+    sharding.check_split(_OP, "w_down", w_down.shape, experts, mesh)
+    specs = (rows, rows, rows, jax.tree.map(lambda _: experts, operands[3]))
+    return over_mesh(_on_a_device, static, operands, mesh=mesh, in_specs=specs, out_specs=rows)
 
 
-def _mesh(axis_name: str, x: jax.Array, w_down: jax.Array) -> Any:
-    """Returns the mesh of the operands, after checking that its axis divides tokens and experts."""
-    mesh = sharding.mesh_of(x)
-    if axis_name not in mesh.axis_names:
+def _rows_spec(axis_name: AxisName, spec: P | None, mesh: Any, x: jax.Array) -> P:
+    """Returns how the tokens' axes are split: by `axis_name` too, their first axis if not another."""
+    if x.ndim < 2:
         raise ValueError(
-            f"{_OP}: axis_name is {axis_name!r}, but the mesh here has the axes {mesh.axis_names}; call"
-            " it within jax.set_mesh of a mesh with that axis, or within jax.shard_map over it."
+            f"{_OP}: x has shape {x.shape}, which is one token; pass x of shape [..., features] with an"
+            f" axis that {axis_name!r} splits."
         )
-    size = mesh.shape[axis_name]
-    for what, count in (
-        ("x has {} tokens in its first axis", x.shape[0]),
-        ("{} experts", w_down.shape[0]),
-    ):
-        if x.ndim < 2 or count % size:
-            raise ValueError(
-                f"{_OP}: {what.format(count)}, and {axis_name!r} has {size} devices; pass a multiple of"
-                " them."
-            )
-    return mesh
+    given = jax.typeof(x).sharding.spec if mesh.explicit_axes else spec or P()
+    first, *others = (*given, *(None,) * x.ndim)[: x.ndim - 1]
+    there = {name for entry in (first, *others) for name in sharding.names_of(entry)}
+    missing = [name for name in sharding.names_of(axis_name) if name not in there]
+    rows = P((*sharding.names_of(first), *missing), *others)
+    sharding.check_split(_OP, "x", x.shape, rows, mesh)
+    return rows
 
 
 def _on_a_device(
     options: ExpertOptions,
     method: Method,
     capacity_factor: float | None,
-    axis_name: str,
+    axis_name: AxisName,
     x: jax.Array,
     weights: jax.Array,
     indices: jax.Array,

@@ -120,6 +120,23 @@ def test_batch_and_heads_may_be_split_too(method, axis_type):
 
 @on_eight_devices
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_several_axes_count_as_one(method, axis_type):
+    q, k, v, *_ = arrays()
+    axes = ("hosts", "gpus")
+    mesh = jax.make_mesh((2, 4), axes, axis_types=(axis_type,) * 2)
+    f = functools.partial(
+        jaxfused.context_parallel_attention, axis_name=axes, method=method, is_causal=True
+    )
+    with jax.set_mesh(mesh):
+        y = jax.jit(f)(*(jax.device_put(a, NamedSharding(mesh, P(None, axes))) for a in (q, k, v)))
+    expected = jaxfused.dot_product_attention(q, k, v, is_causal=True)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", [None, "ring"])
 def test_under_pmap_and_in_a_shard_map(method):
     q, k, v, *_ = arrays()

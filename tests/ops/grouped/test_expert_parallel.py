@@ -66,6 +66,34 @@ def test_values_and_gradients_of_one_device(name, axis_type):
 
 
 @on_eight_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("axis_name", "spec", "shape"),
+    [
+        ("e", P("data"), (TOKENS,)),
+        ("e", P(("data", "e")), (TOKENS,)),
+        ("e", P("data", "e"), (4, TOKENS // 4)),
+        ("e", P("data", None), (8, TOKENS // 8)),
+        (("data", "e"), None, (TOKENS,)),
+    ],
+)
+def test_tokens_that_several_axes_split(axis_name, spec, shape, axis_type):
+    """Experts are split by `axis_name`, tokens by the axes of `spec` or of their types too."""
+    x, weights, indices, *w = operands()
+    rows = [a.reshape(*shape, -1) for a in (x, weights, indices)]
+    expected = jax.jit(functools.partial(with_gradients, jaxfused.expert_mlp))(*rows, *w)
+    mesh = jax.make_mesh((2, 4), ("data", "e"), axis_types=(axis_type,) * 2)
+    f = functools.partial(jaxfused.expert_parallel_mlp, axis_name=axis_name)
+    if axis_type == AxisType.Auto:
+        f = functools.partial(f, spec=spec)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, NamedSharding(mesh, spec or P())) for a in rows]
+        actual = jax.jit(functools.partial(with_gradients, f))(*placed, *w)
+    assert len({str(shard.index) for shard in actual[0].addressable_shards}) == 8
+    chex.assert_trees_all_close(*map(jax.device_get, (actual, expected)), rtol=1e-5, atol=1e-5)
+
+
+@on_eight_devices
 def test_rows_beyond_the_capacity_are_dropped():
     """Each device sends every other one at most its share of rows, in the order of their experts."""
     args = operands()
@@ -124,6 +152,7 @@ def test_the_module_splits_its_experts(axis_type):
     ("options", "message"),
     [
         (dict(axis_name="e"), "axis_name is 'e', but the mesh here has the axes"),
+        (dict(axis_name=()), "axis_name is \\(\\); pass the name of a mesh axis"),
         (dict(axis_name="e", method="ring"), "method is 'ring'"),
         (dict(axis_name="e", capacity_factor=0.0), "capacity_factor is 0.0"),
         (dict(axis_name="e", capacity_factor=1.0, method="all_gather"), "drops no token"),
