@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
@@ -170,10 +169,8 @@ def _flattened(initialise: Initializer, flat: tuple[int, ...]) -> Initializer:
     """
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> Any:
-        drawn = initialise(key, flat, dtype)
-        if isinstance(drawn, meta.AxisMetadata):
-            return meta.replace_boxed(drawn, jnp.reshape(drawn.unbox(), shape))
-        return jnp.reshape(drawn, shape)
+        # A box with metadata is a tree. Its `unbox` would place the flat array as the final one.
+        return jax.tree.map(lambda drawn: jnp.reshape(drawn, shape), initialise(key, flat, dtype))
 
     return init
 
