@@ -107,7 +107,7 @@ class LinenModel(nn.Module):
         )
         x, _ = blocks()(x, None)
         head = nn.with_logical_partitioning(INIT, ("embed", "vocab"))
-        return jaxfused.linen.Linear(CLASSES, kernel_init=head)(x)
+        return jaxfused.linen.Dense(CLASSES, kernel_init=head)(x)
 
 
 def batch(dtype="float32"):
