@@ -45,8 +45,8 @@ def zero1(
       axis_name: the mesh axis, Auto or Explicit, that splits the batch, or a tuple of several.
       mesh: the mesh; by default that of `jax.set_mesh`, or of the types of the arrays.
       param_specs: a tree like the parameters of PartitionSpecs: how other axes of the mesh split them,
-        as `flax.nnx.get_partition_spec` reads from a state's metadata. By default they are replicated, or split as Explicit types say.
-        Leaves that `axis_name` splits already stay so.
+        as `flax.nnx.get_partition_spec` reads from a state's metadata. By default they are replicated,
+        or split as Explicit types say. Leaves that `axis_name` splits already stay so.
 
     Returns:
       A `jaxfused.optim.FusedTransformation` with a method more: `specs(params)` returns the
