@@ -1,9 +1,10 @@
 // The activation functions of jaxfused/runtime/activation.py, and their derivatives, in float32.
 #pragma once
 
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <locale>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -58,10 +59,12 @@ inline bool parse_activation(std::string_view name, Activation* activation) {
   // "leaky_relu(0.2)".
   constexpr std::string_view kLeaky = "leaky_relu(";
   if (name.substr(0, kLeaky.size()) != kLeaky || name.back() != ')') return false;
-  const std::string number(name.substr(kLeaky.size(), name.size() - kLeaky.size() - 1));
-  char* end = nullptr;
-  const float slope = std::strtof(number.c_str(), &end);
-  if (number.empty() || *end != '\0') return false;
+  std::istringstream number(
+      std::string(name.substr(kLeaky.size(), name.size() - kLeaky.size() - 1)));
+  // The locale of the process may write a comma for the point.
+  number.imbue(std::locale::classic());
+  float slope;
+  if (!(number >> slope) || number.peek() != std::istringstream::traits_type::eof()) return false;
   *activation = leaky_relu(slope);
   return true;
 }
