@@ -1,6 +1,6 @@
 """Masks of attention as objects, for `mask=` of `jaxfused.dot_product_attention` and its modules.
 
-A mask knows before any array is there which blocks of queries and keys are empty, full or partial. It is
+Which blocks of queries and keys a mask leaves empty, full or partial is known before any array is. It is
 prepared once for a shape, and costs no memory of the size of the logits.
 
 Example:

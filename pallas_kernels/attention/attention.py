@@ -48,7 +48,7 @@ def why_unsupported(
 ) -> str | None:
     """Returns None if the forward can run, else the rule that rejects the call.
 
-    The backward can run too, unless the heads are `wide`. `used` names the optional arguments of the
+    The backward can run too, unless the heads `are_wide`. `used` names the optional arguments of the
     call.
     """
     reason = hopper.why_unfit(compute_capability)

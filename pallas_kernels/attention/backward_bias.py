@@ -131,7 +131,7 @@ class _BiasGradient:
         rows, columns = BIAS_GRADIENT_TILE
         own_idx = [lax.axis_index(name) for name in ("b", "n", "t", "s")]
         count: Any = math.prod(self.shared)
-        # Batch entries that share the bias may differ in their offsets.
+        # With offsets nothing is skipped: batch entries that share the bias may differ in them.
         if self.shared[2] == 1 and not self.logits.mask.has_query_offset:
             first = own_idx[2] * rows
             blocks = self.logits.mask.key_blocks(

@@ -67,8 +67,8 @@ class KeyGradientConfig:
     """True if warpgroups load K into registers once a tile, and the products do not read it from shared
     memory. Split roles do not use this option."""
     own_lists: bool = False
-    """True if each warpgroup visits a range of its own of a mask's lists, as in `OwnLists`. Split roles
-    do not use this option."""
+    """True if each warpgroup visits its own range of a mask object's list of query blocks (`OwnLists`).
+    Split roles do not use this option."""
 
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 3):
@@ -171,7 +171,7 @@ def key_gradients(
     multiprocessors: int,
     config: KeyGradientConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (dkey, dvalue); lse2 and delta are [B, N, T padded to whole blocks]."""
+    """Returns (dkey, dvalue); lse2, in base 2, and delta are [B, N, T padded to whole blocks]."""
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits)
     tiles = shared_tiles(shape, logits, config, multiprocessors)
@@ -282,11 +282,11 @@ class _KeyGradients:
         )
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring]:
-        """Returns the ring of Q with the log-sum-exp, and the ring of dO with delta."""
+        """Returns the circular buffers of Q with the log-sum-exp, and of dO with delta."""
         return cta.ring("q", self.config.query_stages), cta.ring("do", self.config.dout_stages)
 
     def keys(self, cta: Cta) -> Ring:
-        """Returns the ring of K and V, which has 64 keys in a slot."""
+        """Returns the circular buffer of K and V, which has 64 keys in a slot."""
         memory = (cta.memory[name] for name in ("k_smem", "kv_full", "kv_free"))
         return Ring(*memory, self.config.key_slots)
 
@@ -486,7 +486,7 @@ class _BothGradients(_KeyGradients):
         plgpu.wait_smem_to_gmem(0)
 
     def add_up(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Computes the gradients of 64 keys of a tile, and returns the step of the next tile."""
+        """Computes dK and dV of 64 keys; takes and returns the number of blocks visited so far."""
         at = cta.place(tile_idx)
         keys = self.keys(cta)
         keys.wait(self.key_slot(tile_idx, cta.wg_idx))
@@ -634,7 +634,7 @@ class _SplitGradients(_KeyGradients):
     def add_up(
         self, gives_values: bool, cta: Cta, tile_idx: jax.Array, step: jax.Array
     ) -> jax.Array:
-        """Computes one gradient of a tile of keys, and returns the step of the next tile."""
+        """Computes dK or dV of a tile; takes and returns the number of blocks visited so far."""
         at = cta.place(tile_idx)
         keys = self.keys(cta)
         slot = self.key_slot(tile_idx, 0)

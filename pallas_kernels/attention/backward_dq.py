@@ -58,7 +58,7 @@ class QueryGradientConfig:
     heads_together: int = 4
     """Heads whose tiles are scheduled together, so that K and V stay in the L2 cache."""
     own_lists: bool = False
-    """True if each consumer visits a range of its own of a mask's lists, as in `OwnLists`."""
+    """True if each consumer visits its own range of a mask object's list of key blocks (`OwnLists`)."""
 
     @property
     def query_block(self) -> int:
@@ -248,7 +248,7 @@ class _QueryGradient:
         return memory
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
-        """Returns the rings of Q (with dO), of K and of V; the first has a slot for each consumer."""
+        """Returns the circular buffers of Q with dO (a slot for each consumer), of K and of V."""
         config = self.config
         return (
             cta.ring("q", config.consumers),
@@ -266,7 +266,7 @@ class _QueryGradient:
             ring.drain()
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Copies all operands of a tile, and returns the step of the next tile."""
+        """Copies all operands of a tile; takes and returns the number of blocks copied so far."""
         at = cta.place(tile_idx)
         queries, keys, values = self.rings(cta)
         q_heads, k_heads, v_heads, do_heads = map(Heads, cta.arrays[:4])
@@ -304,7 +304,7 @@ class _QueryGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def add_up(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Computes the gradient of 64 queries, and returns the step of the next tile."""
+        """Computes dQ of 64 queries; takes and returns the number of blocks visited so far."""
         at = cta.place(tile_idx)
         start = at.start + cta.wg_idx * WGMMA_ROWS
         visits = self.tiles.visits(at, start, WGMMA_ROWS)
@@ -410,7 +410,7 @@ class _QueryGradient:
         dlogits: jax.Array,
         probabilities: jax.Array,
     ) -> list[jax.Array]:
-        """Returns the block's sums for what the function of the score reads."""
+        """Returns the block's sums over keys of dL g and P g, g the derivative by each of `reads`."""
         assert self.reads is not None
         parts = self.logits.derivatives_of_score(self.reads, products, tile, operands)
         sums = []

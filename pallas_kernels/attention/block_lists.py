@@ -48,7 +48,7 @@ class Tables(NamedTuple):
     """Arrays that a kernel reads to find a tile's blocks; in a kernel, references in global memory."""
 
     bounds: Any = None
-    """Ranges of blocks by segment, as `segment_blocks` returns them; None without segments."""
+    """Ranges of blocks that a tile's segments allow, from `segment_blocks`; None without segments."""
     ranges: Any = None
     """Entries [start, stop) of each tile's list, int32 [B or 1, masks, tiles, 2]. `ranges`, `entries`
     and `bits` are None without lists. `OwnLists` has more columns."""
@@ -66,23 +66,23 @@ class BlockLists:
     counts: np.ndarray
     """Entries of each tile's list, int32 [masks, tiles]."""
     entries: np.ndarray
-    """`Tables.entries`; the last entry of each list stands for a block that forbids all pairs."""
+    """`Tables.entries`; the last entry of each list is a block that forbids all pairs."""
     bits: np.ndarray
 
     def costs(self, columns: int) -> list[int]:
-        """Returns the visited rows or columns of each tile, for blocks of `columns`."""
+        """Returns the keys or queries that each tile visits, in blocks of `columns`; a mean of masks."""
         return [round(float(n) * columns) for n in self.counts.mean(axis=0)]
 
     def tables(
         self, mask: BlockMask, blocks: Any, operands: Operands, bounds: jax.Array | None, least: int
     ) -> Tables:
-        """Returns the tables of a call.
+        """Returns the lists for a call, cut to what its lengths, offsets and segments reach.
 
         Args:
           mask: the mask whose positions and lengths limit the lists further.
           blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
           operands: with lengths and offsets.
-          bounds: the table of `segment_blocks`, or None.
+          bounds: what `segment_blocks` returns, or None.
           least: fewest visits of a tile; with 1, a tile without blocks visits one that allows no pair.
         """
         most = self.entries.shape[2]
@@ -111,7 +111,7 @@ def reached(
       blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
       tiles: tiles of each batch entry.
       operands: with lengths and offsets.
-      bounds: the table of `segment_blocks`, or None.
+      bounds: what `segment_blocks` returns, or None.
     """
     full = Extent(mask.query_count, mask.key_count)
     given = (operands.query_lengths, operands.key_lengths, operands.query_offset)

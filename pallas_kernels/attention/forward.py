@@ -52,9 +52,9 @@ class ForwardConfig:
     """True if the last columns of a head take a block of 64, padded with zeros, instead of narrower
     blocks, each of which takes separate products."""
     own_lists: bool = False
-    """True if each consumer visits a range of its own of a mask's lists, as in `OwnLists`."""
+    """True if each consumer visits its own range of a mask object's list of key blocks (`OwnLists`)."""
     shares: int = 1
-    """Parts into which the lists of long tiles are divided with `own_lists`, for different SMs."""
+    """Parts into which the longest lists are divided, for different SMs; needs `own_lists`."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -202,7 +202,7 @@ def forward(
     config = config or default_config(shape, logits, multiprocessors)
     head, columns = config.columns(shape)
     parts = config.consumers if config.own_lists else 0
-    # Each share of a tile would add the sink.
+    # Sinks rule out shares: each share of a tile would add the sink again.
     shares = 1 if logits.has_sinks else config.shares
     blocks = (config.query_block, config.key_block)
     tiles = QueryTiles(logits.mask, shape.heads, *blocks, parts, shares)
@@ -277,7 +277,7 @@ class _Forward:
         return memory
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of the results of divided tiles; none if there are no such tiles."""
+        """Returns the shapes of the results of tiles that are divided into shares; () without any."""
         own = self.tiles.own
         if own is None or not own.split:
             return ()
@@ -286,7 +286,7 @@ class _Forward:
         return results_of_shares(shape, len(own.split), self.tiles.shares, self.tiles.rows)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
-        """Returns the rings of Q, which has a slot for each consumer, of K and of V."""
+        """Returns the circular buffers of Q (a slot for each consumer), of K and of V."""
         stages = self.config.stages
         return cta.ring("q", self.config.consumers), cta.ring("k", stages), cta.ring("v", stages)
 
@@ -302,7 +302,7 @@ class _Forward:
         queries.drain()
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Copies all operands of a tile, and returns the step of the next tile."""
+        """Copies all operands of a tile; takes and returns the number of blocks copied so far."""
         at = cta.place(tile_idx)
         queries, keys, values = self.rings(cta)
         q_heads, k_heads, v_heads = map(Heads, cta.arrays)
@@ -361,7 +361,7 @@ class _Forward:
             plgpu.barrier_arrive(cta.memory["turn"].at[following])
 
     def attend(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Computes the output of 64 queries, and returns the step of the next tile."""
+        """Computes the output of 64 queries; takes and returns the number of blocks visited so far."""
         at = cta.place(tile_idx)
         start = at.start + cta.wg_idx * WGMMA_ROWS
         visits = self.tiles.visits(at, start, WGMMA_ROWS)
@@ -418,7 +418,7 @@ class _Forward:
         return visits.is_partial(i)
 
     def tile(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> Tile:
-        """Returns the tile of logits of visit i, with what is loaded before its products."""
+        """Returns the logits' tile of visit i, with the operands that are loaded before its products."""
         block = self.config.key_block
         key_start = rows.visits.block(i) * block
         at = rows.at

@@ -72,7 +72,7 @@ class Operands(NamedTuple):
     """Arrays that `score` and `allows` of `Logits` read, each [B or 1, N or 1, T or 1, S or 1]."""
 
     def extent(self, mask: BlockMask, batch_idx: Index) -> Extent:
-        """Returns the extent of a batch entry, in a kernel."""
+        """Returns the lengths and the query offset of a batch entry, in a kernel."""
         return Extent(
             mask.query_count if self.query_lengths is None else self.query_lengths[batch_idx],
             mask.key_count if self.key_lengths is None else self.key_lengths[batch_idx],
@@ -127,7 +127,7 @@ class Operands(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Bits of a tile: rows of one matrix of `Tables.bits`."""
+    """Mask bits of a tile of logits: rows from `first_row` on of matrix `number` of `Tables.bits`."""
 
     gmem: Any
     number: Index
@@ -143,7 +143,7 @@ class Bits(NamedTuple):
 
 
 class OwnBits(NamedTuple):
-    """Bits of the rows of one consumer: a matrix of the bits of `own_lists.OwnLists`."""
+    """Mask bits of one consumer's rows: matrix `number` of the bits of `own_lists.OwnLists`."""
 
     gmem: Any
     number: Index
@@ -199,7 +199,7 @@ class Tile:
         return ref[word, self.batch, self.head]
 
     def vector(self, ref, axis: int) -> jax.Array:
-        """Loads the tile's queries (axis 0) or keys (axis 1) of `ref`, [B, T or S], as a whole tile."""
+        """Loads the tile's queries (axis 0) or keys (axis 1) of `ref`, [B, T or S], as a full tile."""
         dimension = axis ^ self.query_axis
         start = self.query_start if axis == 0 else self.key_start
         values = plgpu.load(
@@ -240,7 +240,7 @@ class Tile:
         return plgpu.load(ref.at[tuple(index)], layout=layout, optimized=False)
 
     def loaded(self, reads: Sequence[Any]) -> Any:
-        """Returns the tile after loading its bits, and those of `reads` that all columns share.
+        """Loads the mask bits, and the `reads` that all columns share; returns the tile with both.
 
         Loads take longer than their use, so they start before the tile's products.
         """

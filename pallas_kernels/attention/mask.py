@@ -110,7 +110,7 @@ class BlockMask:
         )
 
     def right_partial_blocks(self, rows: int, key_block: int) -> int:
-        """Returns the greatest number of partial blocks at the right end of `rows` queries.
+        """Returns the most partial blocks among the last keys of `rows` queries, as at a diagonal.
 
         The first of these queries is at a multiple of `rows`.
         """
@@ -248,7 +248,7 @@ class BlockMask:
 def segment_blocks(
     query_segments: jax.Array, key_segments: jax.Array, query_block: int, key_block: int
 ) -> jax.Array:
-    """Returns the `Blocks` of keys that each block's segments reach, int32 [B, blocks of queries, 4].
+    """Returns for each block of queries the `Blocks` of keys of its segments, int32 [B, blocks, 4].
 
     The bounds come from the least and the greatest segment of each block. They are exact if segments are
     in ascending order, as in packed sequences; otherwise more blocks are visited than necessary. Swapped
@@ -292,7 +292,7 @@ def _max(x: Index, y: Index) -> Index:
 
 
 def _clip(x: Index, most: Index) -> Index:
-    """Returns x limited to 0 to `most`; an offset may put it before the first row."""
+    """Returns x clipped to [0, most]; an offset may make x negative."""
     return _max(0, _min(x, most))
 
 

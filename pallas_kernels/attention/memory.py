@@ -33,7 +33,7 @@ def ceil_to(count: int, multiple: int) -> int:
 
 
 def shared_width(size: int) -> int:
-    """Returns the columns that a matrix of `size` columns takes in shared memory with TMA's padding."""
+    """Returns the columns that a matrix of `size` columns occupies in shared memory, padded for TMA."""
     for width in reversed(_WIDTHS):
         if size <= width:
             return width

@@ -1,7 +1,7 @@
 """Tiles of persistent CTAs: their schedule, and the blocks that each tile visits.
 
-The forward and the kernel of dQ have tiles of queries, which visit blocks of keys. The kernel of dK and
-dV has tiles of keys, which visit blocks of queries.
+A tile of queries, in the forward and the kernel of dQ, visits blocks of keys: it loops over those that
+the mask does not leave empty. A tile of keys, in the kernel of dK and dV, visits blocks of queries.
 """
 
 import functools
@@ -30,19 +30,19 @@ class Place(NamedTuple):
     """Index of the first query."""
     extent: Extent
     key_blocks: Callable[[Index, Index], Blocks]
-    """Function from a range of the tile's queries to the blocks of keys that they visit."""
+    """Function from a range of the tile's queries to the blocks of keys that they attend to."""
     first: jax.Array
-    """Start of the range [first, stop) of blocks of keys, or of entries of the tile's list if there are
-    lists. The tile visits the range from its end to its start."""
+    """Range [first, stop) of blocks of keys, or of rows of `entries` if the mask has lists. The tile
+    visits it from its end to its start."""
     stop: jax.Array
     entries: Any = None
-    """The tile's list of blocks, int32 [entries, 2], or None."""
+    """The tile's list, int32: in each row a block of keys and the index of its mask bits; or None."""
     bits: Any = None
     ranges: Any = None
-    """The listed tile's row of `OwnLists.tables.ranges`, or None."""
+    """Each consumer's range of the list, as `OwnLists.tables.ranges` describes it, or None."""
 
     def block(self, visit: Index) -> jax.Array:
-        """Returns the block of keys of a visit."""
+        """Returns the index of the block of keys in iteration `visit` of the tile's loop."""
         place = self.stop - 1 - visit
         return place if self.entries is None else self.entries[place, 0]
 
@@ -54,16 +54,16 @@ class Visits(NamedTuple):
     """
 
     skipped: jax.Array
-    """Number of the tile's blocks that come before this consumer's first visit."""
+    """Number of the tile's blocks that come before this consumer's first iteration."""
     count: jax.Array
     last: jax.Array
     full_first: jax.Array
-    """First visit that needs no masking; the visits [full_first, full_stop) need none."""
+    """First iteration without masking; those of [full_first, full_stop) need none."""
     full_stop: jax.Array
 
     @property
     def remaining(self) -> int:
-        """Number of the tile's blocks that come after this consumer's last visit."""
+        """Number of the tile's blocks that come after this consumer's last iteration."""
         return 0
 
     def block(self, visit: Index) -> jax.Array:
@@ -78,11 +78,11 @@ class Visits(NamedTuple):
 
 
 class ListedVisits(NamedTuple):
-    """`Visits` of a tile with a list of blocks of keys; each consumer visits all of them."""
+    """Loop over a tile's list of blocks of keys, all of which each consumer processes."""
 
     at: Place
     full: Blocks | None
-    """Blocks by the mask's other rules, partial outside [full_start, full_stop); None without others."""
+    """Blocks by all masks but the pattern; unmasked in [full_start, full_stop). None without others."""
 
     @property
     def skipped(self) -> int:
@@ -110,16 +110,16 @@ class ListedVisits(NamedTuple):
         return is_partial | (block < self.full.full_start) | (block >= self.full.full_stop)
 
     def bits(self, visit: Index, first_row: Index) -> Bits | None:
-        """Returns the bits of the rows from `first_row` of the tile on."""
+        """Returns the block's mask bits for the tile's rows from `first_row` on."""
         return Bits(self.at.bits, self._number(visit), first_row)
 
 
 class OwnVisits(NamedTuple):
-    """`Visits` of a consumer to its own range [first, stop) of the tile's list, from its end on."""
+    """Loop of one consumer over its own range [first, stop) of the tile's list, from the end on."""
 
     at: Place
     part: jax.Array
-    """Number of the consumer."""
+    """Index of the consumer in its CTA."""
     first: jax.Array
     stop: jax.Array
 
@@ -166,9 +166,9 @@ class QueryTiles:
     """Queries in a tile."""
     key_block: int
     parts: int = 0
-    """Consumers of a tile, each with a range of the tile's list, as in `OwnLists`; 0 without those."""
+    """Consumers of a tile if each has a range of its own of the tile's list (`OwnLists`); else 0."""
     shares: int = 1
-    """Parts into which the lists of long tiles are divided, if consumers have ranges."""
+    """Parts into which the longest lists are divided, for different CTAs; 1 without `parts`."""
 
     @property
     def count(self) -> int:
@@ -179,7 +179,7 @@ class QueryTiles:
 
     @functools.cached_property
     def own(self) -> OwnLists | None:
-        """Lists in which consumers have ranges, if the mask has a pattern that nothing limits."""
+        """Lists with a range for each consumer; None unless a pattern is the only mask."""
         mask = self.mask
         if not self.parts or mask.pattern is None or mask.limits_pattern:
             return None
@@ -194,9 +194,9 @@ class QueryTiles:
         operands: Operands,
         tables: Tables,
     ) -> np.ndarray | jax.Array:
-        """Returns each CTA's count of tiles, then the tiles' numbers in order, int32 [CTAs, 1 + rounds].
+        """Returns each CTA's count of tiles, then their numbers in order, int32 [CTAs, 1 + most tiles].
 
-        A tile's cost grows with the blocks of keys that it visits.
+        Work is balanced by the number of blocks of keys that a tile visits.
         """
         count = batch * self.heads * self.count
         if tables.bounds is not None and count >= _MANY * multiprocessors:
@@ -228,7 +228,7 @@ class QueryTiles:
         return block_lists(self.mask.pattern, self.rows, self.key_block)
 
     def tables(self, operands: Operands) -> Tables:
-        """Returns the tables that `place` reads."""
+        """Returns the arrays from which a kernel finds the blocks of keys of its tiles."""
         if self.own is not None:
             return self.own.tables
         bounds, mask, rows, block = None, self.mask, self.rows, self.key_block
@@ -243,7 +243,7 @@ class QueryTiles:
         return self.mask.key_blocks((start, start + self.rows), self.key_block, extent, within)
 
     def place(self, number: jax.Array, operands: Operands, tables: Tables) -> Place:
-        """Returns the place of tile number (batch * heads + head) * count + tile, in a kernel."""
+        """Returns where tile `number`, (batch * heads + head) * count + tile, lies; kernels call it."""
         mask, block = self.mask, self.key_block
         batch_head = lax.div(number, jnp.int32(self.count))
         batch_idx = lax.div(batch_head, jnp.int32(self.heads))
@@ -276,7 +276,7 @@ class QueryTiles:
         return Place(batch_idx, head_idx, start, extent, key_blocks, first, stop)
 
     def visits(self, at: Place, start: jax.Array, rows: int) -> Visits | ListedVisits | OwnVisits:
-        """Returns the visits of `rows` queries of the tile at `at`, from query `start` on."""
+        """Returns the loop over keys for `rows` queries of the tile `at`, from query `start` on."""
         if at.ranges is not None:
             part = lax.div(start - at.start, jnp.int32(rows))
             return OwnVisits(at, part, at.ranges[2 + 2 * part], at.ranges[3 + 2 * part])
@@ -310,17 +310,16 @@ class KeyPlace(NamedTuple):
     """Index of the first key."""
     extent: Extent
     visits: Callable[[Index], "QueryVisits"]
-    """Function from a visited head's number to the visits of that head's blocks of queries."""
+    """Function from a visited head's number, from 0, to the loop over that head's blocks of queries."""
 
 
 class QueryVisits(NamedTuple):
-    """Visits of a tile of keys to one head's blocks of queries, numbered `start` to `stop` - 1."""
+    """Loop of a tile of keys over one head's blocks of queries, in iterations `start` to `stop` - 1."""
 
     start: jax.Array
     stop: jax.Array
     full: Blocks | None
-    """Blocks by the mask's rules other than its pattern, partial outside [full_start, full_stop); None
-    if there are no such rules."""
+    """Blocks by all masks but the pattern; unmasked in [full_start, full_stop). None without others."""
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2]; without it, a visit's number is its block."""
     bits_gmem: Any = None
@@ -347,14 +346,14 @@ class QueryVisits(NamedTuple):
         return is_partial | (block < self.full.full_start) | (block >= self.full.full_stop)
 
     def bits(self, visit: Index, first_row: Index) -> Bits | None:
-        """Returns the bits of the keys from `first_row` of the tile on."""
+        """Returns the block's mask bits for the tile's keys from `first_row` on."""
         if self.entries is None:
             return None
         return Bits(self.bits_gmem, self.entries[visit, 1], first_row)
 
 
 class OwnQueryVisits(NamedTuple):
-    """Visits of a warpgroup to its own range [start, stop) of the tile's list."""
+    """Loop of one warpgroup over its own range [start, stop) of the tile's list."""
 
     start: jax.Array
     stop: jax.Array
@@ -400,7 +399,7 @@ class KeyTiles:
     query_shares: int = 1
     """Shares into which the blocks of queries are divided, for each share of the query heads."""
     parts: int = 0
-    """Warpgroups of a tile, each with a range of the tile's list, as in `OwnLists`; 0 without those."""
+    """Warpgroups of a tile if each has a range of its own of the tile's list (`OwnLists`); else 0."""
 
     @property
     def count(self) -> int:
@@ -430,7 +429,7 @@ class KeyTiles:
 
     @functools.cached_property
     def own(self) -> OwnLists | None:
-        """Lists in which warpgroups have ranges, if the mask has a pattern that nothing limits."""
+        """Lists with a range for each warpgroup; None unless a pattern is the only mask."""
         mask = self.mask
         if not self.parts or mask.pattern is None or mask.limits_pattern:
             return None
@@ -444,7 +443,7 @@ class KeyTiles:
         return block_lists(self.mask.pattern, self.query_block, self.rows, transposed=True)
 
     def tables(self, operands: Operands) -> Tables:
-        """Returns the tables that `place` reads."""
+        """Returns the arrays from which a kernel finds the blocks of queries of its tiles."""
         if self.own is not None:
             return self.own.tables
         bounds, mask, rows, block = None, self.mask, self.rows, self.query_block
@@ -466,9 +465,9 @@ class KeyTiles:
         operands: Operands,
         tables: Tables,
     ) -> np.ndarray | jax.Array:
-        """Returns each CTA's count of tiles, then the tiles' numbers in order, int32 [CTAs, 1 + rounds].
+        """Returns each CTA's count of tiles, then their numbers in order, int32 [CTAs, 1 + most tiles].
 
-        A tile's cost grows with the blocks of queries that it visits.
+        Work is balanced by the number of blocks of queries that a tile visits.
         """
         heads = self.key_heads * self.shares
         if tables.bounds is not None and batch * heads * self.count >= _MANY * multiprocessors:
@@ -543,7 +542,7 @@ class KeyTiles:
 
 
 def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks | None:
-    """Returns the blocks that a tile's segments reach."""
+    """Returns the blocks with keys (or queries) of a tile's segments, or None without segments."""
     if tables.bounds is None:
         return None
     return Blocks(*(tables.bounds[batch_idx, tile_idx, i] for i in range(4)))
@@ -569,11 +568,11 @@ def _mask_idx(operands: Operands, head_idx: Any) -> Any:
 def schedule(
     costs: tuple[int, ...], heads: int, heads_together: int, multiprocessors: int
 ) -> np.ndarray:
-    """Returns each CTA's count of tiles, then the tiles' numbers in order, int32 [CTAs, 1 + rounds].
+    """Returns each CTA's count of tiles, then their numbers in order, int32 [CTAs, 1 + most tiles].
 
-    Groups of heads follow each other. Within a group, the tiles that cost most come first, and each goes
-    to the CTA with the least work so far. A dynamic queue would do the same, but its order would vary
-    between runs. A tile's number is head * len(costs) + tile.
+    Groups of `heads_together` heads follow each other. Within a group, the tiles that cost most come
+    first, and each goes to the CTA with the least work so far. A dynamic queue would do the same, but
+    its order would vary between runs. A tile's number is head * len(costs) + tile.
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     ctas = min(multiprocessors, heads * len(costs))
@@ -593,15 +592,15 @@ def schedule(
 
 
 def schedule_of(visits: jax.Array, heads: int, multiprocessors: int) -> jax.Array:
-    """Returns a table [CTAs, 1 + rounds] like that of `schedule`, computed on the device.
+    """Computes on the device what `schedule` returns: each CTA's count of tiles and their numbers.
 
     Args:
       visits: int32 [B, tiles], the cost of each tile, the same in all heads.
       heads: heads of each batch entry.
       multiprocessors: limit on the CTAs.
 
-    The tiles that cost most come first, each for all heads. The CTAs take them in order and, in every
-    second round, in reverse order: the CTA with a round's largest tile gets the smallest of the next.
+    The tiles that cost most come first, each for all heads. The CTAs take one each in order, then one
+    each in reverse order, and so on: the CTA that got the largest tile gets the smallest of the next.
     """
     batch, tiles = visits.shape
     count = batch * tiles

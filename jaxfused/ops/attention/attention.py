@@ -255,7 +255,7 @@ def _options(
 
 
 def _why_not_on_tiles(implementation, device, query, key, value) -> str | None:
-    """Returns why no Pallas kernel evaluates functions for the call, or None."""
+    """Returns why no Pallas kernel can evaluate score_mod or mask_mod of the call, or None."""
     if implementation not in (None, "pallas"):
         return f"implementation is {implementation!r}"
     if (unknown := why_symbolic(query, key, value)) is not None:
@@ -273,7 +273,7 @@ def _why_not_on_tiles(implementation, device, query, key, value) -> str | None:
 
 
 def _takes_reference(implementation, device, query, key, scale, why_no_score: str | None) -> bool:
-    """Returns whether plain jax.numpy runs the call, as with an array as scale: kernels take numbers."""
+    """Returns whether plain jax.numpy runs the call, as where scale is an array: kernels take floats."""
     missing = None
     if why_no_score is not None:
         missing = {"pallas": why_no_score, "cuda": why_no_score}
@@ -297,7 +297,7 @@ def _run(
     dropout_words,
     reads: tuple[jax.Array, ...] = (),
 ):
-    """Returns the output [B, T, N, V] and `_Residuals.lse`, computed by the kernels."""
+    """Returns the kernels' output [B, T, N, V] and log-sum-exp [B, K, G, R], where R is T padded."""
     batch, query_count, heads, head_size = query.shape
     key_heads = key.shape[2]
     groups = heads // key_heads
@@ -334,11 +334,11 @@ def _run(
 
 
 def _lse_of_queries(saved, query_count: int, sinks, mask: Mask):
-    """Returns the log-sum-exp [B, T, N] from `_Residuals.lse`."""
+    """Returns the log-sum-exp [B, T, N] from the kernels' padded [B, K, G, R]."""
     lse = merge_axes(saved[..., :query_count], 1).swapaxes(1, 2)
     if sinks is not None and mask.query_lengths is not None:
-        # The kernels skip queries beyond the length, with their sinks; their log-sum-exp is that of
-        # the sink.
+        # The kernels skip queries beyond the length. These attend to their sink alone, which is then
+        # the log-sum-exp.
         lse = jnp.where(within(mask, query_count), lse, sinks.astype(lse.dtype)[None, None])
     return lse
 
@@ -350,7 +350,7 @@ class _Residuals(NamedTuple):
     lse: jax.Array
     """Log-sum-exp [B, K, G, R] with R = `saved_length(T)`; entries from T on are padding."""
     differentiated: tuple[tuple[()] | None, ...]
-    """() for each of `arrays.reads` that depends on what is differentiated, else None."""
+    """For each of `arrays.reads`, () if it needs a gradient, else None."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="dot_product_attention")

@@ -66,11 +66,10 @@ def mask_of(
     mask_mod: IndexFunction | None = None,
     divides: bool = False,
 ) -> tuple[Mask, IndexFunction | None]:
-    """Returns which queries attend to which keys, with masks that broadcast to [B, N, T, S].
+    """Returns all limits of attention as one Mask, and what is left of mask_mod, or None.
 
-    A constant mask_mod that is the same for all examples becomes a part of the mask. If `divides`, so do
-    the conditions of another mask_mod that kernels support. The rest of mask_mod is the second result,
-    or None.
+    A mask_mod of constants that is the same for all batch entries becomes a part of the Mask. If
+    `divides`, so do those conditions of another mask_mod by which kernels can skip blocks of keys.
     """
     op = "dot_product_attention"
     batch, query_length, heads, _ = query.shape
@@ -108,8 +107,8 @@ def mask_of(
     if pattern_mask is not None:
         pattern, pattern_heads = Pattern.of(pattern_mask)
         if is_known:
-            # With a known offset, limits of positions are a part of the pattern, whose blocks are then
-            # exact.
+            # With an offset known at tracing, causal mask and window become a part of the pattern, so
+            # that the list of its empty blocks is complete.
             pattern = pattern.limited(limits.is_causal, sides, int(query_offset or 0))
             limits = limits._replace(is_causal=False, sides=None)
             query_offset = None
@@ -144,11 +143,11 @@ class Limits(NamedTuple):
     def with_conditions(
         self, found: Conditions, at: Places
     ) -> tuple["Limits", IndexFunction | None]:
-        """Returns the limits with those of a mask_mod, and the rest of the mask_mod, or None.
+        """Returns the limits tightened by a mask_mod, and what is left of the mask_mod, or None.
 
         Args:
-          found: the conditions of the mask_mod.
-          at: the arguments of `IndexFunction.over`.
+          found: the conditions that the mask_mod was divided into.
+          at: the indices b, h, q and k of all elements, as `places` returns them.
         """
         (batch,), queries, (keys,) = at[0].shape, at[2].shape[1], at[3].shape
         limits = self._replace(is_causal=self.is_causal or found.right == 0)
@@ -172,12 +171,12 @@ class Limits(NamedTuple):
 
 
 def _of_rows(ids: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Returns segments [B or 1, 1, T or 1, S or 1] as [B, T] or [B, S]."""
+    """Broadcasts segment ids [B or 1, 1, T or 1, S or 1] to `shape`, [B, T] or [B, S]."""
     return jnp.broadcast_to(ids.reshape(ids.shape[0], -1), shape).astype(jnp.int32)
 
 
 def _array_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns an array that is a mask of logits of `shape`, with four axes."""
+    """Checks an array of bool and returns it with four axes that broadcast to the logits' `shape`."""
     op = "dot_product_attention"
     try:
         mask = jnp.asarray(mask)
@@ -333,9 +332,9 @@ def _in_64_bits(number: Any) -> np.int64:
 
 
 def _limited(offset: Any, queries: int, keys: int, window: tuple[int, int]) -> Any:
-    """Returns offsets clipped near the keys, where `_shortened` windows allow the same keys.
+    """Returns offsets clipped to near the keys; with the `_shortened` window the mask is the same.
 
-    A query beyond the keys moves towards them by as much as `_shortened` takes from its window.
+    A query beyond the keys moves towards them by as much as its window is shortened.
     """
     xp = jnp if isinstance(offset, jax.Array) else np
     info = np.iinfo(offset.dtype)
@@ -354,7 +353,7 @@ def _limited(offset: Any, queries: int, keys: int, window: tuple[int, int]) -> A
 
 
 def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None:
-    """Returns the lengths [B], clipped to 0 to `full`, on which kernels rely; None without lengths."""
+    """Returns the lengths [B], clipped to [0, full], as kernels do not check them; None without any."""
     array = _integers(name, lengths, (batch,))
     if array is None:
         return None

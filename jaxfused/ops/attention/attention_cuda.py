@@ -16,7 +16,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 SEGMENT_BLOCK = 32
-"""Queries or keys in a block, the unit of the bounds that segments set."""
+"""Queries or keys in a block, the unit of `key_bounds` and `query_bounds`."""
 _STATISTICS_BLOCK = 128
 _LARGEST_LENGTH = 2**24
 _LARGEST_HEAD_SIZE = 256
@@ -40,15 +40,14 @@ class Operands(NamedTuple):
     key_lengths: jax.Array | None = None
     query_offset: jax.Array | None = None
     query_segments: jax.Array | None = None
-    """Ids [B, T] int32; given together with key_segments [B, S] and the two bounds."""
+    """Segment ids [B, T] int32 of queries; given with key_segments [B, S] and the two bounds."""
     key_segments: jax.Array | None = None
     key_bounds: jax.Array | None = None
-    """Bounds [B, T / SEGMENT_BLOCK rounded up, 4] int32: four blocks of keys for each block of queries.
-    They are the first visited block, the start and end of a run that needs no masking, and the end of
-    the visit."""
+    """Blocks of keys for each block of queries, int32 [B, T / SEGMENT_BLOCK rounded up, 4]: the first
+    that has a key of the queries' segments, the start and end of those that need no mask, and the end
+    of all."""
     query_bounds: jax.Array | None = None
-    """Bounds [B, S / SEGMENT_BLOCK rounded up, 4] int32: four blocks of queries for each block of
-    keys."""
+    """Blocks of queries for each block of keys, int32 [B, S / SEGMENT_BLOCK rounded up, 4], likewise."""
     dropout_seeds: jax.Array | None = None
     """First counters [2, B, N] uint32 from which dropout's random bits are computed."""
     sinks: jax.Array | None = None
@@ -62,8 +61,8 @@ class Options:
     scale: float
     soft_cap: float | None = None
     left: int | None = None
-    """Keys before a query's position p that the query attends to, p - left <= s <= p + right; None for
-    no limit."""
+    """Keys before (and `right` after) a query's position p that it attends to: p - left <= s <= p +
+    right. None for no limit."""
     right: int | None = None
     dropout_threshold: int = 0
     """Dropout rate in units of 1/65536."""
@@ -182,8 +181,8 @@ def backward(
     cuda_library.register()
     query_count = query.shape[1]
     dlse = dlse.astype(jnp.float32)
-    # The kernels subtract delta from products of rounded float32 dout. With a single key the two cancel,
-    # so that delta must have the same rounding.
+    # The kernels subtract delta from products of dout rounded to tf32. With a single key the two cancel,
+    # so delta is computed from the same rounded dout.
     factor = _rounded_to_tf32(dout) if dout.dtype == jnp.float32 else dout.astype(jnp.float32)
     delta = jnp.sum(factor * out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse
@@ -231,7 +230,7 @@ def _rounded_to_tf32(x: jax.Array) -> jax.Array:
 
 
 def _common(query: jax.Array, operands: Operands) -> list[jax.Array]:
-    """Returns the optional arrays that both handlers take, in the handlers' order."""
+    """Returns the optional arrays of the forward's and the backward's FFI handlers, in their order."""
     bias = operands.bias
     if bias is not None and bias.dtype not in (jnp.float32, query.dtype):
         bias = bias.astype(jnp.float32)

@@ -26,11 +26,11 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tile_function import TileFunction
 
 _FEW_QUERIES, _MANY_KEYS = 16, 64
-"""Queries of a head up to which the CUDA kernels' tile of 128 rows is mostly empty, and keys from which
-the thresholds here apply. XLA is then faster in a backward, and in float32 in a forward too."""
+"""Up to 16 queries a head, the CUDA kernels' tile of 128 queries is mostly empty. From 64 keys on, XLA
+is then faster in the backward, and in float32 in the forward too."""
 _FEW_ROWS = 4096
-"""Queries of all heads and examples below which float32 CUDA kernels leave most SMs idle. With
-`_MANY_KEYS` XLA is then faster: at 12 of 12 shapes measured on an H200 (benchmarks/lab)."""
+"""Queries, summed over heads and examples, below which float32 CUDA kernels leave most SMs idle. From
+`_MANY_KEYS` keys on XLA is then faster: at 12 of 12 shapes measured on an H200 (benchmarks/lab)."""
 _KERNELS_FIRST = Rule(
     KERNELS, "a kernel writes no logits: XLA was faster in 2 of 400 recorded cases"
 )
@@ -48,16 +48,16 @@ class Options:
     pattern: Pattern | None = None
     """Mask objects of the call, combined; `Arrays.pattern_heads` says which head has which."""
     score: TileFunction | None = None
-    """Function that changes each logit after cap and bias, given the first of `Arrays.reads`."""
+    """Function (score_mod) of each logit after soft cap and bias; it reads the first `Arrays.reads`."""
     allows: TileFunction | None = None
-    """Function that says which keys a query may attend to, given the other reads; None for all."""
+    """Function (mask_mod) of which keys a query may attend to; it reads the other `Arrays.reads`."""
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
     def rule(
         self, device: dispatch.Device, able: Collection[str], arrays: "Arrays", *, backward: bool
     ) -> Rule:
-        """Returns which of the implementations `able` to run come first."""
+        """Returns the preferred implementations and the reason; `able` names those that can run."""
         if arrays.are_wide():
             return Rule(("xla",), "the kernel for heads above 256 has not been timed")
         if device.multiprocessors == 0:
@@ -76,9 +76,9 @@ class Options:
         return _KERNELS_FIRST
 
     def why_not(self, device: dispatch.Device, arrays: "Arrays") -> dict[str, str | None]:
-        """Returns each implementation's reason why it cannot run both directions, or None if it can.
+        """Returns, by implementation, why it cannot run forward or backward, or None if it runs both.
 
-        Pallas has a forward only for heads that `are_wide`.
+        For heads above 256 (`are_wide`), None of "pallas" means the forward alone.
         """
         call = dict(
             compute_capability=device.compute_capability,
@@ -94,19 +94,19 @@ class Options:
         return {"pallas": pallas_attention.why_unsupported(**call), "cuda": cuda, "xla": None}
 
     def with_gradients(self, of_reads: Sequence[bool]) -> "Options":
-        """Returns the options where only some of the reads get gradients, as kernels sum them."""
+        """Returns the options with gradients only for the reads flagged by `of_reads`, to save work."""
         if self.score is None or all(of_reads):
             return self
         wanted = tuple(a and b for a, b in zip(self.score.wanted, of_reads, strict=False))
         return replace(self, score=replace(self.score, wanted=wanted))
 
     def wanted(self, arrays: "Arrays") -> tuple[bool, ...]:
-        """Returns which of the reads get gradients."""
+        """Returns for each of `arrays.reads` whether it gets a gradient."""
         of_score = () if self.score is None else self.score.wanted
         return of_score + (False,) * (len(arrays.reads) - len(of_score))
 
     def visited_keys(self, arrays: "Arrays") -> int:
-        """Returns the most keys that the queries together may attend to by their positions."""
+        """Returns a bound of the keys that causal mask and window let all queries together attend to."""
         queries, keys = arrays.query.shape[1], arrays.key.shape[1]
         if self.is_causal and arrays.query_offset is None:
             keys = min(keys, queries)
@@ -168,7 +168,7 @@ def _for_cuda(
 
 
 class Arrays(NamedTuple):
-    """Operands, with query heads [N] as [K, G] so that they are sharded like their key heads.
+    """Operands of a call. The N query heads are axes [K, G], K key heads of G queries, to shard alike.
 
     The fields are arrays or None. The same class holds the cotangents of these arrays.
     """
@@ -203,11 +203,11 @@ class Arrays(NamedTuple):
         return cls(*operands[:count])._replace(reads=tuple(operands[count:]))
 
     def operands(self) -> tuple[Any, ...]:
-        """Returns the flat sequence that `of` packs."""
+        """Returns the fields as one flat sequence, with `reads` at its end."""
         return (*self[:-1], *self.reads)
 
     def axes(self) -> tuple[str, ...]:
-        """Returns the letters of each operand's axes for `sharding`."""
+        """Returns the axes of each operand, one letter an axis, by which `sharding` splits them."""
         bias, explicit = _axes_of_logits(self.bias), _axes_of_logits(self.explicit)
         segments = ("bt", "bs")
         return (
@@ -269,11 +269,11 @@ class Arrays(NamedTuple):
 
 
 WHOLE = "tshvrgzBKGTS"
-"""Axes that every device must hold whole: all but the batch and the key heads."""
+"""Letters of the axes that are never sharded: all but b, the batch, and k, the key heads."""
 
 
 def _axes_of_logits(array: jax.Array | None) -> str:
-    """Returns the letters of [B, K, G, T, S], with other letters for axes of length 1."""
+    """Returns "bkgts" for an array [B, K, G, T, S], in upper case where an axis has length 1."""
     if array is None:
         return "BKGTS"
     return "".join(
@@ -283,14 +283,14 @@ def _axes_of_logits(array: jax.Array | None) -> str:
 
 
 def within(mask: Mask, query_count: int) -> jax.Array:
-    """Returns booleans [B, T, 1], True for a query within its length."""
+    """Returns booleans [B, T, 1], True for a query whose index is below its sequence's length."""
     assert mask.query_lengths is not None
     return jnp.arange(query_count)[None, :, None] < mask.query_lengths[:, None, None]
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Computes (output [B, T, K, G, V], lse [B, K, G, R]) from `Arrays`; R is `saved_length` of T."""
+    """Computes (output [B, T, K, G, V], log-sum-exp [B, K, G, R]); R is T padded, `saved_length(T)`."""
 
     options: Options
 
@@ -357,13 +357,13 @@ class Forward:
 class Backward:
     """Computes (dquery, dkey, dvalue, dbias, dsinks, *dreads), with None for what has no gradient.
 
-    The operands are the output, the log-sum-exp, the cotangents of both, and Arrays.
+    The operands are the forward's output and log-sum-exp, their cotangents, and the fields of `Arrays`.
     """
 
     options: Options
     own_bias: bool = False
-    """True if each device owns a part of the bias. dbias then has the bias's dtype if kernels support
-    it. Otherwise it is float32, because devices may add up their parts."""
+    """True if devices split the bias as they split queries, so that no gradient is summed over devices.
+    dbias may then have the bias's dtype; else it is float32, in which devices add their parts."""
 
     @property
     def name(self) -> str:
@@ -442,7 +442,7 @@ class Backward:
                 query, key, value, cuda_operands, *saved, cuda_options
             )
         else:
-            # The forward kernels clear what lies beyond the lengths themselves.
+            # Keys and values beyond the lengths are ignored by the forward kernels, but not by these.
             key, value = attention_xla.cleared_beyond(optional.key_lengths, key, value)
             gradients = pallas_attention.backward(
                 query,
@@ -462,7 +462,7 @@ class Backward:
         return arrays.bias.dtype if self.own_bias and has_it else jnp.float32
 
     def _as_operands(self, arrays: Arrays, dquery, dkey, dvalue, dbias, dsinks, *dreads) -> Results:
-        """Returns the gradients in the shapes of the arrays; that of the sinks stays float32."""
+        """Returns the gradients in the operands' shapes; those of sinks and reads are float32."""
         if dbias is not None:
             dbias = dbias.reshape(arrays.bias.shape).astype(self._dbias_dtype(arrays))
         return (
@@ -482,7 +482,7 @@ class Backward:
 
 
 def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
-    """Returns random arrays like `arrays`: of full length, in four segments, with all keys allowed."""
+    """Returns random operands for timing: of full length, in four segments, with all keys allowed."""
 
     def segments(ids):
         if ids is None:
@@ -524,7 +524,7 @@ def _grouped(arrays: Arrays, output: jax.Array, lse: jax.Array) -> Results:
 def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
     """Returns the jax.numpy forward as a function of q, k, v, bias, sinks and reads.
 
-    An argument that is None is taken from `arrays`.
+    A read that is None is taken from `arrays`; a bias or sinks of None are absent.
     """
     query, _, _, operands = arrays.ungrouped()
     query_count, key_count = query.shape[1], arrays.key.shape[1]
@@ -579,9 +579,9 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
 
 
 def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) -> Results | None:
-    """Runs the kernel over a batch of operands, which are Arrays from index `first` on.
+    """Runs the kernel under `jax.vmap`; the operands from index `first` on are those of `Arrays`.
 
-    The batch is merged into the axis B of the operands, unless one of them lacks that axis.
+    The mapped axis is merged into the batch axis B. Returns None if an operand may lack that axis.
     """
     arrays = Arrays.of(*operands[first:])
     shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds, *arrays.reads)

@@ -1,7 +1,7 @@
 """dot_product_attention in plain jax.numpy: the kernels' reference, and `implementation="xla"`.
 
-Two definitions hold for every implementation: `Mask`, the keys to which each query attends, and `keep`,
-the probabilities that dropout keeps.
+Two definitions hold for every implementation: `Mask`, the keys to which each query attends, and
+`keep_by_seeds`, the probabilities that dropout keeps.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def attention(
     dropout_rate: float,
     score_mod: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [B, T, N, V] in the query's dtype, and its log-sum-exp [B, T, N].
+    """Returns the output [B, T, N, V], of the query's dtype, and the logits' log-sum-exp [B, T, N].
 
     The gradient saves only the arguments, and computes the probabilities [B, N, T, S] again.
     """
@@ -68,7 +68,7 @@ def attention_by_seeds(
     dropout_rate: float,
     score_mod: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `attention` from dropout's seeds [2, B, N], because a shard does not know its B and N."""
+    """Computes `attention` from dropout's seeds [2, B, N], of which a shard of B and N gets its part."""
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
@@ -133,7 +133,7 @@ def weights(
         logits = logits + bias.astype(logits.dtype)
     allowed = mask.allowed(query_count, key_count)
     if score_mod is not None:
-        # Masked keys get a score at which functions as sqrt have a finite derivative: 0 * NaN is NaN.
+        # Masked scores are 1, where e.g. sqrt has a finite derivative: infinity times 0 would be NaN.
         logits = score_mod(jnp.where(allowed, logits, 1.0)).astype(logits.dtype)
     sinks = None if sinks is None else sinks.astype(logits.dtype)
     return _softmax(logits, allowed, sinks)
@@ -167,7 +167,7 @@ def _softmax(
 
 @_softmax.defjvp
 def _softmax_jvp(primals, tangents):
-    """Computes the derivative from the results: JAX's derivative of the steps loses digits."""
+    """Computes the derivative from the results; JAX's derivative of the steps is less accurate."""
     sinks = primals[2]
     dlogits, _, dsinks = tangents
     probabilities, lse = _softmax(*primals)

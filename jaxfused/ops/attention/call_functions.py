@@ -1,4 +1,4 @@
-"""score_mod and mask_mod of a call: as a bias and an array of bool, or evaluated by the kernels."""
+"""score_mod and mask_mod of a call: turned into a bias and a bool mask, or evaluated in the kernels."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxfused.ops.attention.index_function import IndexFunction, ScoreMod
 from jaxfused.ops.attention.kernel_function import KernelFunction, kernel_function
 
 _FEW_QUERIES, _FEW_KEYS = 64, 256
-"""Queries below which, and keys up to which, kernels run that read biases and masks as arrays."""
+"""Below 64 queries or up to 256 keys, kernels run that read bias and mask, and evaluate no functions."""
 
 
 @dataclass
@@ -37,17 +37,17 @@ class CallFunctions:
 
     @property
     def has_long_rows(self) -> bool:
-        """Whether the kernels that evaluate functions are those that would run without one."""
+        """Whether a call of this size runs the kernels that can evaluate functions in any case."""
         return self.sizes[2] >= _FEW_QUERIES and self.sizes[3] > _FEW_KEYS
 
     def of_score(
         self, score_mod: Callable[..., Any] | None, bias: jax.Array | None, dtype: Any
     ) -> tuple[jax.Array | None, ScoreMod | None]:
-        """Returns the bias, with an additive score_mod, and another score_mod for XLA, or None.
+        """Returns the bias plus an additive score_mod, and a score_mod for XLA, or None.
 
         An additive term becomes a bias, so that JAX differentiates its computation. A term that depends
         on query and key together would be as large as the logits, so kernels evaluate it. `dtype` is
-        that of the queries.
+        the queries'.
         """
         if score_mod is None:
             return bias, None
@@ -96,7 +96,7 @@ class CallFunctions:
         return True
 
     def reads(self) -> tuple[jax.Array, ...]:
-        """Returns the arrays that the kernels read for both functions."""
+        """Returns the arrays that the kernels read for score_mod, then those for mask_mod."""
         own = [function for function in (self.score, self.mask) if function is not None]
         if not own:
             return ()

@@ -221,7 +221,7 @@ def _check(query, key, value, segment_ids, layout, method) -> None:
 
 
 def _specs(options: _Options, spec: P | None, mesh: Any, operands: _Operands) -> _Operands:
-    """Returns how each operand is split over the mesh."""
+    """Returns the PartitionSpec of each operand."""
     name = options.axis_name
     tokens, size = operands.query.shape[1], sharding.devices_along(mesh, name)
     if tokens % size:
@@ -285,7 +285,7 @@ def _starts(options: _Options, device: Any, tokens: int) -> list[tuple[Any, slic
 
 
 def _in_order(options: _Options, gathered: jax.Array) -> jax.Array:
-    """Returns gathered tokens in the order of the sequence, their second axis."""
+    """Reorders gathered tokens, axis 1, from the order of devices to that of the sequence."""
     if options.layout == "contiguous":
         return gathered
     # Slices, because the gradient of a gather by indices is a scatter.
@@ -297,7 +297,7 @@ def _in_order(options: _Options, gathered: jax.Array) -> jax.Array:
 
 
 def _by_devices(options: _Options, in_order: jax.Array) -> jax.Array:
-    """Returns all tokens, the second axis, in the order of the devices that have them."""
+    """Reorders tokens, axis 1, from the order of the sequence to that of the devices that hold them."""
     if options.layout == "contiguous":
         return in_order
     batch, tokens, *rest = in_order.shape
@@ -443,7 +443,7 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 class _Part(NamedTuple):
-    """A device's tokens that are contiguous in the sequence."""
+    """A run of a device's tokens that is contiguous in the sequence."""
 
     start: Any
     """Index in the sequence of the part's first token."""
@@ -481,7 +481,7 @@ def _joined(out, lse, other, other_lse):
 def _around(options: _Options, step: Callable[..., Any], state, key, value, segments, moving):
     """Calls `step` with each device's keys and values in turn, which circulate in a ring.
 
-    `moving`, which each `step` replaces, circulates with them and ends on the device that it belongs to.
+    `moving`, the gradients that `step` adds to, circulates with them and ends on its own device.
     """
     name, size = options.axis_name, lax.axis_size(options.axis_name)
     own = lax.axis_index(name)

@@ -1,4 +1,4 @@
-"""Functions of a logit and its place, which callers pass as `score_mod` and `mask_mod`.
+"""Functions of a logit and its indices (b, h, q, k), passed as `score_mod` and `mask_mod`.
 
 A function is traced once, for one element: its program, its closed-over arrays and its used arguments
 are known before an implementation is chosen.
@@ -89,7 +89,7 @@ class IndexFunction:
 
     def __call__(self, *args: Any) -> Any:
         if self.function is not None and sharding.varying(*args, *self.program.consts):
-            # JAX's functions take operands that vary unlike in a `jax.shard_map`, a program does not.
+            # A function of JAX takes operands that vary over different mesh axes; a jaxpr does not.
             return self.function(*args)
         (result,) = jaxpr_as_fun(self.program)(*args)
         return result
@@ -102,7 +102,7 @@ class IndexFunction:
         """
         if query_offset is None:
             return self
-        # A tracer can be no index of a list or of NumPy's arrays; one number stays a literal.
+        # A tracer cannot index a list or a NumPy array, so these become JAX's; a number is a literal.
         offsets = jnp.asarray(query_offset) if np.ndim(query_offset) else query_offset
 
         def f(*args: Any) -> Any:
@@ -145,19 +145,19 @@ class IndexFunction:
         return carrier is not None and jaxpr.outvars[0] is carrier
 
     def over(self, places: Places, score: jax.Array | None = None) -> jax.Array:
-        """Returns the function of all elements [B, N, T, S], with length 1 for an unused index.
+        """Evaluates the function at [B, N, T, S]; the axis of an index that is not used has length 1.
 
         Args:
-          places: of the elements.
-          score: of a score_mod, [B, N, T, S], or a number for all elements.
+          places: indices b, h, q and k of the elements.
+          score: logits of a score_mod, [B, N, T, S], or a number for all elements.
         """
         consts = self.program.consts
         operands = consts if score is None else [score, *consts]
         if not sharding.is_explicit(*operands):
             return self._over(places, score)
 
-        # `jax.vmap` and indexing take no arrays that Explicit axes split, so XLA chooses the
-        # placement. Calls within the program, as of jnp.clip, would keep the mesh of the arrays.
+        # `jax.vmap` and indexing take no arrays that Explicit axes split, so XLA chooses the placement.
+        # Inner calls, as of jnp.clip, are inlined, because they would keep the mesh of the arrays.
         with jax.sharding.use_abstract_mesh(NO_MESH):
             program = inlined(self.program, frozenset(_OF_CALLS))
 
@@ -210,7 +210,7 @@ def _constants(program: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
 
 
 def _carried(jaxpr: Any, score: Any) -> Any:
-    """Returns a program's variable that holds `score` plus other terms at its end, or None."""
+    """Returns the variable that holds `score` plus other terms after all equations, or None."""
     carrier = score
     earlier: set[Any] = set()
     for eqn in jaxpr.eqns:
@@ -238,7 +238,7 @@ def _carried(jaxpr: Any, score: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ScoreMod:
-    """A score_mod at the places of a call's logits [B, N, T, S]."""
+    """A score_mod with the indices of a call's logits [B, N, T, S]."""
 
     function: IndexFunction
     places: Places
@@ -255,7 +255,7 @@ class ScoreMod:
 
 @dataclass(frozen=True)
 class FunctionMask(AttentionMask):
-    """Mask of one head by a constant `mask_mod`; masks are equal if their functions' contents are."""
+    """Mask of one head by a `mask_mod` of constants; compared by a hash of the function."""
 
     head: int
     query_offset: int
@@ -278,7 +278,7 @@ class FunctionMask(AttentionMask):
             return _evaluated(self)[query, key]
         shape = jnp.broadcast_shapes(query.shape, key.shape)
         places = (jnp.broadcast_to(place, shape).reshape(-1) for place in (query, key))
-        # With 64-bit types enabled, Python's numbers would be of 64 bits.
+        # Python's ints would become 64-bit where JAX's 64-bit types are enabled.
         head, offset = jnp.int32(self.head), jnp.int32(self.query_offset)
         f = jax.vmap(lambda q, k: self.function(jnp.int32(0), head, q + offset, k))
         places = (place.astype(jnp.int32) for place in places)

@@ -1,4 +1,4 @@
-"""Functions of a logit and its place, divided into what kernels evaluate and what XLA computes before.
+"""score_mod and mask_mod, divided into what kernels evaluate and what XLA computes before them.
 
 Kernels evaluate what depends on the score, or on the query and the key together. What depends on the
 batch entry and the head, and on at most one of query and key, is computed by XLA and read by the kernel,
@@ -45,7 +45,7 @@ class KernelFunction:
         return any(read.used[2] and read.used[3] for read in self.reads)
 
     def values(self, places: Any) -> tuple[jax.Array, ...]:
-        """Returns what the function reads at the places of a call, [B or 1, N or 1, T or 1, S or 1]."""
+        """Returns the arrays that the function reads, [B or 1, N or 1, T or 1, S or 1] each."""
         arrays = [read.over(places) for read in self.reads]
         return tuple(a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in arrays)
 
@@ -59,11 +59,11 @@ def kernel_function(function: IndexFunction, name: str) -> KernelFunction:
 def over_arrays(
     function: TileFunction, reads: Sequence[jax.Array], queries: int, keys: int, score: Any = None
 ) -> jax.Array:
-    """Returns the function of all elements in XLA, [B or 1, N or 1, T, S].
+    """Evaluates the function for all elements in XLA, [B or 1, N or 1, T, S].
 
     Args:
-      function: what kernels evaluate.
-      reads: what it reads, [B or 1, N or 1, T or 1, S or 1].
+      function: the function, in the form that kernels evaluate.
+      reads: the arrays that it reads, [B or 1, N or 1, T or 1, S or 1].
       queries: T.
       keys: S.
       score: [B, N, T, S], of a function of the score.
@@ -111,7 +111,7 @@ class Division:
         return found
 
     def is_computed(self, var: Any) -> bool:
-        """True if kernels compute a variable from the indices of query and key alone."""
+        """True if kernels can compute a variable from the indices of query and key alone."""
         if isinstance(var, Literal) or self.letters.get(var) in ("q", "k"):
             return True
         eqn = self.equations.get(var)
@@ -122,7 +122,7 @@ class Division:
         )
 
     def visit(self, var: Any) -> None:
-        """Collects what kernels read for a variable, and the reasons why they cannot compute it."""
+        """Adds what kernels read to compute `var` to `read`, and why they cannot to `reasons`."""
         if isinstance(var, Literal) or var in self.read:
             return
         on = self.dependences[var]
@@ -192,7 +192,7 @@ class Division:
         return found[::-1]
 
     def of_places(self, var: Any) -> IndexFunction:
-        """Returns what does not depend on the score, a literal too, as a function of (b, h, q, k)."""
+        """Returns a literal, or a variable without the score, as a function of (b, h, q, k)."""
         jaxpr = self.program.jaxpr
         places = [v for v, letter in self.letters.items() if letter != "s"]
         equations = self.needed([var], set(places))

@@ -1,4 +1,4 @@
-"""Conditions that a `mask_mod` consists of and for which kernels know which blocks are empty.
+"""Divides a `mask_mod` into conditions by which kernels skip blocks of keys, and a rest.
 
 A function that allows a pair where all of several conditions hold is divided into them: positions
 (`k <= q`, `q - k < 128`), segments (`document[b, q] == document[b, k]`), lengths (`k < length[b]`), and
@@ -70,7 +70,7 @@ def _conditions(division: Division) -> Conditions:
 
 
 def _all_of(division: Division, var: Any) -> list[Any]:
-    """Returns the variables that must all be true."""
+    """Returns the operands of a chain of logical ands that ends in `var`, or `var` alone."""
     eqn = None if isinstance(var, Literal) else division.equations.get(var)
     if eqn is None or eqn.primitive.name != "and":
         return [var]
@@ -130,7 +130,7 @@ def _takes_positions(
 def _linear(division: Division, var: Any) -> _Linear | None:
     """Returns (x, y, z) of a variable x q + y k + z, or None if it is no such sum.
 
-    Integers of fewer bits may wrap.
+    Integers of fewer than 32 bits give None, because they may wrap.
     """
     if var.aval.dtype not in (jnp.int32, jnp.int64) or var.aval.shape:
         return None
@@ -159,7 +159,7 @@ def _sum(one: _Linear, other: _Linear, sign: int) -> _Linear:
 
 
 def _takes_length(division: Division, name: str, one: Any, other: Any, found: Conditions) -> bool:
-    """Takes `k < length` and `k <= length`, of lengths of a batch entry."""
+    """Takes conditions `k < length` and `k <= length`, where the length depends on b alone."""
     if isinstance(one, Literal) or division.letters.get(one) != "k" or name not in ("lt", "le"):
         return False
     if isinstance(other, Literal) or division.dependences[other] != {"b"}:
@@ -168,7 +168,7 @@ def _takes_length(division: Division, name: str, one: Any, other: Any, found: Co
         return False
     length = division.of_places(other)
     if name == "le":
-        # One more key, without overflow.
+        # k <= length is k < length + 1; the minimum avoids an overflow.
         last = length
         length = _traced(lambda *places: jnp.minimum(last(*places), _UNLIMITED) + 1)
     found.lengths.append(length)

@@ -23,8 +23,8 @@ class BlockedMasks:
     """Kind of each tile, int32 [masks, tiles of queries, tiles of keys]: EMPTY, FULL, or a partial
     tile's index."""
     partial: np.ndarray
-    """Bits of partial tiles, bool [partial tiles + 1, queries of a tile, keys of a tile]; tile FULL
-    allows everything.
+    """Elements of the partial tiles, bool [partial tiles + 1, queries of a tile, keys of a tile]; the
+    one at index FULL is all True.
 
     Keys from S on are forbidden; queries from T on are like the last one.
     """

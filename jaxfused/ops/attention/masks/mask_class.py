@@ -276,7 +276,7 @@ class MultiHeadMask(AttentionMask):
 
 
 def _chosen(size: int, index: Any) -> np.ndarray:
-    """Returns the numbers below `size` that an index chooses, one or a list."""
+    """Returns the indices below `size` that an int, a slice or a list selects; 0-d for an int."""
     if isinstance(index, jax.core.Tracer):
         raise IndexError(
             "masks are indexed while a program is traced, by numbers that are known then; pass an int,"

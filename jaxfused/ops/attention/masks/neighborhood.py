@@ -97,7 +97,7 @@ class NeighborhoodMask(AttentionMask):
         return result
 
     def _near(self, axis: int, query: Index, key: Index) -> Any:
-        """Returns whether positions along an axis are in each other's window."""
+        """Returns whether keys lie in the windows of queries, by their positions along one axis."""
         n, w, d = self.grid[axis], self.window[axis], self.dilation[axis]
         place, of_key = query // d, key // d
         if self.is_causal[axis]:
@@ -111,7 +111,7 @@ class NeighborhoodMask(AttentionMask):
         return near & (query % d == key % d)
 
     def bounds(self, spans: Spans) -> Bounds:
-        """Returns bounds by the first axis alone, whose positions follow each other in the sequence."""
+        """Returns bounds by the first axis alone, along which the sequence's positions only grow."""
         stride = self.shape[0] // self.grid[0]
         reach = self.window[0] * self.dilation[0]
         first_query, last_query, first_key, last_key = (x // stride for x in spans)

@@ -346,7 +346,7 @@ class NumpyMask(AttentionMask):
 
 
 _FARTHEST = 2**30
-"""A number beyond all positions of a sequence, whose double still fits into 32 bits."""
+"""A number beyond all positions of a sequence; the sum with a position still fits into int32."""
 
 
 def _limited(mask: AttentionMask, key: int) -> int:
