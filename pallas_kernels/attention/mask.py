@@ -89,7 +89,7 @@ class BlockMask:
 
     @property
     def extent(self) -> Extent:
-        """Extent that schedules assume: full lengths, unknown offsets at the end of the keys."""
+        """Extent that schedules assume: full lengths; with unknown offsets, last query at last key."""
         offset = max(0, self.key_count - self.query_count) if self.has_query_offset else 0
         return Extent(self.query_count, self.key_count, offset)
 

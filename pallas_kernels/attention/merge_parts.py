@@ -1,4 +1,4 @@
-"""Merges attention over pages from parts of the keys, whose number depends on run-time lengths.
+"""Merges paged attention over parts of the keys; the number of parts depends on run-time lengths.
 
 As in `merge_splits`, the output is the mean of the parts' outputs, weighted by their sums of
 exponentials, in a fixed order. A CTA merges four rows, one in each warp. Parts are copied four at a time
@@ -39,7 +39,7 @@ def merge(
     shape: Shape,
     dtype: Any,
 ) -> jax.Array:
-    """Returns the output [units, rows, V] of outs [parts, rows, 1, V] and base-2 lses [parts, 64]."""
+    """Merges outs [parts, rows, 1, V], by base-2 lses [parts, 64], into [tiles of rows, rows, V]."""
     kernel = _Merge(shape, dtype, division, packing, outs.shape[1])
     optional = {"sinks": operands.sinks, "query_lengths": operands.query_lengths}
     optional = {name: array for name, array in optional.items() if array is not None}
@@ -73,7 +73,7 @@ class _Merge(MergedRows):
 
     @property
     def quads(self) -> int:
-        """Number of groups of four rows of a unit; each warp of a CTA takes one row of a group."""
+        """Groups of four rows in a tile of rows; each warp of a CTA merges one row of a group."""
         return -(-self.rows // WARPS)
 
     @property
@@ -123,7 +123,7 @@ class _Merge(MergedRows):
             columns = pl.ds(chunk * self.columns, self.columns)
             place = outs_gmem.at[parts, pl.ds(start, WARPS), columns]
             plgpu.copy_gmem_to_smem(place, outs_smem.at[slot], full.at[slot])
-            # A part has room for 64 rows. A copy takes eight, from a multiple of four on.
+            # A part has 64 log-sum-exps. A copy reads eight, from a multiple of four on.
             rows = pl.ds(jnp.minimum(start, WGMMA_ROWS - 2 * WARPS), 2 * WARPS)
             plgpu.copy_gmem_to_smem(lses_gmem.at[parts, rows], lses_smem.at[slot], full.at[slot])
 
@@ -180,7 +180,7 @@ class _Merge(MergedRows):
         plgpu.wait_smem_to_gmem(0)
 
     def write(self, out_smem: Any, out_gmem: Any, start: jax.Array, chunk: jax.Array) -> None:
-        """Starts the copies of each row to the output [rows, V] of a unit."""
+        """Starts the copies of each row to the output [rows, V] of a tile of rows."""
         for c in range(self.chunks):
             first = c * self.columns
             count = min(self.columns, self.shape.value_size - first)
@@ -203,7 +203,7 @@ class _Merge(MergedRows):
     ) -> jax.Array:
         """Returns the factor of each merged row, 1 / total, or 0 for rows past the query length.
 
-        Rows without keys have parts that are 0, and each adds 1 to the total.
+        The parts of a row without keys are 0; each adds 1 to the total, which is thus not 0.
         """
         tiles, count = jnp.int32(self.packing.tiles), jnp.int32(self.packing.query_count)
         key_head = lax.div(unit, tiles)

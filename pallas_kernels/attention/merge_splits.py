@@ -219,7 +219,7 @@ class _Merge(MergedRows):
         start: jax.Array,
         layout: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the number to subtract from the parts' log-sum-exp, and the log-sum-exp itself.
+        """Returns what is subtracted from the parts' log-sum-exps, and the row's log-sum-exp (base 2).
 
         The former is infinity for rows without keys or sink, and for those past the query length.
         """

@@ -30,14 +30,14 @@ class OwnLists:
     """
 
     tables: Tables
-    """`ranges` [1, masks, listed tiles, 2 + 2 * parts + 2] has the range of the listed tile, then the
-    range of each consumer, then the number of the tile, and that of its share from 1 among the shares
-    of all tiles, or 0 if it is whole.
-    `entries` [masks, tiles, entries, 1 + parts] has the block, then each consumer's number of bits."""
+    """`ranges` [1, masks, listed tiles, 2 + 2 * parts + 2] has the range of a tile's entries, then that
+    of each consumer, then the tile's index, and the number of its share, counted from 1 over all divided
+    tiles, or 0 for an undivided tile.
+    `entries` [masks, tiles, entries, 1 + parts] has a block, and each consumer's index of mask bits."""
     split: tuple[int, ...]
     """Tiles that are divided into shares."""
     costs: tuple[int, ...]
-    """Blocks that each listed tile visits, the mean of the masks."""
+    """Blocks that each listed tile (or share) visits, averaged over the masks."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -102,7 +102,7 @@ def own_lists(
 def _order(kinds: np.ndarray) -> np.ndarray:
     """Returns the blocks that a tile visits, in the order of its list, from kinds [parts, blocks].
 
-    Visits start at the end of a list. The first visit is masked in any case.
+    Tiles visit a list from its end on and mask the first visit in any case, so partial blocks come last.
     """
     needs = kinds >= 0
     visited = np.flatnonzero(needs.any(axis=0))

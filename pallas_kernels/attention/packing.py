@@ -162,7 +162,7 @@ class TransposedPackedTile(TransposedTile):
         return lax.broadcast_in_dim(self.packing.query(self.query_start + row), self.shape, [1])
 
     def seed(self, ref, word: int) -> jax.Array:
-        """Returns one of the two words of dropout's seed for each element; all of a row share it."""
+        """Returns one of the two words of dropout's seed for each element; all of a column share it."""
         rows = pl.ds(self.query_start, self.shape[1])
         seeds = plgpu.load(
             ref.at[word, self.batch, self.head, rows],

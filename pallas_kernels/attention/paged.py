@@ -90,7 +90,7 @@ class Sizes(NamedTuple):
         )
 
     def pieces(self, key_block: int) -> int:
-        """Returns the number of copies that a block of keys takes, each of rows of one page."""
+        """Returns the number of copies that bring a block of keys, each of rows of one page."""
         return 1 if self.most_pages == 1 else max(1, key_block // self.page_size)
 
     def fits(self, key_block: int) -> bool:
@@ -292,14 +292,14 @@ class _Cta(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Range of a CTA's blocks in the list of all blocks; see `page_work`."""
+    """Range of a CTA's blocks in the list of all sequences' blocks of keys."""
 
     begin: jax.Array
     stop: jax.Array
 
 
 class _Rows(NamedTuple):
-    """The tile of rows of a part."""
+    """Position of a tile of rows: the queries of all heads that share a key head."""
 
     batch_idx: jax.Array
     key_head: jax.Array
@@ -402,7 +402,7 @@ class _Paged:
         plgpu.wait_smem_to_gmem(0)
 
     def units(self, cta: _Cta, work: _Work, first: jax.Array, last: jax.Array) -> jax.Array:
-        """Returns a CTA's number of units; `last` is the sequence in which the next CTA begins."""
+        """Returns a CTA's number of tiles of rows; `last` is the sequence where the next CTA begins."""
         begin = jnp.minimum(work.begin, work.stop - 1)
         start = self.division.place(cta.plan, begin, first)
         stop = self.division.place(cta.plan, work.stop - 1, jnp.maximum(last - 1, first))
@@ -507,7 +507,7 @@ class _Paged:
         plgpu.copy_gmem_to_smem(scales, place, cta.full(name, slot))
 
     def scale(self, name: str, cta: _Cta, slot: Any, end: jax.Array | None = None) -> jax.Array:
-        """Returns the scales of a block's keys or values as a tile of logits, 0 from `end` on."""
+        """Returns the scales of a block's keys or values, broadcast to a tile; 0 from `end` on."""
         block = self.config.key_block
         scales = cta.shared[f"{name}_scale"].at[slot]
         layout = plgpu.Layout.WGMMA.reduce(0)
@@ -518,7 +518,7 @@ class _Paged:
         return lax.broadcast_in_dim(scales, (WGMMA_ROWS, block), [1])
 
     def widen(self, name: str, cta: _Cta, slot: Any) -> Matrix:
-        """Returns a block in the queries' dtype, valid until the next block is converted.
+        """Converts an 8-bit block to the queries' dtype; the result is valid until the next call.
 
         Before it is stored, all warps have read the bytes and multiplied the previous block.
         """

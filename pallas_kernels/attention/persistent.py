@@ -41,10 +41,10 @@ class Cta(NamedTuple):
     tile_count: jax.Array
     """Number of tiles that this CTA computes."""
     place: Callable[[Any], Any]
-    """Function from the index of a tile of this CTA to the tile's place; see `tiles`."""
+    """Function from the index of a tile of this CTA to its position and blocks."""
 
     def ring(self, name: str, slots: int) -> "Ring":
-        """Returns the ring with memory `name`_smem and the barriers `name`_full and `name`_free."""
+        """Returns the circular buffer `name`_smem with the barriers `name`_full and `name`_free."""
         memory = (self.memory[f"{name}_{part}"] for part in ("smem", "full", "free"))
         return Ring(*memory, slots)
 
@@ -88,7 +88,7 @@ class Ring(NamedTuple):
 
 
 def skip_step(rings: Sequence[Ring], first: jax.Array, i: jax.Array, _: None) -> None:
-    """Passes over step `first` + i, in which only other consumers read what the rings hold."""
+    """Waits for and releases the slots of step `first` + i, which only other consumers read."""
     for ring in rings:
         slot = ring.slot(first + i)
         ring.wait(slot)
@@ -115,7 +115,7 @@ class PersistentKernel:
     name: str
     tiles: QueryTiles | KeyTiles
     schedule: np.ndarray | jax.Array
-    """Tiles of each CTA; see `tiles.schedule`."""
+    """Each CTA's count of tiles, then their numbers in order, int32 [CTAs, 1 + most tiles]."""
     roles: Sequence[Role]
     memory: Mapping[str, Any]
     results: Sequence[jax.ShapeDtypeStruct]
@@ -123,7 +123,7 @@ class PersistentKernel:
     def __call__(
         self, arrays: Sequence[jax.Array], operands: Operands, tables: Tables
     ) -> Sequence[jax.Array]:
-        """Returns the results, given operands padded to whole blocks and the tables of `tiles`."""
+        """Returns the results, given operands padded to whole blocks and the lists of `tiles`."""
         optional, tree = jax.tree.flatten(operands)
         given = {name: x for name, x in tables._asdict().items() if x is not None}
 

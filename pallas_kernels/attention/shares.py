@@ -1,4 +1,4 @@
-"""Results of tiles whose visits are divided into shares, and their sum.
+"""Results of tiles whose blocks of keys are divided among CTAs (shares), and how these are merged.
 
 Where few rows attend to all keys, as those of global tokens do, one SM would work on them long after the
 others have ended. Each share writes its rows' output and log-sum-exp in float32, and XLA merges them in
@@ -31,13 +31,13 @@ def with_shares(
     share_lses: jax.Array,
     starts: Sequence[int],
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the results (out [B, T, N, V], lse [B, N, R]) with the rows of divided tiles.
+    """Returns (out [B, T, N, V], lse [B, N, R]) with the rows of divided tiles filled in.
 
     Args:
-      out: of the whole tiles; other rows are undefined.
-      lse: likewise.
+      out: output; rows of divided tiles are undefined.
+      lse: log-sum-exp, likewise.
       share_outs: output of each share; columns from V on are padding.
-      share_lses: its log-sum-exp.
+      share_lses: log-sum-exp of each share.
       starts: first row of each divided tile.
     """
     batch, heads, _, rows, value_size = share_outs.shape

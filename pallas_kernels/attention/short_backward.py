@@ -37,7 +37,7 @@ class ShortBackwardConfig:
     key_tiles: int
     """Tiles of 64 keys that each of these warpgroups holds."""
     key_slots: int
-    """Pipeline stages of K and V, one head each; with 2, the next head's arrive in time."""
+    """Pipeline stages of K and V, one head each; with 2, the next head is copied meanwhile."""
     query_slots: int = 2
     """Pipeline stages of the queries, one step each."""
 
@@ -362,7 +362,7 @@ class _ShortBackward:
         return lax.div(number, key_heads), lax.rem(number, key_heads)
 
     def place(self, cta: _Cta, step: Any) -> _Place:
-        """Returns the place of a step of the CTA; steps are counted over all of its items."""
+        """Returns the position of a step's queries; a CTA counts steps over all of its items."""
         batch_idx, key_head = self.item_place(cta, lax.div(step, jnp.int32(self.steps)))
         within = lax.rem(step, jnp.int32(self.steps))
         group = lax.div(within, jnp.int32(self.chunks))

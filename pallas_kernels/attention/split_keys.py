@@ -76,7 +76,7 @@ def _columns_of_output(shape: Shape) -> Columns:
 
 
 def visited_keys(shape: Shape, logits: Logits) -> int:
-    """Returns the number of keys that some query attends to by its position."""
+    """Returns an estimate of the keys that some query attends to, by causal mask, window and pattern."""
     blocks = logits.mask.key_blocks((0, shape.query_count), 1, logits.mask.extent)
     return max(1, round((int(blocks.stop) - int(blocks.start)) * logits.mask.visited_share))
 

@@ -82,7 +82,7 @@ class SplitBackwardConfig:
 def _columns(shape: Shape) -> tuple[Columns, Columns]:
     """Returns the layout of Q, K and dK, and the layout of V, dO and dV.
 
-    K has the widest swizzle: both operands of dQ = dS @ K have one, and dS has the widest.
+    K has the widest swizzle, because dS has it, and both operands of dQ = dS @ K must have the same.
     """
     return Columns.in_wide_blocks(shape.head_size), Columns.in_blocks(shape.value_size)
 
@@ -237,7 +237,7 @@ class _Part(NamedTuple):
     skipped: tuple[jax.Array, jax.Array]
     """Range to which this CTA writes zero gradients, counted among the blocks that no query reaches."""
     blocks: tuple[Index, Index, Index, Index]
-    """The `Blocks` of keys that the queries visit."""
+    """The `Blocks` of keys that the queries attend to."""
     extent: Extent
 
 

@@ -193,7 +193,7 @@ class TileFunction:
     def __call__(
         self, tile: Any, reads: Sequence[Any], limits: tuple[int, int], score: Any = None
     ) -> Any:
-        """Returns the function of each element of a tile, in a kernel.
+        """Evaluates the function at each element of a tile, in a kernel.
 
         Args:
           tile: `logits.Tile`.
@@ -266,9 +266,9 @@ class Separated(NamedTuple):
     by_query: list[Callable[[], Part]]
     by_key: list[Callable[[], Part]]
     origins: int = 0
-    """Factor of the tile's first query index, a further summand, since terms count from that query.
+    """Multiple of the tile's first query index that the sum also has: terms count from that query.
 
-    Query and key indices are large, but near each other where attention is strongest.
+    Indices are large, but near each other where attention is strongest; small numbers lose less.
     """
 
     def mapped(self, f: Callable[[Part], Part], factor: int = 1) -> "Separated":
@@ -296,7 +296,7 @@ def _positions(tile: Any, axis: int, limit: int) -> Any:
     """Returns the indices of queries (axis 0) or keys (axis 1), clamped to the last one."""
     numbers = tile.numbers(axis)
     if limit % tile.shape[axis ^ tile.query_axis]:
-        # Beyond the last query or key a function may be NaN, which masking keeps: 0 * NaN is NaN.
+        # Beyond the last query or key a function may return NaN, and masking keeps it: 0 * NaN is NaN.
         numbers = jnp.minimum(numbers, limit - 1)
     return numbers
 

@@ -48,9 +48,9 @@ class Place(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Blocks of keys that one consumer visits for its rows of a tile; visit i is to block last - i.
+    """Loop of one consumer over blocks of keys for its rows of a tile; iteration i is block last - i.
 
-    If the tile's rows reach different keys, only other consumers' rows may reach its first blocks.
+    Under a causal mask, the tile's first blocks may concern the rows of other consumers alone.
     """
 
     skipped: jax.Array
@@ -168,7 +168,7 @@ class QueryTiles:
     parts: int = 0
     """Consumers of a tile if each has a range of its own of the tile's list (`OwnLists`); else 0."""
     shares: int = 1
-    """Parts into which the longest lists are divided, for different CTAs; 1 without `parts`."""
+    """Parts into which the longest lists are divided, for different CTAs; used with `parts`."""
 
     @property
     def count(self) -> int:
@@ -321,13 +321,14 @@ class QueryVisits(NamedTuple):
     full: Blocks | None
     """Blocks by all masks but the pattern; unmasked in [full_start, full_stop). None without others."""
     entries: Any = None
-    """The tile's list of blocks, int32 [entries, 2]; without it, a visit's number is its block."""
+    """The tile's list, int32 [entries, 2]: a block of queries, and the index of its mask bits. Without a
+    list, the iterations are numbered as the blocks."""
     bits_gmem: Any = None
     ranges: Any = None
-    """The tile's row of `OwnLists.tables.ranges`, or None."""
+    """Each warpgroup's range of the list, as `OwnLists.tables.ranges` describes it, or None."""
 
     def of_part(self, part: Index) -> "OwnQueryVisits | QueryVisits":
-        """Returns the visits of one warpgroup, which owns part number `part` of the tile's keys."""
+        """Returns the loop of one warpgroup, which owns part number `part` of the tile's keys."""
         if self.ranges is None:
             return self
         first, stop = (
@@ -383,8 +384,8 @@ _EVEN = 16
 class KeyTiles:
     """Division of keys into tiles, and of queries into blocks: `QueryTiles` transposed.
 
-    Shares divide a tile's visits among CTAs, and each share of a key head has gradients of its own, as
-    if it were a head.
+    Shares divide a tile's blocks of queries among CTAs, and each share of a key head has gradients of
+    its own, as if it were a head.
     """
 
     mask: BlockMask
@@ -599,8 +600,8 @@ def schedule_of(visits: jax.Array, heads: int, multiprocessors: int) -> jax.Arra
       heads: heads of each batch entry.
       multiprocessors: limit on the CTAs.
 
-    The tiles that cost most come first, each for all heads. The CTAs take one each in order, then one
-    each in reverse order, and so on: the CTA that got the largest tile gets the smallest of the next.
+    The tiles that cost most come first, each for all heads. In a round every CTA takes one; every second
+    round goes in reverse order, so that who got the largest tile gets the smallest of the next round.
     """
     batch, tiles = visits.shape
     count = batch * tiles

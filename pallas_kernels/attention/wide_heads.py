@@ -1,7 +1,7 @@
 """Attention on Hopper, forward for heads of 257 to 512 columns: two warpgroups share 64 queries.
 
 The output of 64 queries and 512 columns, 128 KiB in float32, does not fit into the registers of a
-warpgroup beside the logits. Each of two warpgroups therefore computes one half of the output's columns,
+warpgroup together with the logits. Each of two warpgroups computes one half of the output's columns,
 from its own half of the values. Both compute all logits and weights, which costs a product more and
 needs no exchange. Q, a block of K and a block of V of 512 columns take 192 of an SM's 227 KiB of shared
 memory, so that a CTA is alone on its SM.
@@ -83,7 +83,7 @@ def _half(value_size: int) -> int:
 
 
 def _of_rows(shape: Shape) -> Shape:
-    """Returns the sizes by which rows are packed: with a key head for each head if T is large."""
+    """Returns the sizes for packing rows; beyond 64 queries, each head counts as a key head."""
     return shape if shape.query_count <= WGMMA_ROWS else shape._replace(key_heads=shape.heads)
 
 
@@ -152,7 +152,7 @@ class _WideForward(SplitForward):
     """The kernel's static parameters, shared memory and code."""
 
     sharing: int = 1
-    """Heads of `shape.key_heads` that share a key head of the arrays."""
+    """Key heads as `shape` counts them for each key head of the arrays."""
 
     def memory(self) -> dict[str, Any]:
         block, stages, dtype = self.config.key_block, self.config.stages, self.dtype
