@@ -260,7 +260,7 @@ def at_offset(
     mask: jax.Array | AttentionMask | None,
     query_offset: QueryOffset,
 ) -> dict[str, Any]:
-    """Returns the arguments by which an `attention_fn` of any maker is causal from an offset on."""
+    """Returns the arguments that make any `attention_fn` causal, with query 0 at the offset."""
     taken = inspect.signature(attention_fn).parameters
     if "query_offset" in taken:
         return dict(mask=mask, is_causal=True, query_offset=query_offset)
@@ -273,7 +273,7 @@ def and_causal(
     key: jax.Array,
     query_offset: QueryOffset,
 ) -> jax.Array:
-    """Returns the mask with what `is_causal` forbids, as an array for Flax's code."""
+    """Returns the mask and the causal one together, as an array for Flax's code."""
     causal, whole = causal_mask(query, key, query_offset), whole_mask(mask)
     return causal if whole is None else causal & (whole != 0)
 

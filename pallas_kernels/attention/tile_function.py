@@ -268,7 +268,7 @@ class Separated(NamedTuple):
     origins: int = 0
     """Multiple of the tile's first query index that the sum also has: terms count from that query.
 
-    Indices are large, but near each other where attention is strongest; small numbers lose less.
+    Indices are large, but near each other where attention is strongest: differences keep more bits.
     """
 
     def mapped(self, f: Callable[[Part], Part], factor: int = 1) -> "Separated":

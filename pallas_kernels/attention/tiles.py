@@ -600,8 +600,8 @@ def schedule_of(visits: jax.Array, heads: int, multiprocessors: int) -> jax.Arra
       heads: heads of each batch entry.
       multiprocessors: limit on the CTAs.
 
-    The tiles that cost most come first, each for all heads. In a round every CTA takes one; every second
-    round goes in reverse order, so that who got the largest tile gets the smallest of the next round.
+    The tiles that cost most come first, each for all heads. In a round each CTA takes one, every
+    second time in reverse order: the CTA with a round's largest tile gets the next round's smallest.
     """
     batch, tiles = visits.shape
     count = batch * tiles

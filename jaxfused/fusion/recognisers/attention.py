@@ -72,9 +72,9 @@ def _product_after(value: Value) -> Node | None:
 
 
 def _by_ones(node: Node) -> tuple[int, tuple[int, ...]] | None:
-    """Returns index and axes, in the result's order, of an operand that is multiplied by ones; or None.
+    """Returns (operand index, its axes in the result's order) if the other operand is ones, or None.
 
-    The product sums over no axis. A mask of heads that masks none is such a product.
+    The product must sum over no axis. A mask of heads that masks none is such a product.
     """
     if node.name != "dot_general":
         return None

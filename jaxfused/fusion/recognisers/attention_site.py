@@ -34,12 +34,13 @@ def make_site(
     result_axes: Axes,
     feature: str,
 ) -> Site:
-    """Returns the site: the call, its operands, and what it replaces.
+    """Returns the call of the operator, its operands, and the operations that it replaces.
 
     Args:
-      query: of the product before the softmax, with the atoms of its axes, as `key` and `value`.
+      query: left operand of the product before the softmax, with the atoms (see `mask.Layout`) of its
+        axes; `key` and `value` likewise.
       after: the product of probabilities and values.
-      result_axes: atoms of the axes of its result.
+      result_axes: atoms of the axes of that product's result.
       feature: atom of the features of the values.
     """
     of_keys = sizes = layout.sizes

@@ -168,7 +168,7 @@ def _for_cuda(
 
 
 class Arrays(NamedTuple):
-    """Operands of a call. The N query heads are axes [K, G], K key heads of G queries, to shard alike.
+    """Operands of a call. The N query heads are axes [K, G], G of each key head, to shard alike.
 
     The fields are arrays or None. The same class holds the cotangents of these arrays.
     """

@@ -18,7 +18,7 @@ float32 logarithms of round probabilities are not exact."""
 def of_rows(
     op: str, name: str, value: Any, rows: tuple[int, ...], least: float, most: float
 ) -> jax.Array:
-    """Returns an option for each row, after a check of the values that can be read."""
+    """Returns an option as one number for each row, after a check of values that are not traced."""
     whole = name in ("top_k", "position")
     array = as_int32(value) if whole else as_array(value)
     kind = jnp.integer if whole else jnp.number
@@ -61,8 +61,7 @@ def filters_of(
     k = of_rows(op, "top_k", 0 if top_k is None else top_k, tuple(rows), 0, math.inf)
     p = of_rows(op, "top_p", 1.0 if top_p is None else top_p, tuple(rows), 0.0, 1.0)
     m = of_rows(op, "min_p", 0.0 if min_p is None else min_p, tuple(rows), 0.0, 1.0)
-    # The bounds exclude NaN: products of an infinite factor with distances of 0, or of 0 with
-    # infinity.
+    # The clip excludes factors of infinity and of 0, whose product with 0 or with infinity is NaN.
     inverse = jnp.where(temperature > 0.0, 1.0 / jnp.clip(temperature, 1e-30, 1e30), 0.0)
     share = jnp.where(p >= 1.0, 2.0, jnp.where(p > 0.0, p, 0.0) * (1.0 - _SLACK))
     smallest = jnp.finfo(jnp.float32).tiny
@@ -122,7 +121,7 @@ def _position_word(position: Any) -> jax.Array:
         position = jnp.asarray(position)
     if position.dtype.itemsize < 4:
         position = position.astype(np.int32)
-    # The high half is 0 for all of int32's numbers, of any dtype.
+    # The high word is 0 for every number that fits into int32, whatever its dtype.
     high = ((position >> 31) + 1) >> 1
     low = position & 0xFFFFFFFF if position.dtype.itemsize == 8 else position
     return jnp.asarray(low.astype(np.uint32)) ^ murmur(jnp.asarray(high.astype(np.uint32)))

@@ -1,4 +1,4 @@
-"""sample: validation and choice of the draw of tokens from logits.
+"""sample: checks the arguments, and chooses the implementation that draws tokens from logits.
 
 The kernel is CUDA C: its blocks share a row through their clusters' shared memory in passes whose number
 depends on the row, and add up weights in a fixed order. Pallas can express neither.

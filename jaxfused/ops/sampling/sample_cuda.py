@@ -9,7 +9,7 @@ from jaxfused.runtime import cuda_library
 
 _MOST_ROWS = 2**27
 _MOST_WORDS = 2**24
-"""Largest vocabulary, and so top_k: float32, in which filters are, holds every integer up to it."""
+"""Largest vocabulary, and so largest top_k, which is passed in float32: integers are exact up to it."""
 
 
 def why_unsupported(

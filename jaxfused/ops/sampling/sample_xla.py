@@ -2,7 +2,8 @@
 
 A word is an entry of the vocabulary. The words are ordered by falling logits, and equal ones by rising
 id; every filter keeps the first words of this order. So no threshold is needed, only the test whether a
-word is kept, by the number and the weight of the words before it. With Gumbel noise g, the draw is
+word is kept, by the number and the weight of the words before it. With Gumbel noise g, and the distance
+of a word's logit from the row's largest one, the draw is
 
     token = argmax over the kept words of distance * inverse_temperature + g.
 
@@ -34,10 +35,9 @@ class Filters(NamedTuple):
     inverse_temperature: jax.Array
     """1 / temperature, or 0 for the largest logit without a draw."""
     share: jax.Array
-    """Fraction of the weight of top-k's words; a word is kept if the words before it weigh less than
-    that."""
+    """Fraction of the weight of top-k's words: a word is kept if the words before it weigh less."""
     least: jax.Array
-    """Least distance of a kept word from the largest logit, times the inverse temperature."""
+    """Least exponent of a kept word, as in `Row.exponents`."""
     top_k: jax.Array
     """Number of words that top-k keeps, int32."""
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     logits: jax.Array
     exponents: jax.Array
-    """Distances from the row's largest logit, times the inverse temperature."""
+    """Logits less the row's largest one, times the inverse temperature, or times 1 if that is 0."""
     weights: jax.Array
     """exp(exponents), at most 1."""
     total: jax.Array

@@ -14,7 +14,7 @@ KINDS = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
 
 
 class Tokens(NamedTuple):
-    """New tokens and where they go; see `Arrays` of append_stages, or the ragged batch of `pages`."""
+    """New tokens, [B, T] or the rows of a ragged batch, and where in the cache they are written."""
 
     key: Any
     """New keys [tokens, K, H]."""
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The arrays that are written in place, with axes P, S, K or K, P, S; all but `key` may be None."""
+    """Arrays that are written in place, [P, S, K, ..] or [K, P, S, ..]; all but `key` may be None."""
 
     key: Any
     value: Any
@@ -104,7 +104,7 @@ def forward(
     cuda_library.register()
 
     def operand(array: jax.Array | None, dtype: Any) -> jax.Array:
-        # Like the keys, because in a `jax.shard_map` all operands must vary over the same axes.
+        # Made like the keys, as in a `jax.shard_map` all operands must vary over the same axes.
         return jnp.zeros_like(tokens.key, shape=(0,), dtype=dtype) if array is None else array
 
     dtypes = (pages.key.dtype, pages.key.dtype, jnp.float32, jnp.float32)

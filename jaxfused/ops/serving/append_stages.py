@@ -60,7 +60,7 @@ class Options:
 
 
 def cache_axes(arrays: Any) -> str:
-    """Returns the letters of a cache's axes except for features, given `layer` and `sequences`.
+    """Returns a letter for each axis of a cache [.., S, K, H] but the last: layers, sequences, s and k.
 
     Sequences chosen by index may be on any device, so their axis is not split as the batch is.
     """
@@ -143,7 +143,7 @@ def _as_kept(
 
 @dataclass(frozen=True)
 class Append:
-    """Stage that computes `append_xla` in place."""
+    """Kernel call with the results of `append_xla`, written into the cache's memory."""
 
     options: Options
 

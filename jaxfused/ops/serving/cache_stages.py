@@ -1,4 +1,4 @@
-"""Attention to a KVCache in place: a stage whose kernel reads 8 bits, a layer, or chosen sequences."""
+"""Attention to a KVCache in place, by a kernel for 8 bits, a layer of a stack, or some sequences."""
 
 import functools
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ NO_PALLAS = (
 
 
 class Arrays(NamedTuple):
-    """Operands of the attention, with query heads [N] as [K, G] so that shards have whole groups."""
+    """Operands of the attention. The N query heads are axes [K, G], so that shards have whole groups."""
 
     query: Any
     """Queries [B, T, K, G, H]."""
@@ -178,7 +178,7 @@ class InCache:
 
 
 def reads_in_place(arrays: Arrays, options: Options, implementation: str | None) -> bool:
-    """Returns whether the kernel attends to the cache in place."""
+    """Returns whether the kernel that reads the cache in place can run, and is worth it."""
     if 0 in (arrays.query.size, arrays.key.size):
         return False
     device = dispatch.current_device(arrays.query, arrays.key)

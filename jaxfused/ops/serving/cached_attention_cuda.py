@@ -15,7 +15,7 @@ MOST_ROWS = 64
 ROWS_OF_A_READ = 16
 """Largest number of queries of a key head for which a warp reads the keys once."""
 _WARPS = 16
-"""Largest number of warps of an SM."""
+"""Largest number of the kernel's warps on an SM at a time."""
 
 
 class Cache(NamedTuple):

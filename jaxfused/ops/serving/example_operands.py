@@ -1,4 +1,4 @@
-"""Operands for a trial run of a serving stage, whose integers are in range."""
+"""Operands with which a serving kernel is timed, whose integers are in range."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 def example_operands[Arrays: Any](
     random: Callable[[Any], Any], arrays: Arrays, **integers: int
 ) -> Arrays:
-    """Returns arrays like a stage's NamedTuple `arrays`; those that are None stay None.
+    """Returns random arrays in the same NamedTuple as `arrays`; those that are None stay None.
 
     Args:
       random: makes an array like another.

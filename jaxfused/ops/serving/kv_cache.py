@@ -605,7 +605,7 @@ class KVCache:
 
 
 def _placed(function: Callable[..., jax.Array], spec: Any, *arrays: jax.Array) -> jax.Array:
-    """Returns a function of arrays, which indexes axes that Explicit mesh axes may split.
+    """Applies a function that indexes arrays along axes that Explicit mesh axes may split.
 
     `spec` returns the result's PartitionSpec, given those of the arrays.
     """

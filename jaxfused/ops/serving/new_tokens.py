@@ -41,7 +41,7 @@ def tree_options(
     """
     new = jnp.arange(keys, dtype=jnp.int32)[None] - before[:, None]
     number = jnp.clip(new, 0, tree.shape[1] - 1)
-    # A sequence may have fewer tokens than T; its first queries then stand for no token.
+    # A sequence may have fewer tokens than T; its first queries are then padding.
     is_token = before[:, None] + jnp.arange(tree.shape[1], dtype=jnp.int32)[None] >= 0
     mask = is_token[:, :, None] & ((new[:, None] < 0) | _of_keys(tree, number))
     if left is not None:

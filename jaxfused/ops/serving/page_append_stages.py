@@ -1,4 +1,4 @@
-"""New tokens written into pages: the stage of the kernel that finds each token's place and writes it."""
+"""Writes new tokens into pages, by a kernel that finds each token's place or by XLA's scatters."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class Arrays(NamedTuple):
 
 
 def _results(pools: Pools) -> Results:
-    """Returns (keys, values, scales of keys, scales of values)."""
+    """Returns the pools' arrays (keys, values, scales of keys, scales of values), or None for each."""
     (key, key_scale), (value, value_scale) = map(values_and_scale, (pools.key, pools.value))
     return key, value, key_scale, value_scale
 

@@ -288,7 +288,7 @@ def _options(
     op: str, given: Options, sinks: Any, queries: jax.Array, implementation: Any
 ) -> Options:
     """Returns the options of the attention after their checks."""
-    # Every implementation is possible here; the stage says later why one cannot run.
+    # Any implementation passes here; whether it can run depends on the call's shapes, checked later.
     dispatch.choose(op, implementation, dict.fromkeys(("pallas", "cuda", "xla")))
     if given.window is not None:
         check_count(op, "sliding_window", given.window)

@@ -1,4 +1,4 @@
-"""Attention to pages in place: the stage of the kernel that reads through the page table."""
+"""Attention to pages in place, by kernels that read through the page table."""
 
 import functools
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _PAGE_OF_A_COPY = 64
 
 
 class More(NamedTuple):
-    """Operands that a call may have; see `Arrays`."""
+    """Optional operands of a call."""
 
     sinks: Any = None
     """Attention sinks [N]."""
@@ -39,7 +39,7 @@ NO_MORE = More()
 
 
 class Arrays(NamedTuple):
-    """Operands, with query heads [N] as [K, G] so that they are sharded like their key heads."""
+    """Operands of a call. The N query heads are axes [K, G], G of each key head, to shard alike."""
 
     query: Any
     """Queries [B, T, K, G, H]."""
@@ -91,7 +91,7 @@ class Options:
     window: int | None
     """Number of tokens that each query sees, itself included; None for all."""
     batch_invariant: bool = False
-    """Flag: no sequence's result depends on the other sequences."""
+    """True if no sequence's result may depend on the other sequences."""
 
     def gathered(
         self, arrays: Arrays, pools: Pools | None = None, implementation: Any = None
@@ -365,7 +365,7 @@ def _arrays(
 
 
 def _in_arrays(pools: Pools) -> bool:
-    """Returns whether `Arrays` can hold the pools: floats, or a scale of each token and head."""
+    """Returns whether both pools are floats, or have a scale of each token and head."""
     return all(_has_token_scales(pool) is not None for pool in (pools.key, pools.value))
 
 

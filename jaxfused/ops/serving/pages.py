@@ -57,7 +57,7 @@ class Pools(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values [B, n * S, K, H] of pages [B, n] in a dtype, 0 beyond the lengths [B].
 
-        Ids outside the pool are beyond them.
+        The lengths must end before a sequence's first id outside the pool.
         """
         place = jnp.arange(page_indices.shape[1] * self.page_size, dtype=jnp.int32)
         is_token = (place[None] < lengths[:, None])[:, :, None, None]
