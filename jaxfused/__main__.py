@@ -38,7 +38,7 @@ class Example(NamedTuple):
     """Shapes of the arguments that have no gradient."""
 
     def value_and_gradients(self, operands: Sequence[Any], others: Sequence[Any]) -> Any:
-        """Returns the results of the call, and the gradients of `operands` for these cotangents."""
+        """Returns the results of the call, and the gradients of `operands` for these as cotangents."""
         results, pullback = jax.vjp(lambda *moving: self.call(*moving, *others), *operands)
         return results, pullback(results)
 
@@ -317,7 +317,7 @@ def driver_version() -> str | None:
 
 
 def check(device: dispatch.Device) -> int:
-    """Prints the faults of `faults`, and returns 1 if there are any, else 0."""
+    """Prints versions, device and faults of this machine; returns 1 if there are faults, else 0."""
     driver = driver_version()
     print(f"versions      {versions()}")
     print(f"driver        {driver or 'there is no NVIDIA driver'}")

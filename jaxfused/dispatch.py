@@ -101,10 +101,10 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
 
 
 class Choice(NamedTuple):
-    """The implementation that runs a stage of an operator at one place of a program."""
+    """The implementation chosen for one kernel of an operator, at one place of a program."""
 
     stage: str
-    """The operator and its stage, such as "layer_norm forward"."""
+    """The operator and the kernel's work in it, such as "layer_norm forward"."""
     operands: Sequence[jax.ShapeDtypeStruct | None]
     """The operands' shapes and dtypes as the kernel sees them: after `jax.vmap`, on the shard."""
     implementation: str
@@ -113,18 +113,18 @@ class Choice(NamedTuple):
     by_partitioner: bool = False
     """True if the choice was made for one shard while XLA partitioned the operation."""
     source: Literal["named", "model", "table", "neighbour"] | None = None
-    """The basis of the choice: the caller's name, the stage's rule ("model"), or the autotuning table at
-    these shapes or at near ones. None for a choice that does not depend on shapes."""
+    """The basis of the choice: the caller's name, the operator's rule ("model"), or the autotuning table
+    at these shapes or at near ones. None for a choice that does not depend on shapes."""
     config: Any = None
     """The table's config, or None for the implementation's default."""
     kernel: Any = None
-    """The `jaxfused.runtime.runner.Stage` of the stage, or None if the call is plain jax.numpy."""
+    """The `jaxfused.runtime.runner.Stage` that runs, or None if the call is plain jax.numpy."""
     estimate: Estimate = None
     """The rule by which the implementations are ordered without measured times."""
     measured: Any = None
-    """The `jaxfused.runtime.table.Found` that decided, or None."""
+    """The measured times that decided, a `jaxfused.runtime.table.Found`, or None."""
     stages: "Sequence[Choice]" = ()
-    """The choices of the stages that would have run if the operator had not left the call to XLA."""
+    """The choices for the kernels that would have run if the operator had not left the call to XLA."""
 
 
 class Fallback(NamedTuple):

@@ -24,7 +24,7 @@ class Explanation:
 
     device: dispatch.Device
     calls: tuple[tuple[dispatch.Choice, int], ...]
-    """The choice of each operator's stages, and how often the program contains it."""
+    """The implementation chosen for each kernel, and how often the program contains it."""
     fallbacks: tuple[tuple[dispatch.Fallback, int], ...] = ()
     """Module calls that run Flax's own code, with the reason, and how often each occurs."""
     table: Table = field(default_factory=lambda: Table({}))
@@ -59,7 +59,7 @@ class Explanation:
 
 
 _RULES_OF = "NVIDIA H200"
-"""The GPU on which it was measured which implementation a rule puts first."""
+"""The GPU whose measurements decided which implementation each rule puts first."""
 
 _SOURCES = {
     "named": "as named",
@@ -69,8 +69,8 @@ _SOURCES = {
 
 
 def basis(choice: dispatch.Choice) -> list[str]:
-    """Returns what decided a choice, a line each: the figures, and why others cannot run."""
-    # If a rule of the operator decided, the estimates of its stages did not.
+    """Returns lines with the times or rule that decided a choice, and why others cannot run."""
+    # If the operator's own rule left the call to XLA, estimates for its kernels decided nothing.
     asked = [c for c in choice.stages if c.implementation == "xla" or c.measured is not None]
     stages = dict.fromkeys(f"{c.stage}, {_figures(c)}" for c in asked if _figures(c))
     cannot = [f"not {name!r}: {reason}" for name, reason in choice.reasons.items() if reason]
@@ -78,13 +78,13 @@ def basis(choice: dispatch.Choice) -> list[str]:
 
 
 def _figures(choice: dispatch.Choice) -> str | None:
-    """Returns the times or the rule by which a choice was made, or None if there are none."""
+    """Returns the times or the rule that decided for an implementation, or None if nothing did."""
     chosen, estimate, measured = choice.implementation, choice.estimate, choice.measured
     able = [name for name, reason in choice.reasons.items() if reason is None]
     if choice.source == "named" or choice.stages or (choice.source and len(able) < 2):
         return None
     if measured is not None:
-        # A ranking has several configs of an implementation, the fastest first.
+        # A ranking has several configs of an implementation; reversed, the dict keeps the fastest.
         times = {r.implementation: r.microseconds for r in reversed(measured.ranking)}
         at = "" if measured.exact else f" at {_shapes(filter(None, measured.operands))}"
         return f"measured{at}: {_compared(chosen, times)}"
@@ -101,7 +101,7 @@ def _figures(choice: dispatch.Choice) -> str | None:
 
 
 def _compared(chosen: str, microseconds: Mapping[str, float]) -> str:
-    """Returns the times, and by how much others take longer than the chosen implementation."""
+    """Returns each implementation's time, and how much longer than the chosen one the others take."""
     least = microseconds[chosen] or math.inf
     others = sorted((time, name) for name, time in microseconds.items() if name != chosen)
     return ", ".join(
@@ -146,7 +146,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     with fusion.recorded() as fusions:
         choices, fallbacks = traced(f, *args, **kwargs)
-    # Stages that differ in a constant alone choose alike, so they are counted as one.
+    # Calls that differ only in a constant get the same implementation, and are counted as one.
     counts = Counter(_Key(_without_kernels(choice)) for choice, _ in choices)
     device = dispatch.current_device()
     return Explanation(
@@ -161,9 +161,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def traced(
     f: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[list[tuple[dispatch.Choice, int]], list[dispatch.Fallback]]:
-    """Returns the choices of a program's stages, and the module calls that run Flax's own code.
+    """Returns the implementations chosen in a program, and the module calls that run Flax's own code.
 
-    Each choice comes with how often its stage runs, counting the trips of loops of known length.
+    Each choice comes with how often its kernel runs, counting the trips of loops of known length.
     """
     with (
         dispatch.recorded() as choices,
@@ -184,7 +184,7 @@ def traced(
         if choice.kernel is None or choice.by_partitioner:
             return 1
         # For a gradient JAX also traces forwards that save nothing, and then drops them: these count 0.
-        # Calls from which it removed unused operands or results are recognised by their name alone.
+        # Calls from which JAX removed unused operands or results are recognised by their name alone.
         call = _call(choice)
         return calls[call] or int(call[0] in names and call[:2] not in exact)
 

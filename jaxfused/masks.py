@@ -1,6 +1,6 @@
 """Masks of attention as objects, for `mask=` of `jaxfused.dot_product_attention` and its modules.
 
-Which blocks of queries and keys a mask leaves empty, full or partial is known before any array is. It is
+A mask says before any array exists which blocks of queries and keys are empty, full or partial. It is
 prepared once for a shape, and costs no memory of the size of the logits.
 
 Example:

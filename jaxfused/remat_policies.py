@@ -31,7 +31,7 @@ _SMALL = ("statistics", "log_sum_exp")
 """Kinds of small values, which are always saved so that an operator with a saved result runs once."""
 
 _OF_REFERENCES = {"jaxfused_preactivation": "preactivation", "jaxfused_statistics": "statistics"}
-"""Checkpoint names inside implementation "xla", each with its kind."""
+"""Checkpoint names that implementation "xla" uses, each with the kind of value that it names."""
 
 
 def save_only_these_names(*names: str) -> Policy:
@@ -70,7 +70,7 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 def _parts(name: str) -> tuple[str | None, str | None]:
-    """Returns the operator and the kind of value in a checkpoint name, or None for a user's name."""
+    """Returns the operator and the kind of value in a checkpoint name; None for what it lacks."""
     if name in _OF_REFERENCES:
         return None, _OF_REFERENCES[name]
     if not name.startswith(PREFIX):
@@ -97,7 +97,7 @@ kernels run once. Norms and attention run again, as they do in a stock layer.
 dots_saveable: Policy = _with_operators(
     jax.checkpoint_policies.dots_saveable, *_PRODUCTS, "dot_product_attention"
 )
-"""JAX's policy of that name for stock layers and fused ones: attention is saved as well.
+"""JAX's policy of that name for stock layers and fused ones; it saves attention's results as well.
 
 For attention it saves the result and one log-sum-exp a row. No kernel writes the weights to memory.
 """

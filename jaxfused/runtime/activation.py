@@ -109,4 +109,4 @@ def value_and_slope(name: str | None, x: jax.Array) -> tuple[jax.Array, jax.Arra
 IN_XLA = Functions(
     lambda name, x, dtype: activate(name, x), lambda name, x, dtype: value_and_slope(name, x)
 )
-"""Functions for an epilogue that XLA runs after its product."""
+"""Activation functions for an epilogue that XLA runs after its product."""

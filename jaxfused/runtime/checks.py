@@ -29,7 +29,7 @@ def as_arrays(*operands: Any) -> tuple[Any, ...]:
 
 
 def as_array(value: Any) -> jax.Array:
-    """Converts to a JAX array; NumPy's integers of 64 bits are limited to those of the array's dtype.
+    """Converts to a JAX array; NumPy's 64-bit integers are clipped to the range of the array's dtype.
 
     JAX would take their lower 32 bits, so that 2**32 would become 0.
     """
@@ -41,7 +41,7 @@ def as_array(value: Any) -> jax.Array:
 
 
 def as_int32(value: Any) -> jax.Array:
-    """Converts integers to int32, clipping wider ones to its range; arrays of other dtypes stay."""
+    """Converts integers to int32, clipping wider ones to its range; returns other arrays unchanged."""
     if isinstance(value, int) and not isinstance(value, bool):
         info = np.iinfo(np.int32)
         return jnp.asarray(min(max(value, info.min), info.max), jnp.int32)
@@ -74,7 +74,7 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Classes that share a constructor are named by the instance's class.
+        # Several classes share a constructor, so a message names the instance's class.
         op = type(args[0]).__name__ if own_name == "__init__" else of_class
         taken = [
             checks[name](op, name, value) if name in checks else value
@@ -270,7 +270,7 @@ def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
     def is_known(one: Any) -> bool:
         if not isinstance(one, str):
             return isinstance(one, tuple(leaf for leaf in leaves if isinstance(leaf, type)))
-        # An operator itself refuses a float8 precision that only modules have.
+        # Only modules support float8 precisions; operators refuse them with a message of their own.
         if one in leaves or one.startswith("fp8") or one in lax.DotAlgorithmPreset.__members__:
             return True
         try:
@@ -303,7 +303,7 @@ def as_dtype(op: str, name: str, value: Any) -> Any:
 
 
 def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
-    """Returns the name or names of mapped axes; those of an operator (`bound`) must be mapped now."""
+    """Returns the name or names of mapped axes; if `bound`, checks that the axes are mapped now."""
     for axis in value if isinstance(value, (tuple, list)) else (value,):
         if axis is None and axis is value:
             return None
@@ -331,7 +331,7 @@ def said(value: Any) -> str:
 
 
 def readable_values(array: jax.Array) -> np.ndarray | None:
-    """Returns the values of an array, or None if they are not known yet or on another device."""
+    """Returns the values of an array, or None if it is traced or not on this process's CPU."""
     if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
         return None
     if any(device.platform != "cpu" for device in array.devices()):

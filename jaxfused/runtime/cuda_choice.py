@@ -10,7 +10,7 @@ from pallas_kernels import hopper
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _LEAST_WEIGHTS = 2**24
-"""Fewest weights of a product that a kernel runs: XLA's copy of fewer weights stays in the cache."""
+"""Fewest weights for the CUDA kernel: XLA's dequantised copy of fewer weights stays in the L2 cache."""
 LEAST_VALUES = 2**21
 """Fewest values of an elementwise kernel: for fewer, the launch takes most of the time."""
 

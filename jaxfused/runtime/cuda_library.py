@@ -106,7 +106,7 @@ def why_unfit(
 
 
 def why_dtype_unfit(dtype: Any, whose: str = "x has") -> str | None:
-    """Returns None for a dtype that all kernels take, else the reason; `whose` is its subject."""
+    """Returns None for a dtype that all kernels take, else the reason, whose subject is `whose`."""
     if dtype in DTYPES:
         return None
     return f"it takes float32, bfloat16 and float16, and {whose} dtype {jnp.dtype(dtype)}"
@@ -205,7 +205,7 @@ def operands(
 ) -> list[jax.Array]:
     """Returns a handler's operands, with an array without elements for each absent one.
 
-    It is made like `like`, because in a `jax.shard_map` all operands must vary over the same axes.
+    That array is made from `like`, as in a `jax.shard_map` all operands must vary over the same axes.
     """
     absent = jnp.zeros_like(like, shape=(0,), dtype=absent_dtype)
     return [absent if array is None else array for array in arrays]

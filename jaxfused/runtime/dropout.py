@@ -38,13 +38,13 @@ def keep_rows(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Arra
 
 
 def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
-    """Returns [2, B, N], the part of `keep` that depends on the words and on a row's b and n."""
+    """Hashes the two seed words with each batch entry and head for `keep`: uint32 [2, B, N]."""
     row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
     return murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
 
 def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: float) -> jax.Array:
-    """Returns `keep`'s mask from `dropout_seeds` [2, B, N]."""
+    """Returns which probabilities [B, N, T, S] dropout keeps, by the `dropout_seeds` [2, B, N]."""
     t = jnp.arange(query_count, dtype=jnp.uint32)[None, None, :, None]
     pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)[None, None, None]
     u, v = (murmur(seed[:, :, None, None] ^ t) for seed in seeds)
@@ -63,7 +63,7 @@ def _threshold(rate: float) -> int:
 
 
 def murmur(x: jax.Array, tweak: jax.Array | int = 0) -> jax.Array:
-    """Returns MurmurHash3's finalizer of 32-bit words, into which `tweak` enters half-way."""
+    """Returns MurmurHash3's finalizer of 32-bit words, with `tweak` xored in after the first product."""
     x = x ^ (x >> 16)
     x = x * jnp.uint32(0x85EBCA6B)
     x = x ^ (x >> 13) ^ tweak

@@ -1,4 +1,4 @@
-"""Checks of the dropout arguments of attention and of the perceptrons."""
+"""Checks of the dropout arguments of attention and of MLPs."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from jaxfused.runtime.checks import check_constant
 
 
 def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | None:
-    """Returns the two words that `runtime.dropout.keep` takes, or None if nothing is dropped."""
+    """Returns two random words that seed `runtime.dropout.keep`, or None if nothing is dropped."""
     check_constant(op, "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(
@@ -26,7 +26,7 @@ def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | No
 
 
 def without_kernels(op: str, words: jax.Array | None) -> Mapping[str, str]:
-    """Returns why the kernels of an operator cannot run with dropout; nothing without dropout."""
+    """Returns why each kernel of an operator cannot run with dropout; empty if there is no dropout."""
     if words is None:
         return {}
     return {

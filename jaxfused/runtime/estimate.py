@@ -1,4 +1,4 @@
-"""The rule of a stage: which of its implementations it expects to be the fastest.
+"""Rules that say which implementations of an operator are expected to be the fastest.
 
 A stage says why an implementation cannot run (`why_not`) and, if it has an expectation, which of the
 others are faster (`estimate`). This module alone derives the order from both.
@@ -18,12 +18,12 @@ class Rule(NamedTuple):
 
 
 Estimate = Rule | None
-"""A rule; None if the order of `why_not` stands."""
+"""A rule, or None if implementations are preferred in the order of `Stage.why_not`."""
 
 
 KERNELS = ("pallas", "cuda")
 MEGABYTE = 1e6
-"""Bytes of the megabytes in which the thresholds of regimes are stated."""
+"""Bytes per megabyte, the unit of the thresholds in rules."""
 
 
 def kernels_first(why: str) -> Callable[..., Rule]:
@@ -37,7 +37,7 @@ def kernels_first(why: str) -> Callable[..., Rule]:
 
 
 def in_order(why_not: Mapping[str, str | None], estimate: Estimate) -> dict[str, str | None]:
-    """Returns `why_not` in the order in which implementations should run."""
+    """Returns `why_not` with the implementations that `estimate` prefers first."""
     names = list(why_not)
     if estimate is not None:
         first = [name for name in estimate.first if name in why_not]

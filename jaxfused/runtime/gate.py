@@ -1,7 +1,7 @@
-"""The gate before an operator's custom_vjp: whether no kernel can run, so that the call is jax.numpy.
+"""Decides before an operator's custom_vjp whether a call is plain jax.numpy, as no kernel can run.
 
-What passes the gate goes to a `Runner`, which chooses for each stage. What does not keeps JAX's own
-derivatives: forward mode, and gradients of gradients.
+Other calls go to a `Runner`, which chooses for each kernel. Plain jax.numpy keeps JAX's own derivatives:
+forward mode, and gradients of gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class LeftToXla(NamedTuple):
 
     why: str | None
     stages: Sequence[dispatch.Choice] = ()
-    """Choices of the stages that would run otherwise, which `jaxfused.tune` measures."""
+    """Choices for the kernels that would run otherwise, which `jaxfused.tune` measures."""
 
 
 def takes_reference(
@@ -33,13 +33,13 @@ def takes_reference(
     why_xla: str | Callable[[], LeftToXla | None] | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> bool:
-    """Returns whether a call of an operator is plain jax.numpy, whatever the shapes are.
+    """Returns whether a call is plain jax.numpy: no kernel can run, or the operator prefers XLA.
 
     This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
     no kernel can run: on this platform, for the dtype of `x`, for symbolic sizes of `x` or `others`, for
-    an empty `x`, or where the operator leaves the call to XLA, with the reason `why_xla`. A function
-    that returns it is called where a kernel could run. `missing` has the implementations that the
-    operator lacks, each with the reason.
+    an empty `x`, or where the operator leaves the call to XLA, with the reason `why_xla`. If that
+    is a function, it is called only where a kernel could run. `missing` has the implementations that
+    the operator lacks, each with the reason.
     """
     if x.dtype not in cuda_library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
@@ -87,7 +87,7 @@ def choose_without_stages(
     estimate: Estimate = None,
     stages: Sequence[dispatch.Choice] = (),
 ) -> None:
-    """Chooses and records the implementation of a call that runs no stage of a `Runner`.
+    """Chooses and records the implementation of a call that does not go through a `Runner`.
 
     Raises:
       ValueError: the named implementation does not exist or cannot run.

@@ -69,7 +69,7 @@ class kernel_gradient:
         return self.function(*static, *_in_reverse_of(refusal, operands))
 
     def _once(self, static: Arrays, operands: Any) -> None:
-        """Refuses a second derivative by the operands of kernels.
+        """Makes a second derivative raise: any derivative of these operands of a forward or backward.
 
         The operands stay the caller's own arrays, so that a loop whose steps save them keeps one copy.
         """
@@ -90,7 +90,7 @@ class kernel_gradient:
 def gradients_in_xla[Operands: Any](
     f: Callable[[Operands], Any], operands: Operands, cotangents: Any
 ) -> tuple[Operands]:
-    """Returns the results of a backward stage by differentiating `f`, the forward in XLA.
+    """Computes an operator's backward by differentiating `f`, its forward in plain jax.numpy.
 
     Operands are a NamedTuple. Floats get gradients, other dtypes and absent operands None.
     """
@@ -105,7 +105,7 @@ def gradients_in_xla[Operands: Any](
 
 
 def _in_reverse_of(refusal: str, operands: Any) -> Any:
-    """Returns the operands, with `_in_reverse` applied to those of float dtypes."""
+    """Returns the operands, such that those of float dtypes have derivatives in reverse mode only."""
     given, tree = jax.tree.flatten(operands)
     leaves, places = _inexact(operands)
     identical = _in_reverse.bind(*(leaves[i] for i in places), refusal=refusal)

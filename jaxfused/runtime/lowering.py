@@ -1,4 +1,4 @@
-"""The chosen implementation of a stage as a part of the program: `jax.jit`, platforms, modules.
+"""Makes a kernel's chosen implementation a part of the program: `jax.jit`, platforms, modules.
 
 - Once in a program: the implementation runs inside a `jax.jit` that is equal for equal stages, configs
   and shapes. However often a program calls it, it is traced and lowered once.
@@ -32,10 +32,10 @@ KERNELS_RUN_EVERYWHERE = False
 
 @dataclass(frozen=True)
 class Chosen:
-    """The implementation and the config by which a stage runs on a device."""
+    """The implementation and the config chosen for a kernel on a device."""
 
     stage: Any
-    """The stage, a `jaxfused.runtime.runner.Stage`."""
+    """The kernel's static parameters and implementations, a `jaxfused.runtime.runner.Stage`."""
     implementation: str
     config: Hashable
     """None for the implementation's default."""
@@ -68,9 +68,9 @@ def jax_defaults(implementation: str) -> Iterator[None]:
 
 @functools.cache
 def jitted(name: str) -> Any:
-    """Returns the jitted function (chosen, *operands) that runs stages of this name; `chosen` is static.
+    """Returns the jitted function (chosen, *operands) that runs kernels of this name.
 
-    The function carries the name in profiles.
+    `chosen` is static. The function carries the name in profiles.
     """
 
     def run(chosen: Chosen, *operands: jax.Array | None) -> Results:
@@ -140,8 +140,8 @@ def _lower_elsewhere(context, *operands, call: ClosedJaxpr, chosen: Chosen, give
 def _in_parts(result: jax.Array, like: Any) -> jax.Array:
     """Returns XLA's result repeated to the shape of the kernel's result.
 
-    The shapes differ if a kernel finds a largest magnitude in parts. XLA has one part; repeating it does
-    not change the largest.
+    The shapes differ if a kernel returns a largest magnitude for each of several parts. XLA returns one
+    for all, and repeating it does not change the largest.
     """
     if result.shape == like.shape:
         return result

@@ -32,7 +32,7 @@ def over_mesh(
       static: its first arguments, compared by value.
       operands: trees of arrays and Nones; arrays of Explicit axes are resharded to `in_specs`.
       mesh: the mesh, all axes of which are mapped.
-      in_specs: a PartitionSpec for each array, None for None.
+      in_specs: a PartitionSpec for each array, None for an absent one.
       out_specs: those of the results.
     """
     device = dispatch.current_device()
@@ -40,7 +40,7 @@ def over_mesh(
     if _is_staged(operands):
         return call(*operands)
     if dispatch.is_recorded():
-        # Traced anew, gradients too, for the record to have all choices.
+        # A new trace, of gradients too, records all implementations chosen; a cached one records none.
         return jax.jit(lambda *operands: call(*operands))(*operands)
     return _compiled(call, *operands)
 
@@ -48,7 +48,7 @@ def over_mesh(
 def _is_staged(operands: Any) -> bool:
     """Returns whether a function is being traced into a program, such as by `jax.jit`.
 
-    Operations on constants return values under `jax.grad` and `jax.vmap`, and traced arrays there.
+    Then operations on constants return traced arrays; under `jax.grad` and `jax.vmap`, known values.
     """
     leaves = jax.tree.leaves(operands)
     some = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
@@ -57,7 +57,7 @@ def _is_staged(operands: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """The static arguments of `over_mesh`, and what operators within `f` read of the context."""
+    """The static arguments of `over_mesh`, and the device and table by which operators in `f` choose."""
 
     f: Callable[..., Any]
     static: tuple[Hashable, ...]
@@ -84,5 +84,5 @@ def _compiled(call: _Call, *operands: Any) -> Any:
 
 
 def forget() -> None:
-    """Has every call traced anew."""
+    """Clears the cache of compiled calls."""
     cast(Any, _compiled).clear_cache()

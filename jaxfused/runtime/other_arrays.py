@@ -26,7 +26,7 @@ def is_of_aqt(array: Any) -> bool:
 
 
 def converted(op: str, array: Any, axis: int, *, packs: bool) -> QuantizedArray:
-    """Returns a quantised array of either package, whose numbers are the same.
+    """Converts a quantised array of qwix or AQT to a `QuantizedArray` of the same numbers.
 
     Args:
       axis: along which scales are shared, counted from the last.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
-    """Packs integers -8 to 7 along an axis of even size, as the module's docstring says."""
+    """Packs pairs of integers -8 to 7 along an axis of even size into uint8, the first in the low bits."""
     low, high = _every(2, values, axis % values.ndim)
     low, high = (half.astype(jnp.uint8) & 15 for half in (low, high))
     return low | (high << 4)
@@ -46,15 +46,15 @@ def unpack_codes(packed: jax.Array, axis: int, bits: int) -> jax.Array:
 
 
 def _every(count: int, array: jax.Array, axis: int) -> list[jax.Array]:
-    """Returns every count-th entry of the axis, from the first one, the second one and so on."""
+    """Returns `count` strided slices of the axis; slice i has entries i, i + count, i + 2 * count ..."""
     starts = (min(i, array.shape[axis]) for i in range(count))
     return [jax.lax.slice_in_dim(array, i, None, stride=count, axis=axis) for i in starts]
 
 
 NIBBLES = 8
-"""Number of int4 in a word."""
+"""Number of int4 in a 32-bit word."""
 WORD_BLOCK = 128
-"""Number of int4 along K in a block, whose words are stored together."""
+"""Number of int4 along the summed axis K in a block, whose words are stored together."""
 
 
 def pack_words(values: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Regimes of a product with an epilogue: where a kernel is faster than XLA's product and its passes.
+"""Rules for a product with an epilogue: at which sizes a kernel is faster than XLA's kernels.
 
 A kernel multiplies no faster than XLA, and saves passes over the result. With small M it saves time by
-reading the weights once, in their dtype, with sums split over a cluster. The thresholds come from stages
-measured on an H200, by which a change of them is judged (`python -m benchmarks.choice.measured`);
-`jaxfused.tune` measures what they leave open.
+reading the weights once, in their dtype, with sums split over a cluster. The thresholds come from times
+on an H200, by which `python -m benchmarks.choice.measured` judges a change of them; `jaxfused.tune`
+measures what they leave open.
 """
 
 from jaxfused import dispatch
@@ -15,15 +15,15 @@ from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _SHARE, _RAGGED_SHARE, _LINE = 0.08, 0.24, 32
-"""Least ratio of XLA's passes to its product's time at which a kernel is faster: in general, and if an
-operand's row length is no multiple of _LINE. A wgrad this narrow is XLA's if it needs no passes."""
+"""Time of XLA's extra passes over its product's time from which a kernel is faster: in general, and if a
+row length is no multiple of _LINE. XLA runs a wgrad of up to _LINE rows or columns without passes."""
 _LARGE, _SMALLEST = 8_000_000, 500_000
-"""Elements from which a result has many tiles, and below which XLA is faster at a single product: few
-tiles leave SMs idle, which XLA's product avoids by splitting sums."""
+"""Elements of a result: it has many tiles from the first number on, and below the second XLA is faster at
+a single product, because it splits sums where few tiles leave SMs idle."""
 SPLIT_SUM = 1024
 """Length K of sums from which XLA splits the sums of a product with small M or few tiles."""
 _LEAST_WEIGHTS, _MOST_WEIGHTS = 2, 64
-"""Megabytes of weights between which a kernel is faster at small M; no minimum at long sums."""
+"""Megabytes of weights between which a kernel is faster at small M; no minimum from K = SPLIT_SUM."""
 _SHORT_SUM = 256
 """Rows up to which XLA is faster at a single wgrad without row sums or padding."""
 _FEW_TILES = 1_200_000
@@ -90,7 +90,7 @@ def _few_rows(work: Work, several: bool) -> Rule:
 
 
 def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
-    """Returns the order of the implementations of wgrad; XLA may run one product of concatenated dys."""
+    """Returns the rule for wgrad; with `side_by_side`, XLA runs one product of concatenated gradients."""
     several, width = len(work.widths) - 1, sum(work.widths)
     told = f"the gradient has {work.elements:,} elements"
     if several and work.rows <= 2 * MAX_ROWS and work.out_bytes > work.itemsize:
@@ -105,7 +105,7 @@ def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
     if work.sums:
         passes += Passes(bytes_of_element=work.itemsize, launches=2).time(work.rows * width)
     if work.rows * work.itemsize % cuda_library.VECTOR_BYTES:
-        # XLA pads both operands.
+        # XLA pads both operands to aligned rows.
         padding = Passes(bytes_of_element=2 * work.itemsize, launches=2)
         passes += padding.time(work.rows * (work.features + width))
     share = passes / product(work.features, width, work.rows, work.itemsize)

@@ -1,4 +1,4 @@
-"""Stages that are one matrix product with an epilogue: what their Pallas implementations share."""
+"""Code that Pallas kernels share if they are one matrix product with an epilogue."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,10 +13,10 @@ from pallas_kernels.gemm.matmul import fitting
 
 
 class ProductStage:
-    """A stage whose kernel is the FusedProduct that `product` returns."""
+    """A `Stage` whose Pallas kernel is the `FusedProduct` that `product` returns."""
 
     results: ClassVar[Sequence[str]]
-    """Names of the product's results, in the order of the stage's results; None for an absent one."""
+    """Names of the `FusedProduct`'s results in the stage's order; one not computed becomes None."""
 
     def product(self, *operands: Any) -> FusedProduct:
         """Returns the product of the stage's operands, which may be arrays or only their shapes."""

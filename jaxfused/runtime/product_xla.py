@@ -190,7 +190,7 @@ def _parts(values: jax.Array, rows: int) -> jax.Array | None:
 
 
 def parts_of_rows(rows: int, columns: int) -> int | None:
-    """Returns the number of equal parts to sum first, or None if one sum is as fast or none divides."""
+    """Returns into how many equal parts to split a sum of rows, or None for one sum."""
     if not _is_slow(rows, columns):
         return None
     counts = range(min(rows // _ROWS_OF_PART, _MOST_PARTS), _FEWEST_PARTS - 1, -1)
@@ -223,7 +223,7 @@ _NARROW = 256
 def unshared(
     x: jax.Array, other: jax.Array, *, converted: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns x [..., D] and the other factor of its product, which XLA then merges only if that pays.
+    """Returns both factors of a product, kept from being merged with others of x unless that is faster.
 
     XLA merges products that share an operand into one of concatenated operands, and slices its result.
     The copies take longer than the merging saves, unless there are few rows, or the copied operand is
@@ -250,7 +250,7 @@ def _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b)
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 6), inline=True)
 def _rounded(subscripts, dtype, out_dtype, precision, a, b, spec=None):
-    # The product leaves the accumulators in the operands' dtype or in the accumulators' dtype.
+    # The product returns its sums in the operands' dtype or in the accumulators' dtype.
     leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
     einsum = functools.partial(
         _einsum, subscripts, precision=precision, preferred_element_type=leaving, spec=spec

@@ -158,7 +158,7 @@ class QuantizedArray:
     codebook: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        # Pytrees of partition specs, of axes or of None are QuantizedArrays too.
+        # The fields may also be partition specs, axes or None, which are not checked.
         if not _is_array(self.values):
             return
         for name in ("values", "scale", "zero_point", "offset"):
@@ -231,7 +231,7 @@ class QuantizedArray:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a value stands for `scale * q` of the stored number q."""
+        """Whether a value is `scale * q` of the stored number q: no zero point, offset or codebook."""
         return self.zero_point is None and self.offset is None and self.codebook is None
 
     @property
@@ -263,7 +263,7 @@ class QuantizedArray:
         return values.mT if self.layout == "columns" else values
 
     def numbers(self) -> jax.Array:
-        """Returns the numbers that scales multiply: values, or the codebook's entries for them."""
+        """Returns the numbers before zero point and scale: values, or a codebook's entries for them."""
         values = self.unpacked()
         return values if self.codebook is None else _entries(self.codebook, values)
 
@@ -392,7 +392,7 @@ def _code_bits(codebook: tuple[float, ...]) -> int:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _entries(codebook: tuple[float, ...], codes: jax.Array) -> jax.Array:
-    """Returns the codebook's entries by the bits of their codes, in float32.
+    """Looks up the codes in the codebook by selects on their bits; the result is float32.
 
     Selects fuse with what reads the entries, and need no sharding rule, both unlike a gather.
     """
@@ -539,7 +539,7 @@ def _check_group_size(op: str, part: str, array: QuantizedArray) -> None:
 
 
 def is_group_size(group_size: int | tuple[int, int] | None, axis: int) -> bool:
-    """Returns whether `group_size` is valid for values that share scales along `axis`, below 0."""
+    """Returns whether `group_size` is valid for scales along `axis`, which counts from the last."""
     if isinstance(group_size, tuple):
         return axis == -2 and len(group_size) == 2 and min(group_size) > 0
     return group_size is None or group_size > 0
@@ -567,7 +567,7 @@ def _check_groups_are_clear(op: str, array: QuantizedArray) -> None:
 def blocks_that_fit_too(
     scale: tuple[int, ...], shape: tuple[int, ...], axis: int
 ) -> tuple[int, int] | None:
-    """Returns an axis where a usual size of blocks gives as many scales as equal groups, or None."""
+    """Returns (axis, size) of usual blocks that have as many scales as equal groups have, or None."""
     for split in (axis, -1) if axis == -2 else (axis,):
         entries, values = scale[split], shape[split]
         for side in _USUAL_SIDES:
@@ -624,7 +624,7 @@ def spread(
 
 
 def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
-    """Repeats each entry `times` times along the axis, the last one as often as `size` leaves room."""
+    """Repeats each entry `times` times along the axis, and cuts the result to `size` entries."""
     axis = axis % scale.ndim
     # A broadcast, unlike jnp.repeat, keeps shardings that types state (Explicit mesh axes).
     each = jnp.expand_dims(scale, axis + 1)
@@ -638,6 +638,6 @@ def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
 
 
 def of_each_column(scale: jax.Array, columns: int) -> jax.Array:
-    """Returns scales or zero points [..., G, F], one for each column, of weights that may share them."""
+    """Repeats scales or zero points that columns share, so that each column has its own."""
     groups = scale.shape[:-1]
     return jnp.broadcast_to(spread(scale, (*groups, columns)), (*groups, columns))

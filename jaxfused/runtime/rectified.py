@@ -25,7 +25,7 @@ class Rectified:
     Everything else takes what `array` returns.
 
     Args:
-      values: what relu returned. It is made by a norm that leaves the mask away, and read nowhere else.
+      values: what relu returned, from a norm whose backward does not mask; read nowhere else.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -74,7 +74,7 @@ def _masked_jvp(primals, tangents):
 
 
 def check_rectified(op: str, activation: str | None) -> None:
-    """Checks that the result of a relu is asked for."""
+    """Checks that the activation is relu, whose result says where its gradient is zero."""
     if activation != "relu":
         raise ValueError(
             f"{op}: rectified() was called with activation={activation!r}, but only behind a relu the"

@@ -1,4 +1,4 @@
-"""The roofline of a program on Hopper GPUs: the time of its operations or of its bytes, and launches.
+"""Times on Hopper GPUs by the roofline: the larger of operations' and bytes' times, and launches.
 
 XLA's products reach it, except in a last wave that is not full. A kernel's gain follows from it: the
 passes over a product's result that the kernel saves, relative to the product's time.

@@ -119,7 +119,7 @@ def encode(
 
 
 def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
-    """Returns x rounded to `dtype`, one number per byte: an int4 in an int8."""
+    """Returns `units` rounded to `dtype`, one number per byte: an int4 in an int8."""
     limits = FORMATS[dtype]
     if dtype.startswith("int"):
         if symmetric:

@@ -44,7 +44,7 @@ ROWS = "."
 
 
 class Axes(NamedTuple):
-    """The letters of the axes of a stage's arrays, as in `sharding.per_shard`, with `ROWS`."""
+    """Letters of the axes of a kernel's arrays, as in `jnp.einsum`; `ROWS` is for all leading axes."""
 
     operands: Sequence[str]
     results: Sequence[str | None]
@@ -52,23 +52,23 @@ class Axes(NamedTuple):
     whole: str = ""
     """Letters of axes that must not be split over devices."""
     padded: Mapping[str, str] = MappingProxyType({})
-    """Padded result axes, each with the operand axis that has the valid length."""
+    """Letter of each padded result axis, mapped to that of the operand axis with the valid length."""
     parts: str = ""
     """Letters of contracted axes, over which the kernel sums before its last step. If the first operand
     with such an axis is split along it, the stage's `on_parts` runs."""
     parts_by: str | None = None
-    """Implementation that `on_parts` consists of, or None if it runs kernels of any implementation. If
+    """The only implementation that `on_parts` has, or None if it can run kernels of any. If
     the caller names another implementation, the contracted axes are gathered for it."""
 
     def split(self, implementation: str | None) -> tuple[str, str]:
-        """Returns (whole, parts) for the implementation that the caller named, or None."""
+        """Returns (whole, parts) for the implementation that the caller named; None if none was."""
         if implementation in (None, self.parts_by) or self.parts_by is None:
             return self.whole, self.parts
         return self.whole + self.parts, ""
 
 
 class Stage(Protocol):
-    """A kernel's worth of an operator, forward or backward, with all its implementations.
+    """The work of one kernel in an operator, such as its forward, with all its implementations.
 
     A stage is a frozen dataclass of its static parameters, and equal stages compute the same function.
     Operands and results may be None.
@@ -76,7 +76,7 @@ class Stage(Protocol):
 
     @property
     def name(self) -> str:
-        """Operator and stage, such as "layer_norm forward"."""
+        """Name of the operator and of the kernel's work in it, such as "layer_norm forward"."""
 
     @property
     def axes(self) -> Callable[..., Axes]:
@@ -112,7 +112,7 @@ class Stage(Protocol):
 
 @runtime_checkable
 class HasConfigs(Protocol):
-    """A stage with an implementation that has several configs."""
+    """A `Stage` with an implementation that can be compiled in several configs, such as tile sizes."""
 
     def configs(
         self, implementation: str, device: dispatch.Device, *operands: Any
@@ -126,19 +126,19 @@ class HasConfigs(Protocol):
 
 @runtime_checkable
 class HasEstimate(Protocol):
-    """A stage that expects one implementation to be faster than another."""
+    """A `Stage` with a rule that says which implementation is expected to be the fastest."""
 
     def estimate(self, device: dispatch.Device, able: Collection[str], *operands: Any) -> Estimate:
         """Returns the rule that orders the implementations `able` to run, or None."""
 
 
 class HasParts(Protocol):
-    """A stage that can sum over contracted axes, its `Axes.parts`, that are split over devices."""
+    """A `Stage` that can run while its contracted axes, `Axes.parts`, are split over devices."""
 
     def on_parts(
         self, names: Sequence[str], call: Callable[..., Results], *operands: Any
     ) -> Results:
-        """Computes `run` from a device's part of the axes, with sums over the mesh axes `names`.
+        """Computes the results of `run` from a device's shards, with sums over the mesh axes `names`.
 
         The rows of operands and results are one axis. `call(stage, *operands)` runs a stage on parts.
         """
@@ -146,7 +146,7 @@ class HasParts(Protocol):
 
 @runtime_checkable
 class TakesRows(Protocol):
-    """A stage whose XLA implementation gets the rows in the caller's axes, not merged into one.
+    """A `Stage` whose XLA implementation gets the caller's leading axes, not merged into one.
 
     XLA evaluates an array [M, F] of odd F value by value, but one of more axes in vectors of values.
     """
@@ -156,7 +156,7 @@ class TakesRows(Protocol):
 
 @runtime_checkable
 class HasExamples(Protocol):
-    """A stage whose operands cannot be random numbers, such as lengths that have to fit an array."""
+    """A `Stage` whose operands cannot be random numbers, such as lengths that have to fit an array."""
 
     def examples(
         self, random: Callable[..., Any], device: dispatch.Device, *operands: Any
@@ -173,10 +173,10 @@ StageCall = tuple[Stage, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs an operator's stages, by the implementation that the caller named or by the fastest one.
+    """Runs an operator's kernels, in the implementation that the caller named or in the fastest one.
 
-    A Runner is a static argument of everything that JAX traces below an operator. So the device's table
-    is part of the keys of JAX's caches, and a gradient chooses by the same table as its forward.
+    A Runner is a static argument of everything that JAX traces below an operator. So the device's
+    autotuning table is part of the keys of JAX's caches, and a gradient uses that of its forward.
     """
 
     implementation: str | None
@@ -201,10 +201,10 @@ class Runner:
         return traced_once.apply(call, _traced.trace(call, *operands), operands)
 
     def choice(self, stage: Stage, *operands: Any) -> dispatch.Choice:
-        """Returns the implementation for a stage of these operands or shapes, and its reasons.
+        """Returns the implementation chosen for these operands or shapes, and why others cannot run.
 
         The choice is for a device's shards, which are the operands themselves under Auto mesh axes,
-        as XLA's partitioner decides later.
+        because XLA's partitioner splits them later.
 
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel would see.
@@ -227,7 +227,7 @@ class Runner:
         return self.choice_on_shard(stage, *matrices)
 
     def left_to_xla(self, why: str, stages: Iterable[StageCall]) -> gate.LeftToXla | None:
-        """Returns `why` and the choices to measure, or None if a kernel was measured to be faster.
+        """Returns `why` with the kernels that would run otherwise, or None if one measured faster.
 
         Args:
           why: the operator's reason, such as "nothing is fused".
@@ -239,7 +239,7 @@ class Runner:
         return gate.LeftToXla(why, choices)
 
     def choice_on_shard(self, stage: Stage, *operands: Any) -> dispatch.Choice:
-        """Returns the choice for operands as the kernel sees them: shards whose rows are one axis."""
+        """Returns the implementation chosen for shards whose leading axes are merged into one."""
         shapes = shapes_of(operands)
         if (unknown := why_symbolic(*operands)) is not None:
             reasons = {"pallas": unknown, "cuda": unknown, "xla": None}
@@ -258,7 +258,7 @@ class Runner:
         reasons: Mapping[str, str | None],
         estimate: Estimate = None,
     ) -> dispatch.Choice:
-        """Returns the choice of the named implementation, or of the first that can run."""
+        """Chooses the implementation that the caller named, or else the first that can run."""
         named = self._named(reasons)
         by_operator = self.why is not None and named == self.implementation is not None
         rule = Rule((str(named),), str(self.why)) if by_operator else None
@@ -273,12 +273,12 @@ class Runner:
         )
 
     def _named(self, reasons: Mapping[str, str | None]) -> str | None:
-        """Returns the named implementation, "xla" if it leaves this stage to XLA, or None if none is."""
+        """Returns the implementation that was named, "xla" if it lacks this stage, or None."""
         named = self.implementation
         return "xla" if named is not None and named not in reasons else named
 
     def _measured(self, choice: dispatch.Choice, found: tables.Found) -> dispatch.Choice:
-        """Returns the fastest choice of an entry that can run and is legal here, else `choice`."""
+        """Returns `choice` with the fastest measured implementation and config that can run here."""
         named = self._named(choice.reasons)
         for ranked in found.ranking:
             implementation = ranked.implementation
@@ -362,7 +362,7 @@ def batched_rows(
 
 @dataclass(frozen=True)
 class _Call:
-    """A stage's call with its static arguments: all but the operands."""
+    """The static arguments of a kernel call: all but its operands."""
 
     stage: Stage
     runner: Runner
@@ -415,7 +415,7 @@ class _Call:
 
 
 _traced = jax.jit(_Call.run, static_argnums=0)
-"""A call's trace; `jax.jit` keeps it by the call, the operands' types and JAX's settings."""
+"""Traces a call; `jax.jit` caches the trace by the call, its operands' types and JAX's settings."""
 
 
 @dataclass(frozen=True)
@@ -433,13 +433,13 @@ class _OnShard:
         axes = stage.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
         chosen = self._choose(matrices)
-        # An XLA implementation of a `TakesRows` stage takes the caller's axes of rows, unmerged.
+        # XLA's implementation of a `TakesRows` stage gets the caller's leading axes, not merged.
         as_they_are = chosen.implementation == "xla" and isinstance(stage, TakesRows)
         results = self.lower(chosen, *(operands if as_they_are else matrices))
         return results if as_they_are else _with_rows(results, axes.results, rows)
 
     def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
-        """Runs the call on a device's part of the contracted axes."""
+        """Runs the call on a device's shards when the contracted axes are split over devices."""
 
         def of_entry(on_shard: _OnShard, *operands: jax.Array | None) -> Results:
             return on_shard._entry_on_parts(names, operands)
@@ -502,7 +502,7 @@ class _OnShard:
 
     @property
     def lower(self) -> Callable[..., Results]:
-        """Returns the function that runs (chosen, *operands)."""
+        """Returns the function of (chosen, *operands) that runs the chosen implementation."""
         in_module = self.in_own_module
         return lowering.in_own_module if in_module else lowering.jitted(self.call.stage.name)
 
@@ -525,7 +525,7 @@ def configs(
 
 
 def _row_axes(operands: Sequence[Any], axes: Axes) -> int:
-    """Returns the number of axes that `ROWS` stands for."""
+    """Returns the number of leading axes that the letter `ROWS` names."""
     return next(
         (
             operand.ndim - (len(letters) - 1)
@@ -553,7 +553,7 @@ def _flatten_rows(
 def _with_rows(
     results: Results, axes: Sequence[str | None], rows: tuple[int, ...]
 ) -> tuple[jax.Array | None, ...]:
-    """Returns the results with the rows' axes, which were merged into one, of these sizes again."""
+    """Splits the merged leading axis of each result into axes of the sizes `rows` again."""
     return tuple(
         result
         if result is None or letters is None or ROWS not in letters
@@ -565,7 +565,7 @@ def _with_rows(
 
 
 def _rows(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
-    """Returns the sizes of an array's axes that `ROWS` stands for."""
+    """Returns the sizes of an array's axes that the letter `ROWS` names."""
     start = letters.index(ROWS)
     return shape[start : len(shape) - (len(letters) - start - 1)]
 

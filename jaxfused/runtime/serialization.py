@@ -19,7 +19,7 @@ def serializable[T](kind: type[T]) -> type[T]:
 
 
 def serializable_quantized[T](kind: type[T]) -> type[T]:
-    """Registers a pytree of quantised numbers, which are restored only with their own dtypes."""
+    """Registers a pytree of quantised numbers, restored only into the same shapes and dtypes."""
     serialization.register_serialization_state(kind, _state_of_quantized, _restored_quantized)
     return kind
 

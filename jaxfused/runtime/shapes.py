@@ -52,7 +52,7 @@ def reshaped(x: jax.Array, *shape: int) -> jax.Array:
         return x.reshape(shape)
     sizes = [math.prod(x.shape) // -math.prod(shape) if n == -1 else n for n in shape]
     done = list(x.shape)
-    # From the last axis on: `done` axes before `axis` are still x's, those after it are the result's.
+    # From the last axis on: x has the axes of `done` before `axis`, and those of the result after it.
     axis, wanted = len(done), len(sizes)
     while axis or wanted:
         first, start = axis, wanted

@@ -239,7 +239,7 @@ def _places_by_names(
     operand_axes: Sequence[AxisNames],
     mesh_shape: Mapping[str, int],
 ) -> Places:
-    """Returns the mesh axes of each named axis: those of the last operand with it, if they divide it."""
+    """Returns the mesh axes that split each named axis evenly in the last operand with that axis."""
     places: dict[str, tuple[str, ...]] = {}
     for spec, shape, axes in reversed([*zip(specs, shapes, operand_axes, strict=True)]):
         for entry, size, axis in zip(spec, shape, axes, strict=False):
@@ -304,7 +304,7 @@ def align(
 
 
 def whole_images(x: jax.Array) -> jax.Array:
-    """Returns images [B, *spatial, C] of which types split the batch and the channels only."""
+    """Reshards images [B, *spatial, C] whose type states it, such that no spatial axis is split."""
     spatial = leading_axes(x.ndim - 2)
     (aligned,) = align((x,), operand_axes=("b" + spatial + "c",), whole=spatial)
     assert aligned is not None
@@ -314,7 +314,7 @@ def whole_images(x: jax.Array) -> jax.Array:
 def split_by_batch(
     batched: Sequence[jax.Array | None], others: Sequence[jax.Array | None] = ()
 ) -> tuple[Any, ...]:
-    """Returns the arrays, of which types split the first axis of those that are `batched` only."""
+    """Reshards arrays whose types state it: only the first axis of the `batched` ones stays split."""
     arrays = (*batched, *others)
     axes = ["" if array is None else leading_axes(array.ndim) for array in arrays]
     for i in range(len(batched)):
@@ -381,7 +381,7 @@ def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, .
 
 
 AxisName = str | tuple[str, ...]
-"""The mesh axis that devices share something along, or several, which then count as one."""
+"""Name of a mesh axis, or names of several, which then count as one axis."""
 
 
 def is_mapped(axis_name: AxisName) -> bool:
@@ -400,7 +400,7 @@ def mesh_to_map(
     mesh: Any = None,
     remedy: str = "within jax.shard_map over it",
 ) -> Any:
-    """Returns the operands' mesh with these axes, or None where they are mapped, by shards.
+    """Returns the mesh for a `jax.shard_map` over these axes, or None if they are mapped already.
 
     Args:
       op: the operator's name.
@@ -506,8 +506,8 @@ class _Call:
         """Returns the results that are not None, from the shards of the operands that are not None."""
         varying = _varying(shards)
         names = tuple(n for letter in self.parts for n in places.get(letter, ()))
-        # An operand that is added once, after the sum of parts, must not vary along the axes of the
-        # parts.
+        # `on_parts` adds some operands once, after its sum over devices, such as a bias. These must not
+        # vary along the mesh axes of that sum.
         remaining = iter(shards if names else _vary(shards, varying))
         operands = [None if letters is None else next(remaining) for letters in self.operand_axes]
         if names:
@@ -532,7 +532,7 @@ class _Call:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Runs the call in the form that XLA partitions."""
+    """Runs the call as a `custom_partitioning`, which XLA splits over devices when it compiles."""
 
     def partition(mesh: Mesh, operands: Any, results: Any):
         del results
@@ -580,7 +580,7 @@ def _places(
     whole: str,
     parts: str,
 ) -> Places:
-    """Returns the mesh axes that split each letter, from the first operand that they can split."""
+    """Returns the mesh axes that split each letter's axis evenly in the first operand with it."""
     places: dict[str, tuple[str, ...]] = {}
     decided: set[str] = set()
     for spec, shape, letters in zip(specs, shapes, axes, strict=True):

@@ -61,7 +61,7 @@ class _Call:
     operands: Any
     """Tree of the operands."""
     is_linear: tuple[bool, ...]
-    """True if each leaf belongs to an argument in which the function is linear."""
+    """For each leaf, whether it belongs to an argument in which the function is linear."""
 
     def __call__(self, f: Callable[..., Any], leaves: Arrays) -> Any:
         args = jax.tree.unflatten(self.operands, leaves)
@@ -138,7 +138,7 @@ class _Map(Protocol):
 
 @dataclass(frozen=True)
 class _Derivative:
-    """The linear map from tangents of the leaves `moving` to tangents of the results.
+    """The linear map from tangents of the differentiated leaves, `moving`, to those of the results.
 
     Its fixed arrays are leaves, then the residuals of the stated gradient.
     """
@@ -182,7 +182,7 @@ class _Derivative:
 
 @dataclass(frozen=True)
 class _Batched:
-    """The map over a batch: the first axis of arrays with a 0 in `axes`, and of all results."""
+    """A linear map under `jax.vmap`, whose batch is the first axis of all results."""
 
     map: _Map
     axes: tuple[int | None, ...]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxfused.runtime.dropout import murmur
 
 ARRAYS = ("parameter", "first_moment", "second_moment")
-"""Arrays of a leaf, each with its own random bits."""
+"""Arrays that an optimizer stores for a leaf, each with its own random bits."""
 
 
 def leaf_seeds(words: jax.Array, leaf: jax.Array | int, array: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Autotuning tables: for each device, the measured ranking of a stage's implementations at its shapes.
+"""Autotuning tables: for each device, the measured ranking of a kernel's implementations at its shapes.
 
 The tuner writes tables, and a call looks them up before it asks the stage's rule. Nothing here depends
 on an operator: a stage is its name, its static parameters and the shapes and dtypes of its operands, and
@@ -51,15 +51,15 @@ model is better than a neighbour: benchmarks/LAB.md has the figures.
 """
 
 _ALIGNMENT = 64
-"""Largest alignment that matters: the last axes of neighbours' matrices have the same greatest common
-divisor with it, since the width of accesses and a tile's instructions depend on that."""
+"""Largest alignment of a last axis that matters, in elements. Shapes share times only if gcd(axis, 64)
+is equal, since the width of accesses and a tile's instructions depend on it."""
 
 
 # --- entries --------------------------------------------------------------------------------------
 
 
 class Ranked(NamedTuple):
-    """One measured way to run a stage."""
+    """A measured implementation and config of a kernel."""
 
     implementation: str
     config: str | None
@@ -68,7 +68,7 @@ class Ranked(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A stage with its static parameters and operands, by which its measurements are found."""
+    """Key of a table's entry: a kernel's name, static parameters and operands."""
 
     kernel: str
     """Name of the stage, such as "layer_norm forward"."""
@@ -94,13 +94,13 @@ class Key(NamedTuple):
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """The part of the key that neighbouring shapes share: all but the sizes."""
+        """All of the key but the sizes of axes; only keys of one family can share times."""
         ranks = tuple(None if o is None else (o[0], len(o[1])) for o in self.operands)
         return self.kernel, self.statics, ranks
 
 
 Entries = Mapping[Key, tuple[Ranked, ...]]
-"""Rankings of all stages, each fastest first."""
+"""Measured rankings by key, each with the fastest first."""
 
 
 def config_text(config: Any) -> str | None:
@@ -170,7 +170,7 @@ class Found(NamedTuple):
 
 
 class Table:
-    """The entries of a device. Equal tables make equal choices."""
+    """The measured entries of a device. Equal tables choose the same implementations."""
 
     def __init__(self, entries: Entries, files: Sequence[File] = ()):
         self.entries = dict(entries)
@@ -207,7 +207,7 @@ class Table:
 
 
 def _distance(letters: Sequence[str], one: Key, other: Key) -> float:
-    """Returns the distance of two keys of a family; axes with the same letter count once."""
+    """Returns the sum of |log2| of the ratios of sizes; axes with the same letter count once."""
     apart: dict[str, float] = {}
     for names, mine, theirs in zip(letters, one.operands, other.operands, strict=True):
         if mine is None or theirs is None:
@@ -433,7 +433,7 @@ def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Locks out other writers of a file in this context, by its folder, because the file is replaced."""
+    """Locks a file's folder against other writers; the file itself is replaced, and its lock with it."""
     import fcntl  # Windows lacks fcntl, but has no GPU to measure on.
 
     folder = os.open(path.parent, os.O_RDONLY)

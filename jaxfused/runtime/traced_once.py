@@ -28,14 +28,14 @@ class Call(Protocol):
 
 
 class Choices:
-    """The choices that were recorded while a call was traced."""
+    """The implementations chosen while a call was traced."""
 
     def __init__(self, choices: Sequence[dispatch.Choice]) -> None:
         self.list = tuple(choices)
 
 
 class Traced(NamedTuple):
-    """The results of a call, and its choices, which are no leaves but a part of the tree's structure."""
+    """The results of a call as pytree leaves, and its choices as part of the pytree's structure."""
 
     results: tuple[jax.Array | None, ...]
     choices: Choices
@@ -81,7 +81,7 @@ _compiled = jax.jit(_evaluated, static_argnums=0)
 
 
 def forget() -> None:
-    """Drops what was compiled of calls that are traced anew."""
+    """Clears the cache of compiled calls."""
     cast(Any, _compiled).clear_cache()
 
 
@@ -114,7 +114,7 @@ def _batched(
 def _derivative(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **static: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Differentiates what was traced, as a second derivative in XLA does."""
+    """Differentiates the traced program, which a second derivative in XLA needs."""
     del static
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 

@@ -57,7 +57,7 @@ def merged_batch(array: jax.Array) -> jax.Array:
 def merged_images(
     axis_size: int, in_batched: Sequence[Any], images: Sequence[jax.Array | None]
 ) -> list[Any]:
-    """Returns arrays [B, ...] of images with the batch of a `jax.vmap` merged into theirs."""
+    """Returns arrays [B, ...] of images with the batch of a `jax.vmap` merged into axis B."""
     return [
         None if array is None else merged_batch(array)
         for array in batch_all(axis_size, in_batched, images)
@@ -67,7 +67,7 @@ def merged_images(
 def unmerged_images(
     axis_size: int, results: Sequence[jax.Array | None]
 ) -> tuple[jax.Array | None, ...]:
-    """Returns results over merged images with the batch of the `jax.vmap` as first axis."""
+    """Splits axis 0 of results over `merged_images`; the batch of the `jax.vmap` becomes the first axis."""
     return tuple(
         None
         if array is None

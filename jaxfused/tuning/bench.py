@@ -1,4 +1,4 @@
-"""Compiles, checks and times the implementations and configs of a stage on the local GPU."""
+"""Compiles, checks and times the implementations and configs of a kernel on the local GPU."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ from jaxfused.runtime import lowering, runner
 from jaxfused.tuning import timing
 
 _SECONDS = 0.1
-"""Approximate seconds to measure a stage, without the start of CUPTI."""
+"""Approximate seconds to time the candidates of a kernel, without the start of CUPTI."""
 _ERROR = 4.0
 """Largest error of a result, as a multiple of the narrowest dtype's eps times the result's largest
 value.
@@ -29,7 +29,7 @@ _COARSEST = 2.0**-10
 
 
 class Candidate(NamedTuple):
-    """An implementation of a stage with a config."""
+    """An implementation of a kernel with a config."""
 
     implementation: str
     config: Hashable = None
@@ -178,7 +178,7 @@ def _times(calls: Mapping[str, Any], sets: Sequence[Any]) -> dict[str, float | s
 
 @functools.partial(jax.jit, static_argnums=0)
 def _largest_error(work: Work, results: Any, wanted: Any) -> jax.Array:
-    """Returns the largest error of all results over the allowed one; infinite for a misplaced NaN."""
+    """Returns the largest ratio of an error to the allowed error; infinite for a misplaced NaN."""
     axes = work.kernel.axes(*work.operands)
     sizes = {
         letter: size

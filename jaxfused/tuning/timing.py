@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 SAMPLES = 12
-"""Number of calls per measurement; the benchmarks measure each implementation in two rounds."""
+"""Number of timed calls per measurement; the benchmarks measure each implementation twice."""
 
 COLD_BYTES = 256 * 2**20
 """Bytes of the input sets that are used in turn, several times the L2 of any GPU, so that inputs are

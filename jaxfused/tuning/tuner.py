@@ -25,38 +25,38 @@ _KEPT = 4
 """Number of configs kept per implementation; a slower one may be legal at shapes where others are
 not."""
 _SHARE = 0.005
-"""Fraction of all stages' time below which a stage's other configs are not measured."""
+"""Fraction of all kernels' time below which only the default configs of a kernel are measured."""
 _CONFIGS_A_ROUND = 2
-"""Number of configs of each stage that are measured in a round, so that all stages get time."""
+"""Number of configs that are measured of each kernel before the next one, so that all get time."""
 _RESERVE = 1.3
-"""Factor by which a round's time per candidate may exceed that of the round before."""
+"""Factor by which the time per candidate may grow from one round of measurements to the next."""
 
 
 @dataclass
 class TunedStage:
-    """Measurements of a stage."""
+    """Measurements of a kernel at the shapes of its operands."""
 
     choice: dispatch.Choice
-    """Choice before tuning."""
+    """Implementation and config that were chosen before tuning."""
     count: int
-    """Number of times that the program runs the stage, counting trips of loops of known length."""
+    """Number of times that the program runs the kernel, counting trips of loops of known length."""
     work: Work
     waiting: list[Candidate]
     """Candidates still to be measured, in this order."""
     order: list[Candidate]
-    """All candidates, the most promising first: the choice before tuning, then by the stage's order."""
+    """All candidates, most promising first: the one chosen before tuning, then in the default order."""
     microseconds: dict[Candidate, float] = field(default_factory=dict)
     dropped: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that raised or returned wrong results, with the reason."""
 
     @property
     def has_choice(self) -> bool:
-        """True if the stage has more than one candidate."""
+        """True if there is more than one candidate."""
         return len(self.order) > 1 or any(len(self.work.candidates(c[0])) > 1 for c in self.order)
 
     @property
     def before(self) -> float | None:
-        """Microseconds of the choice before tuning."""
+        """Microseconds of the candidate chosen before tuning, or None if it was not measured."""
         return self.microseconds.get(Candidate(self.choice.implementation, self.choice.config))
 
     @property
@@ -80,7 +80,7 @@ class TunedStage:
 
     @property
     def total(self) -> float:
-        """Microseconds that the program spends in the stage with the fastest candidate so far."""
+        """Microseconds that the program spends in the kernel with the fastest candidate so far."""
         return self.count * min(self.microseconds.values(), default=0.0)
 
     @property
@@ -94,7 +94,7 @@ class TunedStage:
         again = None if reference is None else measured.get(reference)
         scale = 1.0
         if reference is not None and isinstance(again, float) and again > 0:
-            # Clocks differ from round to round.
+            # The GPU's clocks differ between measurements.
             scale = self.microseconds[reference] / again
         for candidate, result in measured.items():
             if isinstance(result, str):
@@ -115,7 +115,7 @@ class TunedStage:
 
 @dataclass(frozen=True)
 class TuningReport:
-    """The result of `tune`, whose `str` is a table of the stages."""
+    """The result of `tune`, whose `str` lists the tuned kernels."""
 
     device: dispatch.Device
     path: Path | None
@@ -216,7 +216,7 @@ def run(
     progress: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningReport:
-    """Implements `tune` with any bench."""
+    """Implements `tune` with any `Bench`."""
     begin = clock()
     device = dispatch.current_device()
     file = table.user_path(device) if path is None else Path(path)
@@ -241,7 +241,7 @@ def run(
 
 
 def entries_of(stages: Sequence[TunedStage]) -> dict[table.Key, tuple[table.Ranked, ...]]:
-    """Returns the table's entries of the stages of which several candidates were measured."""
+    """Returns autotuning-table entries for the kernels of which several candidates were measured."""
     return {
         table.Key.of(stage.work.kernel, stage.work.operands): tuple(
             table.Ranked(c.implementation, table.config_text(c.config), stage.microseconds[c])
@@ -255,11 +255,11 @@ def entries_of(stages: Sequence[TunedStage]) -> dict[table.Key, tuple[table.Rank
 def stages_of(
     f: Callable[..., Any], args: Sequence[Any], device: dispatch.Device
 ) -> list[TunedStage]:
-    """Returns the distinct stages of a program that have more than one candidate."""
+    """Returns a program's distinct kernels, by shapes too, that have more than one candidate."""
     stages: dict[table.Key, TunedStage] = {}
     choices: list[tuple[dispatch.Choice, int]] = []
     for left_or_run, runs in traced(f, *args)[0]:
-        # Stages for which the call was left to XLA, which runs them today.
+        # Kernels that would run if the operator had not left the call to XLA.
         left = [c._replace(implementation="xla", config=None) for c in left_or_run.stages]
         choices += [(choice, runs) for choice in left or [left_or_run]]
     for choice, runs in choices:
@@ -287,10 +287,10 @@ def _measure(
     clock: Callable[[], float],
     show: Callable[[str], None],
 ) -> None:
-    """Measures round by round until nothing waits or the time is up.
+    """Measures in rounds over all kernels until no candidate is left or the time is up.
 
-    The first round has all implementations of all stages. Later ones have some configs of each stage, of
-    the stages with the largest total time first. A round is lowered here while threads compile, and then
+    The first round has all implementations of all kernels. Later ones have some configs of each kernel,
+    those with the largest total time first. A round is lowered here while threads compile, and then
     measured.
     """
     pace, is_first = 0.0, True

@@ -41,20 +41,20 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class Statistics:
-    """The statistics of a norm, as read from its root."""
+    """The array and epsilon of a norm's statistics, found from the square root in it."""
 
     operator: str
     x: Value
-    """The normalised array, before converts."""
+    """The normalised array, before dtype conversions."""
     converted: Value
-    """The normalised array as the mean reads it, after converts."""
+    """The normalised array as the mean reads it, after dtype conversions."""
     epsilon: float
     argument: View
     """Argument of the root: the variance or mean square plus epsilon."""
 
 
 def find(book: Book) -> None:
-    """Adds all norms of the graph."""
+    """Finds all norms of the graph and adds them to the book."""
     for node in book.graph.nodes:
         if is_root(node) and node.out.uses and node not in book.owner:
             _find_at(book, node)
@@ -100,7 +100,7 @@ def _last_match(values: Iterable[Value], found: Statistics) -> "_Match | str":
 
 
 def statistics(root: Node) -> Statistics | Mean | None:
-    """Returns the statistics under a root, only their mean if it is not over the last axis, or None."""
+    """Returns the statistics under a square root; only the mean if not over the last axis; else None."""
     argument = view(root.ins[0])
     parts = total(root.ins[0])
     if len(parts.terms) == 1:
@@ -128,7 +128,7 @@ def statistics(root: Node) -> Statistics | Mean | None:
 
 
 def _variance(parts: Sum) -> tuple[str, Mean] | None:
-    """Returns the operator to which a variance or mean square belongs, and the mean in it, or None."""
+    """Returns "layer_norm" or "rms_norm" for a variance or mean square, with its mean, or None."""
     if len(parts.terms) == 1:
         return _of_squares(parts.terms[0])
     return _of_two_means(parts) if len(parts.terms) == 2 else None
@@ -171,7 +171,7 @@ def _deviation(value: Value) -> Mean | None:
 
 
 def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
-    """Returns the norm if the variance is E[x^2] - E[x]^2, or None."""
+    """Returns ("layer_norm", mean) if the sum is a variance E[x^2] - E[x]^2, or None."""
     first, second = sorted(parts.terms, key=lambda term: -term.factor)
     of_squares = _of_squares(first)
     squared = product(*second.view, stop=lambda seen: seen if mean(seen) is not None else None)
@@ -220,7 +220,7 @@ _LONGEST = 16
 
 
 def _made_of(value: Value) -> Iterator[Value]:
-    """Yields the values computed from one by a chain of single readers, nearest first."""
+    """Yields the values computed from `value` while each has only one reader, nearest first."""
     for _ in range(_LONGEST):
         readers = set(value.uses)
         if len(readers) != 1 or value.is_output:
@@ -233,7 +233,7 @@ def _made_of(value: Value) -> Iterator[Value]:
 
 
 def _match(value: Value, found: Statistics) -> _Match | str:
-    """Returns the norm that a value is, why it is none, or "" if it does not look like one."""
+    """Returns the norm whose result a value is, or why it is none; "" if it does not look like one."""
     x = found.x
     if value.shape != x.shape:
         return ""
@@ -446,7 +446,7 @@ def _is_product(value: Value) -> bool:
 
 @dataclass(frozen=True)
 class Norm:
-    """The call of a norm."""
+    """The call of `layer_norm` or `rms_norm` with its options."""
 
     operator: str
     epsilon: float
@@ -462,7 +462,7 @@ class Norm:
             if name in operands:
                 operands[name] = operands[name].reshape(x.shape[0], x.shape[-1])
         if "image_factor" in operands:
-            # The operator adds 1, which this factor has already, added in the program's dtype.
+            # The operator adds 1 to `image_scale`; the program has added it already, in its own dtype.
             factor = operands.pop("image_factor").astype(accumulator_dtype(x.dtype))
             operands["image_scale"] = factor - 1.0
         if self.operator == "layer_norm":
