@@ -37,7 +37,7 @@ _LONGEST = 24
 
 
 class Activated(NamedTuple):
-    """Name and result of an activation of a value, and the operations that it covers."""
+    """An activation in the program: its name, its result and the operations that compute it."""
 
     name: str
     result: Value
@@ -177,7 +177,7 @@ def _number(value: Value) -> np.ndarray | None:
 
 
 def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
-    """Returns the activation that has a function's values, or None."""
+    """Returns the name of the activation with the values of the operations `covered`, or None."""
     made_of = _made_of(covered)
     points = _points(covered, made_of)
     values = _evaluated({z: points}, result, covered)
@@ -201,7 +201,7 @@ def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
 
 
 def _leaky_relus(covered: set[Node]) -> Iterator[str]:
-    """Yields the names of leaky_relu with the operations' constants as derivatives below 0."""
+    """Yields "leaky_relu(c)" for each constant c of the operations between 0 and 1."""
     for number in {scalar(value) for node in covered for value in node.ins}:
         if number is not None and 0.0 < number < 1.0:
             yield f"leaky_relu({number!r})"
@@ -219,7 +219,7 @@ def _points(covered: set[Node], made_of: set[str]) -> np.ndarray:
 
 _FAR = 0.1
 _ARITHMETIC = 1e-13
-"""Largest difference between two forms of one activation, in float64, relative above 1."""
+"""Largest difference between two forms of one activation in float64; relative for values above 1."""
 
 
 def _slack(
@@ -247,7 +247,7 @@ def _difference(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def _rounded_constants(covered: set[Node]) -> dict[Value, float]:
-    """Returns the constants of more than a few bits, with their numbers."""
+    """Returns the constants of more than 3 significant bits, with their numbers."""
     constants = {}
     for value in (value for node in covered for value in node.ins):
         number = scalar(value)
@@ -316,7 +316,7 @@ _MADE_OF: dict[str, set[str]] = {
     "selu": {"expm1", "exp"},
     "hard_tanh": _CORNERED,
 }
-"""Operations that name each activation: it contains at least one of them.
+"""Operations by which each activation is recognised: it contains at least one of them.
 
 By values alone, the two gelus could not be told apart if constants are rounded to 16 bits.
 """
@@ -347,7 +347,7 @@ def _known(name: str) -> Graph:
 
 
 def _expected(name: str, points: np.ndarray) -> np.ndarray:
-    """Returns an activation at the points."""
+    """Returns an activation's values at the points."""
     program = _known(name)
     values = _evaluated({program.inputs[0]: points}, program.outputs[0], program.nodes)
     assert values is not None, name

@@ -1,4 +1,4 @@
-"""Values as products of powers, sums and means of other values, seen through views.
+"""Reads values as products of powers, sums and means of others, through casts, reshapes and broadcasts.
 
 Programs write one formula in a dozen ways: x * rsqrt(v), x / sqrt(v), (scale * rsqrt(v)) * x, with
 casts and broadcasts anywhere between. All of them are one product of powers or one sum of terms, and
@@ -19,7 +19,7 @@ TRANSPARENT = frozenset({"copy", "copy_p", "name", "sharding_constraint"})
 """Operations that return their operand."""
 
 _DTYPES = tuple(jnp.dtype(name) for name in ("float64", "float32", "bfloat16", "float16"))
-"""Dtypes between which a convert only rounds. A convert to 8 bits quantises, and is not ignored."""
+"""Dtypes between which a conversion only rounds. One to 8 bits quantises, and is not ignored."""
 
 
 def is_transparent(node: Node) -> bool:
@@ -56,7 +56,7 @@ _NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
 
 
 def core(value: Value) -> Value:
-    """Returns the value before converts, names, sharding constraints and the like (`passed_on`)."""
+    """Returns the value before casts, names, sharding constraints and the like (`passed_on`)."""
     while value.node is not None:
         operand = passed_on(value.node)
         if operand is None:
@@ -66,7 +66,7 @@ def core(value: Value) -> Value:
 
 
 class View(NamedTuple):
-    """A value behind views (`base`), and the positions of its axes in the viewed value."""
+    """The value `base` behind casts and broadcasts, and where the viewed value has its axes."""
 
     base: Value
     axes: tuple[Any, ...]
@@ -75,7 +75,7 @@ class View(NamedTuple):
 
 
 Look = Callable[[Value, tuple[Any, ...] | None], View]
-"""Finds the value behind casts, broadcasts and other views: `view`, or the `look` of a frame."""
+"""Type of `view` and of a frame's `look`: finds the value behind casts, broadcasts and other views."""
 
 
 def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
@@ -96,7 +96,7 @@ def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
 
 
 def _moved_axes(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
-    """Returns the axes of a view's operand, or None if the operation is no view."""
+    """Maps the axes of a view's result to its operand, or returns None if the operation is no view."""
     if node.name not in ("broadcast_in_dim", "reshape", "squeeze", "tile") or len(node.ins) != 1:
         return None
     shape = node.ins[0].shape
@@ -217,7 +217,7 @@ class Product:
 
 
 Stop = Callable[[View], View | None]
-"""Returns the factor to record in place of a value, or None if the value is to be expanded."""
+"""Function that returns the factor to record in place of a value, or None to expand the value."""
 
 
 def product(
@@ -340,7 +340,7 @@ def trailing(value: Value, shape: tuple[int, ...]) -> Value | None:
 
 
 def stages(value: Value) -> list[Value]:
-    """Returns the value, and the value before each convert, name or sharding constraint."""
+    """Returns the value, and the value before each cast, name or sharding constraint, last first."""
     found = [value]
     while value.node is not None:
         operand = passed_on(value.node)

@@ -101,7 +101,7 @@ class Call:
 
 
 class Node:
-    """An operation."""
+    """An operation of the program: an equation of its jaxpr."""
 
     __slots__ = ("bodies", "call", "eqn", "ins", "name", "order", "outs")
 

@@ -83,19 +83,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a mask, True for logits that count."""
+    """One of the masks whose conjunction masks the logits; True for logits that are not masked."""
 
     seen: View
     """The program's array and its axes among those of the logits."""
     logits: tuple[tuple[str, ...], ...]
     """Names of the atoms that make up each axis of the masked logits; see `Layout`."""
     constant: np.ndarray | None
-    """The part's constant value in the logits' rank, True for logits that count, else None."""
+    """The array with the logits' rank, True where not masked; None if it depends on arguments."""
     negated: bool
 
 
 def truth(value: Value) -> Value:
-    """Returns the booleans behind converts to numbers and comparisons with 0."""
+    """Returns the booleans behind conversions to numbers and comparisons with 0."""
     while value.node is not None:
         node = value.node
         if node.name == "convert_element_type" and value.dtype != np.bool_:
@@ -115,7 +115,7 @@ def truth(value: Value) -> Value:
 def parts_of(
     value: Value, axes: tuple[int | None, ...], logits: tuple[tuple[str, ...], ...], negated: bool
 ) -> list[Part]:
-    """Returns the parts whose conjunction a mask is."""
+    """Splits a mask into the parts whose conjunction (logical and) it is."""
     rank = len(logits)
     value = truth(value)
     seen = view(value, axes)
@@ -147,7 +147,7 @@ def _operand_axes(operand: Value, axes: tuple[int | None, ...]) -> tuple[int | N
 
 
 class OfBooleans(NamedTuple):
-    """An array of two numbers: one for each False of a boolean array, one for each True."""
+    """An array with one number where a boolean array is False, and another where it is True."""
 
     booleans: View
     of_false: float
@@ -199,7 +199,7 @@ _DEEPEST = 24
 
 
 def bounds(value: Value, depth: int = 0) -> tuple[float, float]:
-    """Returns the bounds of an array, if the inputs of unknown range are within `_ORDINARY`."""
+    """Returns bounds of an array's values, if inputs of unknown range are within `_ORDINARY`."""
     ordinary = (-_ORDINARY, _ORDINARY)
     if value.dtype == np.bool_:
         return 0.0, 1.0

@@ -28,7 +28,7 @@ from jaxfused.fusion.graph import Node, Value
 
 @dataclass(frozen=True)
 class Moments:
-    """An array, and the parts over which its mean and variance are taken."""
+    """An array, and the parts of its axes over which its mean and variance are taken."""
 
     frame: Frame
     reduced: frozenset[int]
@@ -180,7 +180,7 @@ _LARGEST_BEFORE = 48
 
 
 def _sums_before(root: Node) -> Iterator[Node]:
-    """Yields the sums that a root is computed from, without sums inside other sums."""
+    """Yields the sums from which a square root is computed, but not sums within them."""
     pending = [root.ins[0]]
     seen: set[Node] = set()
     while pending and len(seen) < _LARGEST_BEFORE:
@@ -322,7 +322,7 @@ _LONGEST = 32
 
 
 def made_of(value: Value) -> list[Value]:
-    """Returns, in order, the values made of one by products, views and sums with smaller arrays."""
+    """Returns, in order, the values computed from one by products, views and sums with smaller arrays."""
     found: set[Node] = set()
     made = {value}
     pending = [value]

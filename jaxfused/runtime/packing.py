@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
-    """Packs pairs of integers -8 to 7 along an axis of even size into uint8, the first in the low bits."""
+    """Packs pairs of integers -8 to 7 along an axis into uint8, the first in the low bits."""
     low, high = _every(2, values, axis % values.ndim)
     low, high = (half.astype(jnp.uint8) & 15 for half in (low, high))
     return low | (high << 4)

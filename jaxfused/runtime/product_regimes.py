@@ -18,8 +18,8 @@ _SHARE, _RAGGED_SHARE, _LINE = 0.08, 0.24, 32
 """Time of XLA's extra passes over its product's time from which a kernel is faster: in general, and if a
 row length is no multiple of _LINE. XLA runs a wgrad of up to _LINE rows or columns without passes."""
 _LARGE, _SMALLEST = 8_000_000, 500_000
-"""Elements of a result: it has many tiles from the first number on, and below the second XLA is faster at
-a single product, because it splits sums where few tiles leave SMs idle."""
+"""Elements of a result: it has many tiles from the first number on, and below the second XLA is faster
+at a single product, because it splits sums where few tiles leave SMs idle."""
 SPLIT_SUM = 1024
 """Length K of sums from which XLA splits the sums of a product with small M or few tiles."""
 _LEAST_WEIGHTS, _MOST_WEIGHTS = 2, 64
@@ -90,7 +90,7 @@ def _few_rows(work: Work, several: bool) -> Rule:
 
 
 def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
-    """Returns the rule for wgrad; with `side_by_side`, XLA runs one product of concatenated gradients."""
+    """Returns the rule for wgrad; with `side_by_side`, XLA concatenates gradients for one product."""
     several, width = len(work.widths) - 1, sum(work.widths)
     told = f"the gradient has {work.elements:,} elements"
     if several and work.rows <= 2 * MAX_ROWS and work.out_bytes > work.itemsize:

@@ -67,7 +67,7 @@ def merged_images(
 def unmerged_images(
     axis_size: int, results: Sequence[jax.Array | None]
 ) -> tuple[jax.Array | None, ...]:
-    """Splits axis 0 of results over `merged_images`; the batch of the `jax.vmap` becomes the first axis."""
+    """Splits axis 0 of results over `merged_images`, with the batch of the `jax.vmap` first."""
     return tuple(
         None
         if array is None

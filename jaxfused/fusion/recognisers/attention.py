@@ -35,7 +35,7 @@ from jaxfused.fusion.site import Book, Site
 
 
 def find(book: Book) -> None:
-    """Adds all attentions of the graph."""
+    """Finds all attentions of the graph and adds them to the book."""
     for node in book.graph.nodes:
         softmax = softmax_of(node)
         if softmax is None:
@@ -92,7 +92,7 @@ def _by_ones(node: Node) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _atoms_of_product(node: Node) -> tuple[Axes, Axes, Axes, dict[str, int]]:
-    """Returns the atoms of a product's left operand, right operand and result, and their sizes."""
+    """Names the axes of a product's left operand, right operand and result; returns their sizes too."""
     (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
     sizes: dict[str, int] = {}
     names: list[Axes] = []
@@ -174,7 +174,7 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
 
 
 def _in_two(axes: Axes, cut: CutAxis, sizes: dict[str, int]) -> Axes:
-    """Returns the axes with two atoms in place of one that a reshape cuts."""
+    """Returns the axes' names with two in place of one that a reshape splits."""
     outer, inner = f"{cut.atom}.0", f"{cut.atom}.1"
     sizes |= {outer: cut.outer, inner: sizes[cut.atom] // cut.outer}
     return tuple(
@@ -206,7 +206,7 @@ def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
 def _values(
     after: Node, side: int, p_axes: Axes, key: str, sizes: dict[str, int]
 ) -> tuple[Axes, Axes, str]:
-    """Returns the atoms of the values and of the result, and the atom of the values' features."""
+    """Returns the axis names of the values and of the result, and that of the values' features."""
     contracted, batch = after.params["dimension_numbers"]
     p_contracted, v_contracted = (list(map(int, contracted[s])) for s in (side, 1 - side))
     p_batch, v_batch = (list(map(int, batch[s])) for s in (side, 1 - side))
@@ -240,7 +240,7 @@ def _layout(
     sizes: dict[str, int],
     logits: Logits,
 ) -> mask.Layout:
-    """Returns which atoms are batch, heads, queries and keys."""
+    """Returns which of the named axes are batch, heads, queries and keys."""
     features = [a for group in q_axes for a in group if a.startswith("h")]
     if len(features) != 1:
         raise NoAttention("queries and keys have more than one axis of features")
@@ -312,7 +312,7 @@ def _written_order(query: Value, axes: Axes) -> Axes:
 
 
 def _without_ones(axes: Axes, shape: Sequence[int], before: Sequence[int]) -> Axes | None:
-    """Returns the atoms of axes before a reshape that only adds or drops axes of length 1, or None."""
+    """Returns the axis names before a reshape that only adds or drops axes of length 1, or None."""
     if [size for size in before if size != 1] != [size for size in shape if size != 1]:
         return None
     ones = tuple(a for group, size in zip(axes, shape, strict=True) if size == 1 for a in group)

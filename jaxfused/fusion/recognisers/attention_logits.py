@@ -16,15 +16,15 @@ from jaxfused.fusion.constants import evaluate, rounded, scalar
 from jaxfused.fusion.graph import Node, Value
 
 Axes = tuple[tuple[str, ...], ...]
-"""Atoms of each axis of an array: see `mask.Layout`."""
+"""Names, for each axis of an array, of what it counts: batch, heads, queries, keys or several of them."""
 
 
 class NoAttention(Exception):
-    """A softmax between two products cannot be the operator's, for this reason."""
+    """Raised with the reason why a softmax between two products is no dot_product_attention."""
 
 
 class CutAxis(NoAttention):
-    """A reshape cuts an atom of the logits in two, as where windows of images get their own masks."""
+    """Raised where a reshape splits a named axis of the logits, as for masks of image windows."""
 
     def __init__(self, atom: str, outer: int) -> None:
         super().__init__("a reshape cuts an axis of the logits in parts")
@@ -49,7 +49,7 @@ class Masking:
     is_added: bool
     """True if the number is added to the logits, which then still get a gradient."""
     as_bias: tuple[View, "Axes", bool] | None = None
-    """Numbers that are added to the logits, in the form of `Logits.biases`."""
+    """The array that is added to the logits, as an entry of `Logits.biases`; None for a select."""
 
 
 @dataclass
@@ -58,14 +58,14 @@ class Logits:
 
     product: Node
     axes: Axes
-    """Atoms of the softmax's argument."""
+    """Names of the axes of the softmax's argument."""
     scale: float = 1.0
     soft_cap: float | None = None
     shift: float = 0.0
     """Number added to all logits. A softmax ignores it, but a cap or a mask does not."""
     masks: list[Masking] = field(default_factory=list)
     biases: list[tuple[View, Axes, bool]] = field(default_factory=list)
-    """Biases, the atoms of the logits that they are added to, and whether they are subtracted."""
+    """Each bias, the axis names of the logits that it is added to, and whether it is subtracted."""
     is_biased_last: bool = False
     """True if a bias is added after a mask."""
     added: list[Value] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Logits:
 
 
 def regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
-    """Returns the atoms of an array's axes after a reshape."""
+    """Returns the names of an array's axes after a reshape."""
     atoms = [name for group in axes for name in group if sizes[name] != 1]
     ones = [name for group in axes for name in group if sizes[name] == 1]
     result: list[tuple[str, ...]] = []
@@ -129,7 +129,7 @@ def walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
 
 
 def _leads_to_product(value: Value) -> bool:
-    """Returns whether only steps that are allowed between a product and its logits lead to the value."""
+    """Returns whether a product leads to the value by operations that may compute logits from it."""
     for _ in range(16):
         node = value.node
         if node is None:

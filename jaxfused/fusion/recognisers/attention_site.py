@@ -34,14 +34,14 @@ def make_site(
     result_axes: Axes,
     feature: str,
 ) -> Site:
-    """Returns the call of the operator, its operands, and the operations that it replaces.
+    """Returns the call of dot_product_attention, its operands, and the operations that it replaces.
 
     Args:
-      query: left operand of the product before the softmax, with the atoms (see `mask.Layout`) of its
-        axes; `key` and `value` likewise.
+      query: left operand of the product before the softmax, with the names of its axes (see
+        `mask.Layout`); `key` and `value` likewise.
       after: the product of probabilities and values.
-      result_axes: atoms of the axes of that product's result.
-      feature: atom of the features of the values.
+      result_axes: names of the axes of that product's result.
+      feature: name of the feature axis of the values.
     """
     of_keys = sizes = layout.sizes
     shared = _unrepeated(key, value, layout)
@@ -123,7 +123,7 @@ def make_site(
 def _explicit_mask(
     layout: mask.Layout, parts: Sequence[mask.Part], arrays: Iterator[jax.Array]
 ) -> jax.Array | None:
-    """Returns the mask of the parts that the program computes; `arrays` yields their arrays next."""
+    """Returns the conjunction of the mask's `parts`, whose arrays `arrays` yields."""
     explicit = None
     for part in parts:
         array = layout.spread(next(arrays), part.seen.axes, part.logits)
@@ -139,7 +139,7 @@ def _both(mask: jax.Array | None, other: jax.Array) -> jax.Array:
 def _sum_of_biases(
     layout: mask.Layout, biases: Sequence[tuple[View, Axes, bool]], arrays: Iterator[jax.Array]
 ) -> jax.Array | None:
-    """Returns the sum of the biases; `arrays` yields their arrays next."""
+    """Returns the sum of the biases, whose arrays `arrays` yields; None if there are none."""
     bias = None
     for seen, axes, is_subtracted in biases:
         array = layout.spread(next(arrays), seen.axes, axes)
@@ -169,7 +169,7 @@ def _check_biases(logits: Logits) -> None:
 
 
 def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
-    """Whether a bias may be an unrecognised mask, such as an argument of floating-point numbers."""
+    """Whether a bias may be an unrecognised mask, such as (1 - m) * -1e9 of a float argument m."""
     least, most = mask.bounds(seen.base)
     return (-most if is_subtracted else least) <= mask.BIG / 10
 
@@ -197,7 +197,7 @@ def _check_queries_without_keys(logits: Logits) -> None:
 def _unrepeated(
     key: tuple[Value, Axes], value: tuple[Value, Axes], layout: mask.Layout
 ) -> tuple[Value, Value, dict[str, int]] | None:
-    """Returns keys and values before their heads were repeated, with the atoms' sizes there, or None."""
+    """Returns keys and values before their heads were repeated, with the sizes of axes there, or None."""
     if len(layout.heads) != 1:
         return None
     (head,) = layout.heads
@@ -247,7 +247,7 @@ def _before_repeat(value: Value, axis: int) -> Value | None:
 
 
 def _root(after: Node, operands: Sequence[Value]) -> tuple[Value, tuple[Value, ...]]:
-    """Returns the output after its last convert to a dtype that the operands have, and the operands.
+    """Returns the output after the last cast to a dtype that the operands have, and the operands.
 
     Operands of a narrower dtype are returned as they are, and widened in the call.
     """

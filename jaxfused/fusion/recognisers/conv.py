@@ -28,7 +28,7 @@ from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
-    """Adds all convolutions that no other site covers."""
+    """Finds all convolutions that nothing in the book replaces yet, and adds them to the book."""
     for node in book.graph.nodes:
         if node.name == "conv_general_dilated" and node not in book.owner and _is_dense(node):
             why = _why_not(node)
@@ -174,7 +174,7 @@ def _find_at(book: Book, node: Node) -> None:
 
 
 def _join_batch_norm(book: Book, site: Site) -> None:
-    """Merges a following batch norm in training into the site: the convolution sums its statistics."""
+    """Merges a following batch norm in training into the convolution, which sums its statistics."""
     node, (y,) = site.anchor, site.outputs
     norm = next((s for s in book.sites if s.operator == "batch_norm" and s.inputs[0] is y), None)
     if norm is None:
@@ -254,7 +254,7 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
 
 
 def _parts(book: Book, node: Node) -> tuple[Sequence[Value], set[Node]]:
-    """Returns the arrays that a convolution reads, and the operations that this covers.
+    """Returns the arrays that a convolution reads, and the concatenation that it replaces.
 
     They are two arrays if its operand is their concatenation and nothing else reads it.
     """

@@ -20,7 +20,7 @@ from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
-    """Adds all perceptrons of the graph."""
+    """Finds all MLPs of the graph and adds them to the book."""
     found = projections(book)
     by_result = {p.result: p for p in found}
     by_input: dict[Value, Projection] = {}
@@ -34,7 +34,7 @@ def find(book: Book) -> None:
 
 
 def _input(p: Projection) -> Value:
-    """Returns the product's input before converts and reshapes."""
+    """Returns the product's input before casts and reshapes."""
     value = core(p.x)
     while value.node is not None and value.node.name == "reshape":
         value = core(value.node.ins[0])
@@ -91,14 +91,14 @@ def _product_with(value: Value) -> tuple[Node, Value] | None:
 
 
 def _last(value: Value) -> Value:
-    """Returns the value after converts and names, as long as each is the only use."""
+    """Returns the value after casts and names, as long as each is the only use."""
     while value.used_once and is_transparent(value.uses[0]):
         value = value.uses[0].out
     return value
 
 
 def _stages_between(value: Value, last: Projection) -> set[Node]:
-    """Returns the converts and reshapes from a value to the product that reads it."""
+    """Returns the casts and reshapes from a value to the product that reads it."""
     found: set[Node] = set()
     end = last.x
     while end is not value and end.node is not None:
@@ -110,7 +110,7 @@ def _stages_between(value: Value, last: Projection) -> set[Node]:
 def _projection_of(
     value: Value, book: Book, by_result: dict[Value, Projection]
 ) -> tuple[Projection, Biased] | None:
-    """Returns the product, and its bias, that a value is, or None."""
+    """Returns the product and the bias whose result a value is, or None."""
     candidates = [value]
     if value.made_by == "add" and value.node is not None:
         candidates += [core(operand) for operand in value.node.ins]
@@ -201,7 +201,7 @@ def _add_gated(
     covered: set[Node],
     last: Projection,
 ) -> None:
-    """Adds a gated perceptron. Its gate and other factor are two products, or halves of one."""
+    """Adds a gated MLP, whose gate and other factor are two products or the halves of one."""
     end = _ending(book, last)
     gate = branches[0][0]
     names = ("gate", "up")[: len(branches)]

@@ -43,7 +43,7 @@ class _Branch:
 
 
 def find(book: Book) -> None:
-    """Adds the projections of all attentions of the graph."""
+    """Finds the products that compute the operands of each attention, and adds them to the book."""
     attentions = [s for s in book.sites if s.operator == "dot_product_attention"]
     by_result: dict[Value, tuple[Projection, Biased]] = {}
     if attentions:
@@ -101,7 +101,7 @@ def _branch(
         if node is None or node in book.owner:
             return None
         if result is None and node.name in ("mul", "div") and scalar(node.ins[1]) is not None:
-            # The scale of a query stays in the program, after the site.
+            # The scale of a query stays in the program, after the call of qkv_projection.
             value = node.ins[0]
             continue
         if node.name != "transpose" and not (is_reshape(node) or is_transparent(node)):

@@ -222,7 +222,7 @@ def _table(reader: Reader, terms: Terms, at: np.ndarray) -> Table | None:
 
 
 def find(book: Book) -> None:
-    """Adds rotations of interleaved pairs, or of a part of the features, that no projection covers."""
+    """Finds rotations of interleaved pairs, or of some features, that no qkv_projection includes."""
     columns = Columns()
     for node in reversed(book.graph.nodes):
         if node.name not in _ENDS or node in book.owner or not _may_rotate(node.out):
@@ -269,7 +269,7 @@ def tables_of_rows(
 
 
 def _site(node: Node, found: Rotation) -> Site | None:
-    """Returns the site for x [..., length, heads, features] or [..., heads, length, features]."""
+    """Returns the `rope` call for x [..., length, heads, features] or [..., heads, length, features]."""
     rank = found.x.ndim
     heads = next((i for i in (rank - 2, rank - 3) if i >= 1 and not differs_along(found, i)), None)
     if rank < 3 or heads is None:

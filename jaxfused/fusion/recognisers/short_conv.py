@@ -66,7 +66,7 @@ class _Taps:
 
 
 def find(book: Book) -> None:
-    """Adds all sums of shifted products of the graph."""
+    """Finds all sums of shifted products in the graph and adds them to the book."""
     tried: set[Node] = set()
     for node in book.graph.nodes:
         if node.name != "mul" or node in tried or node in book.owner:
@@ -237,7 +237,7 @@ def _site(book: Book, node: Node, found: _Taps) -> Site | None:
     padding = (-shifts[0], shifts[-1] + length - size)
     leaves = {*weights, *([] if found.bias is None else [found.bias])}
     covered = _without_shared(between(value, {*stages(found.x), *leaves}))
-    # The operator multiplies in the dtype of x.
+    # The operator multiplies in the dtype of x, so the program has to do so too.
     computed = [n.out.dtype for n in covered if n.name in ("mul", "add")]
     is_plain = len({w.dtype for w in weights}) == 1 and all(d == value.dtype for d in computed)
     if x is None or len(steps) != 1 or min(padding) < 0 or not is_plain:
