@@ -8,10 +8,10 @@
    image, the residual sum and the activation after.
 3. `batch_norm`: BatchNorm in training, with the residual sum and the activation after.
 4. `norm`: LayerNorm and RMSNorm, with the residual sum and the bias before, and the activation after.
-5. `perceptron`: two products with an activation or a gated unit between them.
-6. `projection`: the products of one array that become queries, keys and values, with norm and rotation.
-7. `product`: a product with its bias, activation and residual.
-8. `cross_entropy`: the loss of a product.
+5. `projection`: the products of one array that become queries, keys and values, with norm and rotation.
+6. `perceptron`: two products with an activation or a gated unit between them.
+7. `cross_entropy`: the loss of a product.
+8. `product`: a product with its bias, activation and residual.
 9. `patches`: a convolution whose windows do not overlap.
 10. `conv`: any other, with what follows each channel (a bias, BatchNorm in inference), the residual sum
     and the activation.

@@ -17,7 +17,7 @@ class Arrangement:
     images: tuple[int, ...]
     """Parts (see `frame`) of the axes that count images; each image has its own moments."""
     pixels: Layout
-    """Axes that are averaged over."""
+    """Parts of each axis that is averaged over."""
     channels: tuple[int, ...]
     """Parts of the channel axis: groups first, then the channels of a group."""
     groups: tuple[int, ...]

@@ -21,7 +21,7 @@ _DEEPEST = 40
 
 
 class Columns:
-    """The labels of columns, of all tables of a program."""
+    """Labels of the columns of all tables in a program; equal labels mean equal columns."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}

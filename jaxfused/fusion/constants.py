@@ -101,7 +101,7 @@ def elementwise(node: Node) -> Callable[..., Any] | None:
 
 
 def scalar(value: Value) -> float | None:
-    """Returns the number that all elements of the value are, or None."""
+    """Returns the number that all elements of the value equal, or None."""
     array = evaluate(value, scalars_only=True)
     if array is None or array.size != 1 or array.dtype.kind == "c":
         return None
@@ -214,7 +214,7 @@ def _reduce_sum(node: Node, x: np.ndarray) -> np.ndarray:
 
 
 def _tile(node: Node, x: np.ndarray) -> np.ndarray:
-    # An axis of length 1 is not repeated: it stands for a broadcast axis of any length.
+    # An axis of length 1 is not repeated, because it may be a broadcast axis of any length.
     return np.tile(
         x, [1 if size == 1 else r for size, r in zip(x.shape, node.params["reps"], strict=True)]
     )

@@ -1,4 +1,4 @@
-"""Runs a program with operators at its sites.
+"""Runs a program with operators in place of the operations that they replace.
 
 Operations that no operator replaces run with their own parameters, and give the same bits.
 """
@@ -19,7 +19,7 @@ Step = Site | Node | Call
 
 @dataclass
 class Plan:
-    """A graph with its sites, in the order in which they are evaluated."""
+    """A graph's operations, and the sites that replace some, in their order of evaluation."""
 
     graph: Graph
     steps: list[Step]
@@ -33,7 +33,7 @@ class Plan:
 
 
 class Cyclic(Exception):
-    """An input of a site depends on the site's own results."""
+    """Raised if an input of a replacing operator depends on the operator's own results."""
 
     def __init__(self, site: Site):
         super().__init__(site.label)
@@ -41,7 +41,7 @@ class Cyclic(Exception):
 
 
 class Refused(Exception):
-    """An operator raised an error at a site, with this message."""
+    """Raised with the message of a replacing operator that refuses its operands."""
 
     def __init__(self, site: Site, words: str):
         super().__init__(words)
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 def plan(graph: Graph, sites: Sequence[Site], bodies: dict[Node, tuple[Plan, ...]]) -> Plan:
-    """Returns the order in which to evaluate a graph with these sites.
+    """Returns the order in which to evaluate a graph whose operations these sites replace.
 
     Raises:
       Cyclic: no order exists.
@@ -117,7 +117,7 @@ def _in_order(items: Sequence[Node | Call], open_calls: set[Call]):
 
 
 def _open_calls(graph, sites, covered, bodies) -> set[Call]:
-    """Returns the calls to evaluate operation by operation, since sites replace or read a part."""
+    """Returns the `jax.jit` calls to evaluate by operation, since sites replace or read parts of them."""
     found: set[Call] = set()
 
     def open_from(call: Call | None) -> None:
@@ -212,7 +212,7 @@ def _of_platforms(
     branches: Sequence[Callable[..., list[Any]]],
     operands: Sequence[Any],
 ) -> Sequence[Any]:
-    """Returns the results of `lax.platform_dependent`; None stands for all other platforms."""
+    """Returns the results of `lax.platform_dependent`; platforms of None are all others."""
     named = {
         name: branch
         for names, branch in zip(platforms, branches, strict=True)

@@ -43,12 +43,12 @@ class Frame:
     sizes: tuple[int, ...]
     """Lengths of the parts."""
     stages: tuple[Stage, ...]
-    """Array whose moments are taken, followed by its versions before each convert, reshape or
+    """Array whose moments are taken, followed by its versions before each cast, reshape or
     transposition."""
 
     @property
     def source(self) -> Stage:
-        """The array before all converts, reshapes and transpositions."""
+        """The array before all casts, reshapes and transpositions."""
         return self.stages[-1]
 
     def length(self, parts: Iterable[int]) -> int:
@@ -67,7 +67,7 @@ class Frame:
         return None if isinstance(cut, _Cut) else cut
 
     def look(self, value: Value, axes: tuple[Any, ...] | None = None) -> View:
-        """Returns the value before converts, broadcasts, reshapes and transpositions."""
+        """Returns the value before casts, broadcasts, reshapes and transpositions."""
         assert axes is not None, "in a frame each axis has its parts"
         layout: Layout = tuple(parts or () for parts in axes)
         node = value.node
@@ -86,7 +86,7 @@ class Frame:
         return seen.base is self.source.value and seen.axes == self.source.layout
 
     def arranged(self, array: jax.Array, start: Layout, end: Layout) -> jax.Array:
-        """Returns an array of one layout in another."""
+        """Transposes and reshapes an array from one layout to another."""
         if start == end:
             return array
         order = [part for parts in start for part in parts]

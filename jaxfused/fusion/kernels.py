@@ -1,4 +1,4 @@
-"""Drops sites without a kernel: on a GPU, sites that XLA would run stay as the program wrote them."""
+"""Drops sites without a kernel: on a GPU, operations that XLA would run anyway are not replaced."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def drop_what_xla_runs(book: Book) -> None:
 
 
 def _why_none(site: Site) -> str | None:
-    """Returns None if a kernel is chosen for some stage, or no choice is made before XLA compiles."""
+    """Returns why no kernel runs a site; None if one does, or if that is decided when XLA compiles."""
     shapes = [v.struct for v in site.inputs]
     floating = [i for i, v in enumerate(site.inputs) if v.is_floating]
 

@@ -322,7 +322,7 @@ _LONGEST = 32
 
 
 def made_of(value: Value) -> list[Value]:
-    """Returns, in order, the values computed from one by products, views and sums with smaller arrays."""
+    """Returns the values computed from one by products, views and sums with smaller arrays, in order."""
     found: set[Node] = set()
     made = {value}
     pending = [value]

@@ -52,7 +52,7 @@ _CLOSED = {"jit": "a jax.jit with shardings of its own", "shard_map": "a jax.sha
 
 @dataclass(frozen=True)
 class Recognised:
-    """A graph's plan and its report."""
+    """The order in which to evaluate a graph with what is replaced, and the report on it."""
 
     plan: Plan
     report: Report
@@ -61,7 +61,7 @@ class Recognised:
 def recognise(
     graph: Graph, name: str, without: Sequence[str], refused: Mapping[str, str]
 ) -> Recognised:
-    """Finds the sites of a graph and of the bodies inside it.
+    """Finds what operators replace in a graph and in the bodies of its loops and branches.
 
     Args:
       graph: the graph of the whole program.

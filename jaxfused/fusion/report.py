@@ -13,7 +13,7 @@ class Found:
     """An operator in place of operations of the program."""
 
     label: str
-    """Name of the operator and its site for the argument `without` of `fuse`."""
+    """Label such as "layer_norm#3", for the argument `without` of `fuse`."""
     operator: str
     line: str
     detail: str
@@ -23,7 +23,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Report:
-    """The sites and near misses that `fuse` found in a program."""
+    """What `fuse` replaces in a program, and what it nearly replaced."""
 
     name: str
     """Name of the function that `fuse` was given."""
@@ -33,7 +33,7 @@ class Report:
     """Reason why the whole program is left as it is, or ""."""
 
     def counts(self) -> dict[str, int]:
-        """Returns the number of sites of each operator."""
+        """Returns how often each operator replaces operations."""
         return dict(Counter(site.operator for site in self.found))
 
     def __str__(self) -> str:

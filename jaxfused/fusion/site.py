@@ -50,7 +50,7 @@ class Miss:
 
 @dataclass
 class Book:
-    """The sites of one graph."""
+    """The sites (replacements) found so far in one graph, and the near misses."""
 
     graph: Graph
     without: Collection[str] = ()
@@ -61,7 +61,7 @@ class Book:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Error messages of operators that refused a site when the program ran, by the site's label."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Number of sites of each operator, in all graphs of the program."""
+    """Number of sites found of each operator, also dropped ones, in all graphs of the program."""
 
     def is_free(self, nodes: Iterable[Node]) -> bool:
         """Returns whether no site replaces any of the operations."""

@@ -32,7 +32,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def line_of(node: Node) -> str:
-    """Returns the user's line that an operation comes from, as "file.py:12", or "" if unknown."""
+    """Returns the user's line that an operation comes from, as "path/file.py:12", or "" if unknown."""
     traceback = node.eqn.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         if not frame.file_name.startswith(_folders()) and not frame.file_name.startswith("<"):

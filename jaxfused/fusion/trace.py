@@ -100,7 +100,7 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _filled(slots: Sequence[Any], arrays: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-    """Returns the leaves, with arrays and objects in place of their slots."""
+    """Returns the leaves, with arrays and objects in place of their placeholders."""
     fill = {id(_ARRAY): iter(arrays), id(_OBJECT): iter(objects)}
     return [next(fill[id(s)]) if isinstance(s, _Slot) else s for s in slots]
 

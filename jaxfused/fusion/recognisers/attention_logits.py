@@ -16,7 +16,7 @@ from jaxfused.fusion.constants import evaluate, rounded, scalar
 from jaxfused.fusion.graph import Node, Value
 
 Axes = tuple[tuple[str, ...], ...]
-"""Names, for each axis of an array, of what it counts: batch, heads, queries, keys or several of them."""
+"""Names, for each axis of an array, of what it counts: batch, heads, queries, keys or several."""
 
 
 class NoAttention(Exception):

@@ -197,7 +197,7 @@ def _check_queries_without_keys(logits: Logits) -> None:
 def _unrepeated(
     key: tuple[Value, Axes], value: tuple[Value, Axes], layout: mask.Layout
 ) -> tuple[Value, Value, dict[str, int]] | None:
-    """Returns keys and values before their heads were repeated, with the sizes of axes there, or None."""
+    """Returns keys and values before their heads were repeated, with the axes' sizes there, or None."""
     if len(layout.heads) != 1:
         return None
     (head,) = layout.heads

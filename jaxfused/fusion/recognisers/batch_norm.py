@@ -16,7 +16,7 @@ from jaxfused.ops.norm.batch_norm import run
 
 
 def find(book: Book) -> None:
-    """Adds all batch norms of the graph that compute statistics of the batch."""
+    """Finds all batch norms that compute statistics of the batch, and adds them to the book."""
     image_norm.find(book, _site, of_batch=True)
 
 
@@ -52,7 +52,7 @@ def _site(root: Node, found: Match) -> Site:
 
 
 def _statistics(found: Match, covered: set[Node]) -> tuple[list[Value], list[Value]]:
-    """Returns the means and the variances that are used outside of the site."""
+    """Returns the means and the variances that are used outside of the replaced operations."""
     moments, channels = found.moments, found.arrangement.channels
     means, variances = [], []
     for node in sorted(covered, key=lambda node: node.order):

@@ -21,7 +21,7 @@ from jaxfused.ops.loss.linear_cross_entropy import linear_softmax_cross_entropy
 from jaxfused.runtime.shapes import reshaped
 
 FEWEST_LOGITS = 2**24
-"""Fewest logits of a site. Its gradient computes them again, in chunks of this many."""
+"""Fewest logits of a loss that is replaced. Its gradient computes them again, in chunks of this many."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Loss:
 
 
 def find(book: Book) -> None:
-    """Adds the losses of products of the graph."""
+    """Finds losses whose logits are the result of a product, and adds them to the book."""
     by_result = None
     for node in book.graph.nodes:
         if node.name != "log":

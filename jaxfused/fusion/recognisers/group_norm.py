@@ -15,7 +15,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 
 def find(book: Book) -> None:
-    """Adds all group norms of the graph."""
+    """Finds all group norms of the graph and adds them to the book."""
     image_norm.find(book, _site, of_batch=False)
 
 
@@ -27,7 +27,7 @@ def _site(root: Node, found: Match) -> Site:
         operands = found.operands_of([*widened(found, arrays[:1]), *arrays[1:]])
         x = operands.pop("x")
         if "image_scale" in operands:
-            # The operator adds 1, which this factor has already, added in the program's dtype.
+            # The operator adds 1 to `image_scale`; the program has added it already, in its own dtype.
             factor = operands["image_scale"].astype(accumulator_dtype(x.dtype))
             operands["image_scale"] = factor - 1.0
         y = group_norm(

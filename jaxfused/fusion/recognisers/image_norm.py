@@ -76,7 +76,7 @@ class Match:
 
 
 def widened(found: Match, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the norm's input in the dtype of its sums if its rounding matters, else unchanged.
+    """Returns the norm's input in float32 or float64 where rounding it may matter, else unchanged.
 
     If a norm is over few values, rounding its input may change the gradient by a tenth. On other devices
     than GPUs, XLA drops that rounding from the program. Kernels on a GPU write rounded results.
@@ -90,7 +90,7 @@ def widened(found: Match, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def find(book: Book, make: Callable[[Node, Match], Site], *, of_batch: bool) -> None:
-    """Adds a site of `make` for each norm of the graph over groups of channels, or over the batch."""
+    """Finds norms over groups of channels, or over the batch, and adds what `make` returns for each."""
     operator = "batch_norm" if of_batch else "group_norm"
     for root in book.graph.nodes:
         if not is_root(root) or not root.out.uses or root in book.owner:
@@ -115,7 +115,7 @@ def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
     """
     found: Match | None = None
     modulated: Match | None = None
-    # A root of a variance without epsilon is a standard deviation, for example of weights.
+    # A root of a variance without epsilon is a standard deviation, for example of weights, and no norm.
     is_norms = view(root.ins[0]).base.made_by == "add"
     reason = "nothing is multiplied by it and by the normalised array" if is_norms else ""
     for value in made_of(root.out):
@@ -139,7 +139,7 @@ def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
 
 
 def _read(affine: Affine, arrangement: Arrangement, moments: Moments, value: Value) -> Match | str:
-    """Returns the value as a norm of this arrangement, or why it is none."""
+    """Returns the value as a norm whose axes have these roles, or why it is none."""
     operands = _operands(affine, arrangement)
     if isinstance(operands, str):
         return operands
@@ -194,7 +194,7 @@ def why_not(found: Match) -> str:
 
 
 def add(book: Book, root: Node, found: Match, make: Callable[[Node, Match], Site]) -> None:
-    """Adds the site of a match, with as many of the operations after it as the operator can do."""
+    """Adds the call of a matched norm, with as many operations after it as the operator can do."""
     operator = "batch_norm" if found.arrangement.is_of_batch else "group_norm"
     longer = [found, *_followed_by(book, found, operator)]
     whys = [why_not(each) for each in longer]

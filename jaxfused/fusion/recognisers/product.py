@@ -1,6 +1,6 @@
 """Finds linear: a product of rows and a matrix with its bias, activation and residual.
 
-A product alone, or with a bias, is left to XLA. Only one with an activation or a residual is a site.
+A product alone, or with a bias, is left to XLA. Only one with an activation or a residual is replaced.
 """
 
 import math
@@ -25,7 +25,7 @@ class Projection:
     node: Node
     x: Value
     w: Value
-    """The matrix before converts, unless it has to be transposed."""
+    """The matrix before casts, unless it has to be transposed."""
     contracted: tuple[int, ...]
     """Axes of w that make up D, in the order of the trailing axes of x that do."""
     result: Value
@@ -63,7 +63,7 @@ class Projection:
 
 
 def projections(book: Book) -> list[Projection]:
-    """Returns all products of the graph with a matrix that no site covers, in order."""
+    """Returns, in order, all products with a matrix that nothing in the book replaces yet."""
     parsed = (projection(n) for n in book.graph.nodes if n.name == "dot_general")
     return [p for p in parsed if p is not None and book.is_free(p.covered)]
 
@@ -121,7 +121,7 @@ def _oriented(
 
 
 def earliest_matrix(w: Value, contracted: tuple[int, ...]) -> Value:
-    """Returns the matrix before converts, unless it has to be transposed.
+    """Returns the matrix before casts, unless it has to be transposed.
 
     The operator writes the matrix's gradient in the dtype that it gets. If the gradient is transposed
     afterwards, that dtype should be the narrow one, as in the program.
@@ -140,9 +140,9 @@ class Biased:
 
 
 def biased(book: Book, p: Projection) -> Biased:
-    """Returns the last value, not covered by a site, that is the product with at most its bias.
+    """Returns a product's result after its bias, if these operations are not replaced yet.
 
-    Converts after it are included if they lead to the dtype of x. A bias may be added after the features
+    Casts after it are included if they lead to the dtype of x. A bias may be added after the features
     are reshaped.
     """
     current = best = Biased(p.result, None, frozenset())
@@ -165,7 +165,7 @@ def biased(book: Book, p: Projection) -> Biased:
         current = Biased(node.out, bias, covered)
         if bias is None and node.out.shape != p.result.shape:
             continue
-        # Without a convert to x's dtype, the last wide result is taken.
+        # Without a cast to x's dtype, the last result in another dtype is taken.
         if node.out.dtype == p.x.dtype or best.value.dtype != p.x.dtype:
             best = current
     return best
@@ -193,7 +193,7 @@ def residual_of(book: Book, value: Value) -> Residual | None:
 
 
 def find(book: Book) -> None:
-    """Adds the products with an activation or a residual that are not part of a larger site."""
+    """Finds products with an activation or a residual that no larger operator replaces."""
     for p in projections(book):
         _find_at(book, p)
 

@@ -30,7 +30,7 @@ class Part(Projection):
     columns: np.ndarray
     """Indices of columns of the matrix, in the shape of the part's feature axes."""
     rows_at: tuple[int, ...]
-    """Axes of the rows in `result`."""
+    """Axes of `result` that are rows; the others are features."""
     moves: tuple[Move, ...]
 
     @property
@@ -72,7 +72,7 @@ def whole_of(products: Sequence[Projection]) -> Projection | None:
 
 @dataclass(frozen=True)
 class _State:
-    """A value between a product and its parts."""
+    """A value that is computed from a product on the way to a part of its features."""
 
     value: Value
     rows_at: tuple[int, ...]
@@ -94,7 +94,7 @@ class _State:
 
 
 def parts(book: Book) -> Iterator[tuple[Part, Biased]]:
-    """Yields the parts, with their biases, of all products without a site that are cut into parts."""
+    """Yields the parts, with their biases, of all products that are sliced and not yet replaced."""
     for node in book.graph.nodes:
         if node.name == "dot_general" and node not in book.owner and node.out.is_floating:
             yield from _parts_of(book, node)
@@ -148,7 +148,7 @@ _LONGEST = 12
 
 
 def _cut(book: Book, state: _State, dtype: Any) -> list[_State]:
-    """Returns the parts into which a product is cut, or none if it is not."""
+    """Returns the parts into which a product's features are sliced; an empty list if they are not."""
     for _ in range(_LONGEST):
         readers = list(dict.fromkeys(state.value.uses))
         if state.value.is_output or not readers or not book.is_free(readers):
@@ -164,7 +164,7 @@ def _cut(book: Book, state: _State, dtype: Any) -> list[_State]:
 
 
 def _to_the_end(book: Book, state: _State, dtype: Any) -> _State:
-    """Returns the part after its bias, squeezes and converts, preferably in this dtype."""
+    """Returns the part after its bias, squeezes and casts, preferably in `dtype`."""
     best = state
     while state.value.used_once and book.is_free(state.value.uses):
         node = state.value.uses[0]
@@ -174,7 +174,7 @@ def _to_the_end(book: Book, state: _State, dtype: Any) -> _State:
         if following is None:
             break
         state = following
-        # Without a convert to this dtype, the last wide result is taken.
+        # Without a cast to this dtype, the last result in another one is taken.
         if state.value.dtype == dtype or best.value.dtype != dtype:
             best = state
     return best
@@ -228,7 +228,7 @@ def _features_at(state: _State) -> list[int]:
 
 
 def _pieces(state: _State, node: Node) -> list[_State]:
-    """Returns the parts that an operation cuts off along a feature axis."""
+    """Returns the parts that an operation slices along a feature axis; empty if it does not."""
     features = _features_at(state)
     shape = state.value.shape
 

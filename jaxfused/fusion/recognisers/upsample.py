@@ -21,7 +21,7 @@ _FACTOR = 2
 
 
 def find(book: Book) -> None:
-    """Adds all places where each spatial axis of channels-last images is enlarged."""
+    """Finds where all spatial axes of channels-last images are enlarged, and adds these places."""
     for node in book.graph.nodes:
         if node.name == "dot_general" and node not in book.owner:
             first = _enlarged(node)
