@@ -117,7 +117,7 @@ def _in_order(items: Sequence[Node | Call], open_calls: set[Call]):
 
 
 def _open_calls(graph, sites, covered, bodies) -> set[Call]:
-    """Returns the `jax.jit` calls to evaluate by operation, since sites replace or read parts of them."""
+    """Returns the `jax.jit` calls to evaluate by operation, since sites replace or read a part."""
     found: set[Call] = set()
 
     def open_from(call: Call | None) -> None:
