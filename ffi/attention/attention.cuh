@@ -26,7 +26,7 @@ struct Bounds {
   int start, full_start, full_stop, stop;
 };
 
-// An optional operand [B or 1, N or 1, T or 1, S or 1]. Axes of one entry have stride 0.
+// An optional operand [B or 1, N or 1, T or 1, S or 1]. Axes of length 1 have stride 0.
 struct LogitsOperand {
   const void* data;
   int64_t strides[4];
@@ -40,14 +40,14 @@ struct AttentionArgs {
   int batch, heads, key_heads, query_count, key_count, head_size, value_size;
   float scale;
   float soft_cap;            // 0 means no cap
-  int left, right;           // a query at p attends to p - left <= s <= p + right
+  int left, right;           // a query at position p attends to keys p - left to p + right
   const int* query_lengths;  // [B]; may be null, like all pointers below
   const int* key_lengths;
   const int* query_offset;    // [B]: query t has position p = t + offset
   const int* query_segments;  // [B, T]
   const int* key_segments;    // [B, S]
-  // Bounds, in blocks, of the keys of the same segments for each block of queries; then with
-  // queries and keys swapped: [B, blocks, 4].
+  // For each block of queries, the Bounds (in blocks) of keys of the same segments, [B, blocks, 4];
+  // then for each block of keys, those of queries.
   const int4* key_bounds;
   const int4* query_bounds;
   LogitsOperand bias;
@@ -58,7 +58,7 @@ struct AttentionArgs {
   float keep_probability;
   int tiles;           // tiles of rows
   int heads_together;  // heads whose tiles alternate in the order of CTAs
-  bool descending;     // whether later tiles come first
+  bool descending;     // whether the last tile belongs to the first CTA
 
   // Whether position and length alone decide which keys a query attends to, and no other option is
   // given. This common case is compiled separately, since each option takes scarce registers.
@@ -66,12 +66,12 @@ struct AttentionArgs {
     return !transforms() && query_segments == nullptr && explicit_mask.data == nullptr &&
            dropout_seeds == nullptr;
   }
-  // Whether an operation comes between scaled products and logits: then scaling cannot be
-  // postponed.
+  // Whether a soft cap or a bias follows the scaling, or the scale is not positive. Otherwise the
+  // scaling is part of the exponential.
   __host__ __device__ bool transforms() const {
     return soft_cap != 0.0f || bias.data != nullptr || scale <= 0.0f;
   }
-  // Factor that `to_logits` leaves to its caller.
+  // Factor from the results of `to_logits` to logits, which its caller applies.
   __host__ __device__ float multiplier() const { return transforms() ? 1.0f : scale * kLog2e; }
 };
 
@@ -95,7 +95,7 @@ struct Owner {
   }
 };
 
-// No limit of a window, and the limit of offsets: sums of both and of two lengths fit an int.
+// Window side without a limit, and most offset of queries: sums of both and two lengths fit int.
 constexpr int kNoLimit = 1 << 29;
 
 // Lengths of a batch entry, and the position of its queries among its keys.
@@ -128,7 +128,7 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   const auto clip = [columns](int stop) { return max(0, min(columns, stop)); };
   Bounds bounds = {max(0, from - left), max(0, to - left), clip(from + right + 1),
                    clip(to + right + 1)};
-  // Only keys beyond their length need a mask; queries beyond theirs are excluded elsewhere.
+  // Keys beyond their length need a mask. Queries beyond it have a log-sum-exp of +inf instead.
   if (kTransposed && end > rows) bounds.full_stop = 0;
   const int4* within = kTransposed ? args.query_bounds : args.key_bounds;
   if (within != nullptr) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void for_elements(const F& f) {
   }
 }
 
-// Calls `f` column by column, for an `f` whose loads of a whole tile would not fit the registers.
+// Calls `f` for one column tile at a time: loads for the whole tile would not fit the registers.
 template <int kRowTiles, int kColumnTiles, typename F>
 __device__ __forceinline__ void for_loaded_elements(const F& f) {
 #pragma unroll
@@ -229,7 +229,7 @@ __device__ __forceinline__ float accurate_tanh(float x) {
 }
 
 // Turns products into logits divided by args.multiplier(). `use_derivative(i, j, e, factor)`
-// receives the derivative of each capped product.
+// receives the soft cap's derivative at each product.
 template <typename T, bool kTransposed, int kRowTiles, int kColumnTiles, typename F>
 __device__ __forceinline__ void to_logits(const AttentionArgs& args,
                                           const Place<kTransposed>& place,

@@ -1,4 +1,4 @@
-// Shared by the handlers of attention: checks of operands and options, and the choice of a kernel.
+// Shared by the handlers of attention: checks of operands, and dispatch by dtype and head size.
 #pragma once
 
 #include "attention.cuh"
@@ -7,8 +7,8 @@
 // Shared memory of one block on Turing, which has the least of all supported GPUs.
 constexpr int kLittleSharedMemory = 64 * 1024;
 
-// Below this length, sums of two lengths, offsets in a tile of logits, and a row's bytes fit an
-// int.
+// Limits of the length and of the values of a position (heads times size), so that sums of two
+// lengths, offsets in a tile of logits, and a position's bytes fit an int.
 constexpr int64_t kMaxLength = int64_t{1} << 24;
 constexpr int64_t kMaxRowValues = int64_t{1} << 29;
 // Tiles of larger heads of float32 would not fit into the shared memory of most GPUs.
@@ -33,7 +33,7 @@ struct AttentionOptions {
   float scale;
   float soft_cap;             // 0 means no cap
   int64_t left, right;        // -1 means no limit
-  int64_t dropout_threshold;  // in units of 1/65536
+  int64_t dropout_threshold;  // probability of dropout in units of 1/65536
 };
 
 inline ffi::Error check_optional(std::string_view name, const ffi::AnyBuffer& buffer,
@@ -181,8 +181,8 @@ inline ffi::Error count_blocks(const AttentionArgs& args, int heads, int64_t* bl
   return ffi::Error::InvalidArgument("there are too many sequences and heads for one launch");
 }
 
-// Calls `f` with a value of the type `dtype` and with the head size to compile for, as a constant.
-// Only three head sizes are compiled, to keep the library small.
+// Calls `f` with a value of the C++ type of `dtype` and, as a constant, the least compiled head
+// size that suffices. Only three are compiled, to keep the library small.
 template <typename F>
 ffi::Error for_dtype_and_head(const AttentionArgs& args, ffi::DataType dtype, const F& f) {
   const int size = std::max(args.head_size, args.value_size);

@@ -29,7 +29,7 @@ struct Statistics {
 struct BackwardArgs : AttentionArgs {
   const void* dout;              // [B, T, N, V]
   const Statistics* statistics;  // [B, N, T padded]
-  // Corrected delta minus the sum of the gradients of a row's logits, [B, N, T padded].
+  // Corrected delta less the sum of the gradients of a row's logits, [B, N, T padded].
   const float* missing;
   Statistics* corrected;  // statistics with the corrected delta, [B, N, T padded]
   int statistics_rows;
@@ -68,8 +68,8 @@ struct BackwardShape {
 
 // Turns the products S = Q K^T into probabilities, and dP = dO V^T into the gradient of the logits.
 // `statistics_of(j)` returns, for column tile j, a function of (i, e) that returns an element's
-// Statistics. `use_derivative(i, j, e, factor)` receives the derivative of each capped product, by
-// which the caller must multiply the gradient to get that of the scaled products.
+// Statistics. `use_derivative(i, j, e, factor)` receives the soft cap's derivative at each product,
+// by which the caller must multiply the gradient of the capped product.
 template <typename T, bool kPlain, bool kTransposed, int kRowTiles, int kColumnTiles, typename F,
           typename G>
 __device__ __forceinline__ void differentiate(const AttentionArgs& args, const Extent& extent,
@@ -113,7 +113,7 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const E
   }
 }
 
-// A block of columns that a CTA visits.
+// A block of columns that a CTA loads and multiplies with the rows that it owns.
 struct Visit {
   int head;  // query head
   int block;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
     const uint32_t own_other_lane = own_lane + (own_other_smem - own_smem);
     const auto advance = [&](Visit& one) {
       ++one.block;
-      // The CTA of a block of queries has only one head.
+      // A CTA that owns queries has one head; one that owns keys goes on to the next.
       if (kTransposed && one.block == stop) one = {one.head + 1, start};
     };
     for (int step = 0; step < visits; ++step, advance(visit)) {
@@ -257,8 +257,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       const Place<kTransposed> place{at.batch, visit.head, first + warp_row + lane / 4,
                                      column + lane % 4 * 2};
       const bool is_full = column >= bounds.full_start && column + kColumns <= bounds.full_stop;
-      // In float32, delta is corrected even with a cap. So the kernel for queries first computes
-      // the gradients of the logits without the cap's derivative.
+      // In float32, delta is corrected even with a soft cap. So the kernel for queries first
+      // computes the gradients of the logits without the cap's derivative.
       constexpr bool kDerivativesLater = kIsTf32<T> && kOf == Gradient::kQuery && !kPlain;
       float derivatives[kDerivativesLater ? kRowTiles : 1][kColumnTiles][4];
       differentiate<T, kPlain>(
@@ -335,8 +335,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
           const int row = first + warp_row + 16 * i + 8 * half + lane / 4;
           const int64_t place =
               (int64_t{at.batch} * args.heads + at.head) * args.statistics_rows + row;
-          // The 16-bit kernels correct delta only without a cap: with a cap they sum the gradients
-          // of the products instead of the logits'.
+          // The 16-bit kernels correct delta only without a soft cap: with one, `sum` is of the
+          // products' gradients instead of the logits'.
           const float delta = kIsTf32<T> || args.soft_cap == 0.0f ? sum + args.missing[place]
                                                                   : of_rows[i][half].delta;
           if (lane % 4 == 0) args.corrected[place] = {of_rows[i][half].lse, delta};
@@ -355,8 +355,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
 
 // --- bias ----------------------------------------------------------------------------------------
 
-// Tile sizes of the bias gradient. A CTA sums all logits to which its tile of the bias is
-// broadcast.
+// Tile sizes of the bias gradient. A CTA sums gradients of all logits that its tile of the bias is
+// broadcast to.
 template <typename T, int kHead>
 struct BiasShape {
   static constexpr int kWarps = 4;
@@ -502,7 +502,7 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
   static_assert(kTransposed || kStatisticsBlock % Shape::kRows == 0);
   const int heads = kTransposed ? args.key_heads : args.heads;
   args.tiles = divide_up(kTransposed ? args.key_count : args.query_count, Shape::kRows);
-  // The first keys and the last queries have the most to visit, unless a window limits both sides.
+  // Under a causal mask the first keys and last queries have the most work and start first.
   const bool is_uneven = args.right < args.key_count;
   args.descending = is_uneven && !kTransposed;
   args.heads_together = is_uneven ? 8 : 1;
@@ -511,7 +511,7 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
   const auto kernel = args.is_plain() ? attention_backward<T, kHead, kOf, true, kFewWarps>
                                       : attention_backward<T, kHead, kOf, false, kFewWarps>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  // A second stage is used unless it leaves an SM with one block instead of two.
+  // A second pipeline stage is used unless it leaves an SM with one block instead of two.
   int resident[2] = {};
   for (const int stages : {1, 2}) {
     const int shared_bytes = Shape::shared_bytes(stages);

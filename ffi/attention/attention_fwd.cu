@@ -2,15 +2,15 @@
 // keys.
 //
 // A CTA owns a block of queries of one head and visits the blocks of keys that they attend to.
-// Shared memory has room for one or two blocks of K and one of V: while the tensor cores use one
-// block, another is copied. The two CTAs of an SM fill each other's idle time.
+// Shared memory holds one or two blocks of K and one of V: while the tensor cores use one block,
+// another is copied. The two CTAs of an SM fill each other's idle time.
 
 #include "attention.h"
 
 namespace {
 
 struct ForwardArgs : AttentionArgs {
-  const float* sinks;  // logits without a key or value, [N], or nullptr
+  const float* sinks;  // logit of each head's sink, which has no key or value, [N], or nullptr
   void* out;           // [B, T, N, V]
   float* lse;          // [B, N, T]
   int key_stages;      // blocks of K in shared memory, 1 or 2
@@ -38,7 +38,7 @@ constexpr float kMaximumLag = 8.0f;
 // The running softmax of a lane's rows.
 template <int kRowTiles>
 struct Softmax {
-  float maximum[kRowTiles][2];  // of each row, in units of take's argument x
+  float maximum[kRowTiles][2];  // running maximum of each row of x, as passed to `take`
   float total[kRowTiles][2];    // sums over this lane's columns
 
   // Replaces x, logits divided by `multiplier`, by their exponentials; rescales `acc` if the
@@ -235,7 +235,7 @@ template <typename T, int kHead, bool kPlain>
 ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t stream) {
   using Shape = ForwardShape<T, kHead, kPlain>;
   args.tiles = divide_up(args.query_count, Shape::kRows);
-  // The last queries have the most keys to attend to, unless a window excludes the first keys.
+  // Under a causal mask the last queries have the most keys, so their tiles start first.
   args.descending = args.right < args.key_count;
   args.heads_together = args.descending ? 8 : 1;
   int64_t blocks = 0;

@@ -44,7 +44,7 @@ __device__ __forceinline__ void load(const Args& args, int image, Shared<kChanne
   store_step(i + kThreads, second);
   if constexpr (kBlur) {
     if (args.sharpens) {
-      // Sharpening sums 3 x 3 pixels with weights of 1. Its factor follows the three weights.
+      // Sharpening sums 3 x 3 pixels with weights of 1. Its factor is stored after them.
       if (threadIdx.x < 6) shared->blur[threadIdx.x / 3][threadIdx.x % 3] = 1.0f;
       if (threadIdx.x == 0) shared->blur[0][3] = args.blurs[image];
       return;
@@ -63,7 +63,7 @@ __device__ __forceinline__ Statistics statistics_of(const Args& args, int image,
   return {shared.statistics, args.statistics_size > kSums ? table : nullptr};
 }
 
-// Applies the steps from `first` to `last`; with kUntilStatistics it stops before the step that
+// Applies the steps from `first` until `last`; with kUntilStatistics it stops before the step that
 // needs statistics.
 template <bool kFinite, bool kUntilStatistics, typename Where, int kChannels>
 __device__ __forceinline__ void run(const Shared<kChannels>& shared, int first, int last,

@@ -189,14 +189,14 @@ struct WithinTwo {
   }
 };
 
-// Returns a quad of a thread's pixels.
+// Returns quad number `quad` (four adjacent pixels) of a thread's values.
 template <int kChannels>
 __device__ __forceinline__ float (&quad_of(float (&values)[kHeld][kChannels], int quad))
     [kPixels][kChannels] {
       return reinterpret_cast<float (&)[kPixels][kChannels]>(values[quad * kPixels]);
     }
 
-// The kernel of image_pass_kernel for uint8 images; kBlur adds a blur after the first steps.
+// Computes what image_pass_kernel does, for uint8 images; kBlur adds a blur after the first steps.
 template <int kChannels, Reading kOnly, bool kCounts, bool kBlur>
 __global__ void __launch_bounds__(kThreads, kBlur ? kBlurBlocks : kBlocks)
     byte_pass_kernel(const __grid_constant__ Args args) {

@@ -93,8 +93,8 @@ ffi::Error parse(const ffi::AnyBuffer& x, const ffi::AnyBuffer& maps, const ffi:
   return ffi::Error::Success();
 }
 
-// Divides a block's shared memory among the parts of an image; returns the bytes of these parts and
-// of `fixed`.
+// Sets `args->room`, the sizes of arrays in a block's shared memory; returns their bytes plus
+// `fixed`.
 int set_room(int channels, int fixed, bool blurs, const Device& device, Args* args) {
   const int64_t columns = round_up(kTile + 2 * args->reach_x, kPixels);
   const int64_t lines = kTile + 2 * args->reach_y;
@@ -159,8 +159,8 @@ ffi::Error launch_bytes(const ffi::AnyBuffer& x, Args args, cudaStream_t stream)
   return launch_kernel(kernel, args, Launch{dim3(blocks), kThreads, shared_bytes}, stream);
 }
 
-// Launches the kernel for the reading that images of three channels need. A kernel for every
-// reading has more code and fewer registers for values.
+// Launches, for images of three channels, the kernel compiled for their way of reading pixels. A
+// kernel with all ways has more code and fewer registers for values.
 template <bool kCounts, bool kBlur>
 ffi::Error launch_colours(const ffi::AnyBuffer& x, const Args& args, cudaStream_t stream) {
   if (args.reads && args.interpolation != kNearest && args.drops) {

@@ -13,9 +13,9 @@ constexpr int kTile = 32;   // rows and columns of a block's tile of the result
 constexpr int kPixels = 4;  // pixels of a quad, adjacent in a row
 constexpr int kQuads = kTile / kPixels;
 constexpr int kHeld = 2 * kPixels;           // pixels of a thread, in two rows
-constexpr int kBlocks = 8, kBlurBlocks = 5;  // blocks of a byte pass for which an SM has registers
+constexpr int kBlocks = 8, kBlurBlocks = 5;  // resident blocks of a byte pass without, with a blur
 constexpr int kMapSize =
-    19;  // matrix 9, window 4, radius 2, size of the image 2 and of the result 2
+    19;  // values of a map: matrix 9, window 4, radius 2, image size 2, result size 2
 constexpr int kStepSize = 9;  // numbers of a step: an operation and 8 values
 constexpr int kMaxSteps = 16;
 constexpr int kSums = 7;
@@ -66,10 +66,10 @@ struct Args {
   Type out_type;
   bool is_precise;       // whether weights are float32, not 15 bits
   int pixel_bytes;       // bytes of a result's pixel
-  int unit;              // bytes of a store, which divide a row of the result
-  float widest;          // largest radius of the kernel
+  int unit;              // bytes of one store; a row of the result has a multiple of them
+  float widest;          // largest radius of the interpolation kernel, in pixels
   float fill[4];         // fill colour, in the values of the images
-  bool fill_is_bytes;    // whether the fill is a pixel of uint8 images
+  bool fill_is_bytes;    // whether `fill` is whole numbers from 0 to 255
   uint32_t fill_word;    // `fill` as a pixel of bytes
   int taps;              // largest number of pixels along an axis that a value depends on
   int reach_x, reach_y;  // pixels that the blur reaches on each side

@@ -69,13 +69,13 @@ struct Within {
 
 enum class Reading { kDirect, kInPlace, kNearest, kBetweenFour, kUpright };
 
-// The pixels of an image that a region depends on.
+// The box of an image's pixels that a region of the result depends on.
 struct Box {
   Reading reading;  // method of reading; kDirect if the pixels are not in shared memory
   int left, top, width, height;
   int pitch;           // words between the starts of rows
   int taps_x, taps_y;  // kUpright only: pixels along x and y that a value depends on
-  // Lines and columns of the visible pixels, from the box's corner; the other pixels are fill.
+  // Lines and columns of the visible pixels, counted from the box's corner; other pixels are fill.
   int first_line, last_line, first_column, last_column;
   bool is_whole;   // whether all pixels are visible
   int64_t corner;  // offset in bytes of the box's first pixel, which may lie outside the image
@@ -174,7 +174,7 @@ __device__ inline Box box_of(const Args& args, const Map& map, const Region& reg
 
 constexpr uint32_t kBiasBits = 0x4b000000u;  // bits of kBias
 
-// Returns a pixel as a word of shared memory. With 1 or 3 channels its last byte is kBias's last.
+// Returns a pixel as a word of shared memory. With 1 or 3 channels its top byte is that of kBias.
 template <int kChannels>
 __device__ __forceinline__ uint32_t as_word(uint32_t bytes) {
   if constexpr (kChannels == 4) return bytes;
@@ -223,7 +223,7 @@ struct Quad {
     }
   }
 
-  // Returns the pixels, a word each, as `as_word` makes them.
+  // Returns the four pixels in one word each, in the format of `as_word`.
   __device__ __forceinline__ uint4 pixels() const {
     uint32_t w[kChannels];
 #pragma unroll
@@ -340,7 +340,7 @@ __device__ __forceinline__ void store_floats(const float (&pixels)[kCount][kChan
   }
 }
 
-// Adds `weight` times a pixel.
+// Adds `weight` times a pixel's channels, which are 0 to 255, to `sums`.
 template <int kChannels>
 __device__ __forceinline__ void add_levels(uint32_t word, float weight, float (&sums)[kChannels]) {
 #pragma unroll
@@ -428,7 +428,7 @@ struct Table {
     return reinterpret_cast<float*>(words)[(2 + tap) * entries + i];
   }
 
-  // Sets the weights times `scale`.
+  // Sets entry `i`: first pixel, normalised weights times `scale`, and share inside the image.
   __device__ void set(const Axis& axis, int taps, float scale, int i) const {
     const float start = floorf(axis.place - axis.reach) + 1.0f;
     float total = 0.0f, covered = 0.0f;

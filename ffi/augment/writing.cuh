@@ -85,8 +85,8 @@ __device__ __forceinline__ void copy(char* line, const char* staged, int bytes) 
   }
 }
 
-// Writes a warp's pixels: kQuads threads have those of two lines of the tile. `stage` has room for
-// a line of each thread.
+// Writes a warp's pixels. Every kQuads threads have two lines of the tile, which pass through
+// `stage`, in shared memory, one after the other.
 template <int kChannels>
 __device__ __forceinline__ void write(const Args& args, const Tile& tile, int line, int lines_apart,
                                       const float (&values)[kHeld][kChannels], uint4* stage) {

@@ -33,7 +33,7 @@ struct FactoredLeaf {
   uint32_t first_sum;     // index of the leaf's first row sum; column sums follow
   uint32_t first_matrix;  // index of the leaf's first matrix among all leaves'
   uint32_t first_partial[2];
-  float inverse_counts[2];  // 1 / the values of a row and of a column, on all devices
+  float inverse_counts[2];  // 1 / number of values of a row and a column, on all devices
   uint16_t normalizes_columns;
   uint16_t whole;  // whether rows consist of whole, aligned vectors
 };
@@ -44,7 +44,7 @@ struct FactoredArgs {
   uint32_t tiles, sums, matrices;
   const float* scalars;
   float* partial;       // row sums of each strip of columns, column sums of each block of rows
-  float2* tile_totals;  // for each tile, squared gradients or updates, and squared parameters
+  float2* tile_totals;  // for each tile, sums of squares of gradients or updates, and parameters
   float* of_lines;      // sums over each row and each column
   float2* totals;       // totals of each leaf or each matrix
   float* moment_sums;   // sums of the moments of each matrix
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kLeafThreads)
   args.of_lines[index] = sum;
 }
 
-// Adds up the totals of a leaf's tiles, or of a matrix's; each has a block.
+// Adds up the totals of the tiles of each leaf or, with `of_matrices`, matrix; each has a block.
 __global__ void __launch_bounds__(kLeafThreads)
     add_tiles(const __grid_constant__ FactoredArgs args, bool of_matrices) {
   const int which =
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kLeafThreads)
 constexpr int kMomentThreads = 1024;
 
 // Updates the second moments of a matrix's rows and columns from their sums of squares, and sums
-// the moments (of rows or columns) whose mean normalises. Each matrix has a block.
+// the moments of rows or of columns, whose mean divides their product. Each matrix has a block.
 __global__ void __launch_bounds__(kMomentThreads)
     update_moments(const __grid_constant__ FactoredArgs args) {
   const FactoredScalars s = *reinterpret_cast<const FactoredScalars*>(args.scalars);
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
         [&](int, int row, const float (&values)[kLeafVec]) {
 #pragma unroll
           for (int j = 0; j < kLeafVec; ++j) {
-            // The product of both factors could overflow or underflow when squared.
+            // In this order: the square of both factors' product could overflow or underflow.
             const float update = values[j] * inverse_rows[row] * inverse_columns[j];
             sum += update * update;
           }
@@ -352,7 +352,7 @@ ffi::Error parse_sizes(ffi::Span<const int64_t> batches, ffi::Span<const int64_t
   return ffi::Error::Success();
 }
 
-// Reads the next array, of `size` elements and, unless it is the first, the dtype before it.
+// Reads array `index`, which must have `size` elements and, unless `is_first`, the dtype `*dtype`.
 ffi::Error next_array(const ffi::RemainingArgs& arrays, size_t index, int64_t size, bool is_first,
                       Dtype* dtype, void** data) {
   const auto array = arrays.get<ffi::AnyBuffer>(index);
@@ -399,8 +399,8 @@ ffi::Error add_totals(const FactoredArgs& args, bool of_matrices, cudaStream_t s
   return check_cuda(cudaGetLastError(), "kernel launch");
 }
 
-// Computes the sums of squares of all rows and columns, and each leaf's sums over all gradients and
-// parameters. `arrays` are the gradients, followed by the parameters if there are as many again.
+// Computes the sums of squares of all rows and columns, and of each leaf's gradients and parameters
+// as a whole. `arrays` are the gradients, followed by the parameters if there are as many again.
 ffi::Error factored_sums(cudaStream_t stream, ffi::RemainingArgs arrays,
                          ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> totals,
                          ffi::Result<ffi::AnyBuffer> partial,

@@ -1,7 +1,7 @@
-// The walk of a kernel over the leaves of a tree: arrays of any sizes, all in one launch.
+// Multi-tensor lists: one launch over all leaves of a parameter tree, arrays of any sizes.
 //
 // A leaf is cut into tiles, the last of which may not be full. The tiles are numbered across all
-// leaves, and the grid takes them from the last to the first: an earlier kernel that went from
+// leaves, and the grid processes them from the last to the first: an earlier kernel that went from
 // first to last has left the last ones in L2. The leaves' pointers are parameters of the kernel, so
 // that a launch needs no table in device memory.
 #pragma once
@@ -17,11 +17,11 @@ constexpr int kLeafVec = 4;  // values that a thread handles at a time
 // Limit on the leaves of a launch. A kernel's parameters have room for 500, but XLA's compile time
 // grows with the square of a call's results.
 constexpr int kMaxLeaves = 256;
-constexpr int kMaxStreams = 8;  // arrays of one leaf
+constexpr int kMaxStreams = 8;  // arrays of one leaf: gradient, parameter, moments, ...
 
 constexpr int kBlockValues = 256;  // values that share a scale, for 8-bit values
 
-// Content of a leaf's array, if not one value of `Dtype` for each element.
+// What an array holds: float values, 8-bit codes, or the scales of blocks of codes.
 enum class Coded : uint8_t { kNo, kCodes, kScales };
 
 struct Leaf {
@@ -33,8 +33,8 @@ struct Leaf {
 };
 
 struct Leaves {
-  Dtype dtypes[kMaxStreams];  // dtypes of the streams, common to all leaves
-  uint32_t streams;           // one bit for each stream that the leaves have
+  Dtype dtypes[kMaxStreams];  // dtype of each kind of array, common to all leaves
+  uint32_t streams;           // one bit for each kind of array that the leaves have
   uint32_t tiles;
   int count;
   Leaf leaves[kMaxLeaves];
@@ -52,8 +52,8 @@ __host__ __device__ constexpr bool has_stream(uint32_t streams, int stream) {
 // the compiler would rather save registers. All threads of the warp call it.
 __device__ __forceinline__ void keep_loads_together() { __syncwarp(); }
 
-// Values in the dtype of memory: eight 16-bit values, or four, which fill only the first half if
-// they have 16 bits.
+// A vector as loaded, before conversion to float32: eight 16-bit values, or four values, which fill
+// only the first half if they have 16 bits.
 using RawVector = uint4;
 
 template <int kCount = kLeafVec>
@@ -85,8 +85,8 @@ __device__ __forceinline__ void unpack_raw(const RawVector& raw, Dtype dtype,
   });
 }
 
-// Returns the last leaf whose member `kFirst` is at most `index`; `kFirst` must grow from leaf to
-// leaf.
+// Returns the number of the last leaf whose member `kFirst` is at most `index`; `kFirst` must grow
+// from leaf to leaf.
 template <auto kFirst, typename Args>
 __device__ __forceinline__ int leaf_at(const Args& args, uint32_t index) {
   int leaf = 0, last = args.count - 1;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_values(void* data, Dtype dtype, int64_t in
       store_streaming(address, vector);
     } else if constexpr (sizeof(vector) == 8) {
       __stcs(reinterpret_cast<uint2*>(address), reinterpret_cast<const uint2&>(vector));
-    }  // wider vectors of eight are never stored
+    }  // eight float32 values are never stored
   });
 }
 
@@ -156,7 +156,7 @@ __device__ __forceinline__ void store_value(void* data, Dtype dtype, int64_t ind
   });
 }
 
-// A position in the walk: the leaf of the last tile asked for.
+// Finds the leaf of a tile, starting from that of the previous tile.
 class LeafCursor {
  public:
   // Finds the leaf of `tile`.
@@ -172,13 +172,13 @@ class LeafCursor {
     }
   }
 
-  // Moves back to the leaf of a tile that is at most the last one.
+  // Moves back to the leaf of `tile`, which must not come after the previous tile.
   __device__ __forceinline__ const Leaf& earlier(int64_t tile) {
     while (leaves_.leaves[leaf_].first_tile > tile) --leaf_;
     return leaves_.leaves[leaf_];
   }
 
-  // Moves forward to the leaf of a tile that is at least the last one.
+  // Moves forward to the leaf of `tile`, which must not come before the previous tile.
   __device__ __forceinline__ const Leaf& later(int64_t tile) {
     while (leaf_ + 1 < leaves_.count && leaves_.leaves[leaf_ + 1].first_tile <= tile) ++leaf_;
     return leaves_.leaves[leaf_];
@@ -208,7 +208,7 @@ struct LeafTile {
   }
 };
 
-// Returns the first value in a tile of this thread's vector `v`; a warp's are adjacent.
+// Returns the position in a tile of this thread's vector `v`; a warp's vectors are adjacent.
 template <int kVectors, int kCount = kLeafVec>
 __device__ __forceinline__ int vector_start(int v) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

@@ -1,4 +1,4 @@
-// How a handler reads the arrays of a tree's leaves from its operands.
+// Parsing of the arrays of a parameter tree's leaves from a handler's operands.
 #pragma once
 
 #include <optional>
@@ -7,9 +7,9 @@
 #include "common/handler.h"
 #include "multi_tensor.cuh"
 
-// Fills `leaves` from arrays in the order of leaves, each with the streams in `streams`. The
-// results are the same buffers, in the same order, for the streams in `written`. `coded` says what
-// each stream holds; nullptr means plain values.
+// Fills `leaves` from `arrays`, which has for each leaf one array (gradient, parameter, ...) per
+// bit of `streams`. `results` must be the same buffers, in the same order, for the bits of
+// `written` only. `coded` says which arrays are 8-bit codes or scales; nullptr means none.
 inline ffi::Error parse_leaves(const ffi::RemainingArgs& arrays, const ffi::RemainingRets& results,
                                uint32_t streams, uint32_t written, ffi::Span<const int64_t> decays,
                                int tile, const Coded* coded, Leaves* leaves) {

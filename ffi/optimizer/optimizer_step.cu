@@ -75,7 +75,7 @@ __host__ __device__ constexpr bool is_moment(int stream) {
 template <int... kStream>
 constexpr uint32_t kBits = ((1u << kStream) | ...);
 
-// Streams that a rule can read.
+// Arrays of a leaf that a rule can read, as bits of `Stream`.
 __host__ __device__ constexpr uint32_t streams_read(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
@@ -92,7 +92,7 @@ __host__ __device__ constexpr uint32_t streams_read(Rule rule) {
   }
 }
 
-// Streams that a rule can write.
+// Arrays of a leaf that a rule can write, as bits of `Stream`.
 __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
@@ -112,9 +112,9 @@ __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
   }
 }
 
-// Properties of a tree that are known at compile time. 16-bit values and 8-bit codes take so little
-// memory time that branches on dtypes and absent arrays would take more. Except with kAny, a tree
-// has no averages, copies or Nesterov momentum, and all its values have one dtype.
+// Properties of a tree that are known at compile time. 16-bit values and 8-bit codes are read so
+// fast that branches on dtypes and absent arrays would take longer. Except with kAny, a tree has no
+// averages, copies or Nesterov momentum, and all its values have one dtype.
 enum class Format { kAny, kFloat32, kBfloat16 };
 
 // Values that a thread handles at a time: as many as it loads at once.
@@ -137,10 +137,10 @@ __device__ __forceinline__ bool is_present(const Leaves& leaves, int stream) {
 
 struct StepArgs {
   const Scalars* scalars;
-  const float* stats;        // sum of squares of all gradients; non-zero if one is not finite
-  const float2* norms;       // squared norms of each leaf's parameter and direction
+  const float* stats;        // [2]: sum of squares of all gradients; non-zero if any is not finite
+  const float2* norms;       // squared norms of each leaf's parameter and update direction
   float2* partial_norms;     // the same for each warp and tile
-  const LeafRandom* random;  // for each leaf, if anything is rounded at random
+  const LeafRandom* random;  // seeds of each leaf, if anything is rounded at random
   uint32_t rounded;          // bits of the bfloat16 streams that are rounded at random
   bool clips;
   bool skips_nonfinite;
@@ -156,7 +156,7 @@ __device__ __forceinline__ float gradient_factor(const StepArgs& args, const Sca
   return norm < s.max_norm ? s.inverse_loss_scale : s.inverse_loss_scale * (s.max_norm / norm);
 }
 
-// Returns LAMB's ratio of a leaf's norms.
+// Returns LAMB's trust ratio: the norm of a leaf's parameter over that of its direction.
 __device__ __forceinline__ float trust_ratio(float2 squares) {
   return squares.x == 0.0f || squares.y == 0.0f ? 1.0f : sqrtf(squares.x) / sqrtf(squares.y);
 }
@@ -197,7 +197,7 @@ __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalar
 }
 
 // Updates kCount values of each stream. `learning_rate` includes LAMB's ratio of norms; `squares`
-// accumulates LAMB's sums.
+// accumulates the squares for LAMB's norms.
 template <Rule kRule, Format kFormat, int kCount>
 __device__ __forceinline__ void update(const StepArgs& args, const Scalars& s, bool decays,
                                        float factor, float learning_rate,
@@ -228,8 +228,8 @@ __device__ __forceinline__ void round_to(Dtype dtype, float (&values)[kCount]) {
   });
 }
 
-// Rounds the streams in args.rounded at random, so that storing them is exact. `index` is that of
-// the first value in the leaf.
+// Rounds the streams in args.rounded at random, so that storing them is exact. `index` is the first
+// value's position in the leaf.
 template <Rule kRule, int kCount>
 __device__ __forceinline__ void round_chosen(const StepArgs& args, int leaf_index, int64_t index,
                                              float (&of)[kMostRead][kCount]) {
@@ -268,7 +268,8 @@ __device__ __forceinline__ void store_vectors(const StepArgs& args, const Leaf& 
   }
 }
 
-// Updates the values of a tile outside whole vectors, one by one, and returns LAMB's sums.
+// Updates the values of a tile outside whole vectors, one by one, and returns the sums of squares
+// for LAMB's norms.
 template <Rule kRule>
 __device__ __noinline__ float2 update_singly(const StepArgs& args, int leaf_index, int64_t first,
                                              int64_t end, float factor, float learning_rate) {
@@ -439,8 +440,8 @@ __device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Lea
   }
 }
 
-// Fewest blocks of an SM, for enough bytes in flight. If instructions take as long as memory, more
-// warps overlap the two.
+// Least number of resident blocks of an SM, for enough bytes in flight. If instructions take as
+// long as memory, more warps overlap the two.
 template <Rule kRule, Format kFormat>
 constexpr int kLeastBlocks =
     kFormat == Format::kAny || kRule == Rule::kAdam || kRule == Rule::kLambWhole ? 3 : 4;
@@ -469,7 +470,7 @@ __global__ void __launch_bounds__(kLeafThreads, kLeastBlocks<kRule, kFormat>)
 
 constexpr int kSumThreads = 512;
 
-// Adds up the warps' norms of each leaf in a fixed order; each leaf has a block.
+// Adds up the warps' squared norms of each leaf in a fixed order; each leaf has a block.
 __global__ void __launch_bounds__(kSumThreads)
     sum_norms(const __grid_constant__ StepArgs args, float2* norms) {
   const Leaves& leaves = args.leaves;

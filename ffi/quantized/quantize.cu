@@ -3,7 +3,8 @@
 // results to a multiple of 16 bytes.
 //
 // A tile has 128 rows and 64 columns. A thread reads 8 adjacent values, writes them in float8 in
-// the same order, and stores them in shared memory, from which 8 rows of a column become 8 bytes.
+// the same order, and stores them in shared memory. It reads back 8 rows of a column as 8 adjacent
+// bytes.
 #include <cuda_fp8.h>
 
 #include <cfloat>
@@ -34,18 +35,18 @@ struct Sources {
 };
 
 struct QuantizeArgs {
-  Sources sources;        // matrices to concatenate by columns, or a gate and its factor
-  int ends[kMaxSources];  // end of each source's columns
+  Sources sources;        // matrices to concatenate along columns, or a gate and its factor
+  int ends[kMaxSources];  // end (exclusive) of each source's columns when concatenated
   const float* largest;   // magnitudes whose maximum sets the scale
   int largest_count;
   float reciprocal;     // 1 / the largest number of the results' dtype
-  float slope_steps;    // code of a derivative of 1
+  float slope_steps;    // int8 code that stands for a derivative of 1
   bool from_end;        // whether blocks start with the last rows, which L2 may still hold
   float* scale;         // scale of the results, [1], or nullptr
   uint8_t* values;      // quantised matrix, [rows, pitch], or nullptr
   uint8_t* transposed;  // its transpose, [columns, row_pitch], or nullptr
   float* sums;          // column sums of every 128 rows, or nullptr
-  float* found;         // each tile's largest magnitude before scaling, or nullptr
+  float* found;         // [tiles], each tile's largest magnitude before scaling, or nullptr
   int8_t* slope;        // codes of the activation's derivative, [rows, pitch], or nullptr
   int rows;
   int columns;
@@ -56,8 +57,8 @@ struct QuantizeArgs {
   Activation activation;
 };
 
-// Returns the largest value of a block, given as the bits of a float without its sign: as an
-// integer, a NaN is larger than all other values.
+// Returns the largest `bits` of a block's threads. They are floats' bits without the sign, which
+// compare as integers like the magnitudes, with NaN above all.
 __device__ __forceinline__ uint32_t largest_of_block(uint32_t bits) {
   __shared__ uint32_t of_warps[32];
   bits = largest_of_warp(bits);
@@ -70,7 +71,7 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t bits) {
 }
 
 // Returns the scale: at least FLT_MIN, so that it can be divided by, and NaN if a magnitude is not
-// finite. Each warp computes it alone, so that none waits while its loads are in flight.
+// finite. Each warp computes it without a barrier, while its loads of the matrix are in flight.
 __device__ __forceinline__ float scale_of(const QuantizeArgs& args) {
   uint32_t bits = 0;
   if (args.largest_count == 1) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ float scale_of(const QuantizeArgs& args) {
   return fmaxf(__uint_as_float(bits) * args.reciprocal, FLT_MIN);
 }
 
-// A block's tile; successive blocks go down a column of tiles.
+// A block's tile. Consecutive blocks go down a column of tiles, or up if `from_end`.
 struct Tile {
   int row;     // index of the tile's row of tiles
   int column;  // index of the tile's column of tiles
@@ -105,8 +106,9 @@ struct Tile {
 // rows, and reads two adjacent words of one row of each group of 8. Terms that depend on neither
 // the pass nor the row in a group are computed once.
 struct Places {
-  int written, written_swizzle;  // the first row and word that a thread writes
-  int read[2], read_step;        // the first row that it reads
+  int written,
+      written_swizzle;     // offset of the first written row, and its swizzled word
+  int read[2], read_step;  // base offsets by row / 2 % 2, and the swap of odd and even rows
 
   __device__ __forceinline__ Places() {
     const int row = threadIdx.x / kRowThreads, word = threadIdx.x % kRowThreads * 2;
@@ -215,8 +217,8 @@ bool has_slope(Activation activation) {
   }
 }
 
-// Applies the activation like activate_for_fp8, and sets `slope` to the derivative. This is stored
-// in steps of about 0.01, so cancellation in 1 - gate does not matter.
+// Applies the activation like activate_for_fp8, and sets `slope` to the derivative. It is stored in
+// steps of about 0.01, so cancellation in gate - gate^2 does not matter.
 __device__ __forceinline__ void activate_with_slope(Activation activation, float (&values)[kVec],
                                                     float (&slope)[kVec]) {
   using namespace activation_detail;
@@ -323,7 +325,7 @@ __device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const
   uint8_t* to = args.transposed + static_cast<int64_t>(column) * args.row_pitch + row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // Takes bytes 2 half and 2 half + 1 of two rows into the lower and the upper half of a word.
+    // Puts byte 2 half of two rows into the lower half of a word, byte 2 half + 1 into the upper.
     const uint32_t order = half ? 0x7362u : 0x5140u;
     uint32_t pairs[4];
 #pragma unroll
@@ -366,8 +368,8 @@ __device__ __forceinline__ void store_sums(const QuantizeArgs& args, float (&sum
   args.sums[row_block * args.columns + column] = total;
 }
 
-// Kind of the quantised values: plain matrices; the product of an activated gate and a factor;
-// matrices that are also summed over their rows; an activation whose derivative is stored.
+// What is quantised: plain matrices; the product of an activated gate and a factor; matrices whose
+// column sums are stored too; an activation whose derivative is stored too.
 enum class Form { kPlain, kGated, kSums, kSlope };
 
 // A thread's values of a tile, while they are being loaded.
@@ -380,7 +382,7 @@ struct Load {
     const int column =
         place.column * kTileColumns + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
     const int first_row = place.row * kTileRows + static_cast<int>(threadIdx.x) / kRowThreads;
-    // Beyond the end the last row is read again: a branch would wait for its loads.
+    // Threads beyond the end read the last row again: a branch would make them wait for the loads.
     const int in_source = column < args.columns ? column : 0;
     const Columns<T> source = columns_from<T>(args, in_source);
 #pragma unroll
@@ -403,7 +405,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
   const int row_start = place.row * kTileRows, column_start = place.column * kTileColumns;
   const int column = column_start + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
   const int first_row = threadIdx.x / kRowThreads;
-  // Beyond the end, results are computed from other values; they become zeros or are not stored.
+  // Beyond the matrix, results of repeated values become zeros or are not stored.
   const int rows_left = args.rows - row_start - first_row;
   const int rows = column < args.columns ? rows_left : 0;
   const int rows_of_pitch = column < args.pitch ? rows_left : 0;
@@ -503,7 +505,7 @@ __device__ __forceinline__ uint32_t largest_of_thread(const Sources& sources) {
 }
 
 template <typename T, Form kForm>
-constexpr int kBlocks =  // blocks of an SM
+constexpr int kBlocks =  // resident blocks of an SM
     sizeof(T) == 2 ? (kForm == Form::kGated ? 2 : 4) : (kForm == Form::kGated ? 1 : 2);
 
 template <typename T, __nv_fp8_interpretation_t kFormat, Form kForm>
@@ -550,7 +552,7 @@ Kernel kernel_of(Dtype dtype, Form form) {
 // Returns the pitch of float8 rows of `length` numbers: TMA takes multiples of 16 bytes.
 int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
 
-// Reads the matrices and how they are combined.
+// Checks the source matrices, and sets pointers, columns and pitches in `args`.
 ffi::Error parse_sources(const ffi::AnyBuffer* const (&buffers)[kMaxSources], bool gated,
                          QuantizeArgs* args) {
   const ffi::AnyBuffer& first = *buffers[0];

@@ -1,6 +1,6 @@
 // Quantises rows to int8 or float8, with a scale for each: the largest magnitude of a row becomes
-// the largest number of the dtype. A warp has a short row, a block a long one, which it reads again
-// from the cache once the scale is known.
+// the largest number of the dtype. A warp quantises a short row, a block a long one, and reads it
+// again from the cache once the scale is known.
 #include <cstdint>
 #include <string>
 

@@ -13,7 +13,7 @@
 constexpr int kMaxProducts = 2;
 constexpr int kEpilogueVec = 4;  // adjacent columns that a thread finishes at a time
 
-// A matrix [rows, columns] with a dtype of its own; it is absent if it has no data.
+// A matrix [rows, columns] with a dtype of its own; absent if `data` is null.
 struct Output {
   void* data;
   Dtype dtype;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void finish(const QuantizedEpilogue& args, int row, i
   store_existing(args.y, offset, count, aligned, z[0]);
 }
 
-// Reads a matrix of any float dtype, or an absent one.
+// Checks a matrix of any float dtype, which may be absent, and sets `output`.
 inline ffi::Error parse_output(std::string_view name, const ffi::AnyBuffer& buffer, int64_t rows,
                                int64_t columns, Output* output) {
   *output = {nullptr, Dtype::kFloat32};

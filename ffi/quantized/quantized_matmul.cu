@@ -3,10 +3,10 @@
 // (x w2 + bias2).
 //
 // The weights are the left operand of the tensor cores, 16 columns a warp, and x is the right one,
-// so that 8 rows of x waste nothing. A block's 8 warps share its columns and the features of a
-// step; further blocks may share the features too (split-K). All sums are added up in a fixed
-// order: those of the warps in shared memory, those of blocks by a second kernel. The scale of a
-// group of features multiplies the group's sum in float32, so that no weight is ever rounded.
+// so that 8 rows of x waste nothing. A block's 8 warps divide its columns and features among them;
+// further blocks may split the features too (split-K). All sums are added up in a fixed order:
+// those of warps in shared memory, those of blocks by a second kernel. The scale of a group of
+// features multiplies the group's sum in float32, so that no weight is ever rounded.
 
 #include <cstdint>
 #include <string>
@@ -35,15 +35,15 @@ struct LinearArgs {
   int row_bytes;
   int group;  // features that share a scale; 0 if all of a column do
   int groups;
-  int column_warps;  // warps along the columns; with two products they alternate
-  int sum_warps;     // warps that share the features
+  int column_warps;  // warps along columns; in a gated unit, alternating between w and w2
+  int sum_warps;     // warps that split the features
   int steps_of_part;
   int stages;
   Float8Code code;
   QuantizedEpilogue epilogue;
 };
 
-// Layout of a stage in shared memory, in bytes.
+// Layout of a pipeline stage in shared memory, in bytes.
 template <Weights kWeights, int kRowTiles>
 struct Stage {
   static constexpr int kRows = 8 * kRowTiles;
@@ -51,7 +51,7 @@ struct Stage {
   // one row each with int4 (ldmatrix), else 64 bytes of each of two rows.
   static constexpr int kPitch = kStep * 2 + (kWeights == Weights::kInt4 ? 16 : 64);
   static constexpr int kWeightBytes = kWarps * WarpWeights<kWeights>::kBytes;
-  static constexpr int kSliceBytes = kRows * kPitch;  // x, for the features of a warp
+  static constexpr int kSliceBytes = kRows * kPitch;  // x, for the kStep features of a warp
   static constexpr int kScaleBytes = kWarps * kChunks * kWarpRows * 4;
   static constexpr int kZeroBytes = kWarps * kChunks * kWarpRows;
 
@@ -91,7 +91,7 @@ struct Place {
   int row_start, rows;
   int stage_bytes, scale_place;  // bytes in shared memory
 
-  // Return where a stage has the warp's scales and zero points: 16 for each group of a step.
+  // Return the warp's scales and zero points in a pipeline stage: 16 columns for each group.
   __device__ __forceinline__ float* scales(uint8_t* stage) const {
     return reinterpret_cast<float*>(stage + scale_place) + warp * kChunks * kWarpRows;
   }
@@ -101,7 +101,7 @@ struct Place {
   }
 };
 
-// A thread's copies from global to shared memory, for a step of each of the block's sum warps.
+// A thread's copies from global to shared memory, of kStep features for each warp that sums.
 template <typename T, Weights kWeights, int kRowTiles>
 class Copies {
   using OfPlace = Place<kWeights, kRowTiles>;
@@ -129,7 +129,7 @@ class Copies {
 
   __device__ __forceinline__ bool have_zero_points() const { return zero_point_ != nullptr; }
 
-  // Zeroes the rows of x that do not exist, in every stage.
+  // Zeroes the tile's rows beyond the end of x, in every pipeline stage.
   __device__ __forceinline__ void clear() {
     const uint4 nothing = {};
     for (int stage = 0; stage < args_.stages; ++stage) {
@@ -263,7 +263,7 @@ class Sums {
   }
 
  private:
-  // Loads the thread's values of 8 rows of x in a chunk, in the order of its weights.
+  // Loads the thread's values of 8 rows of x in a chunk, in the weights' order of features.
   static __device__ __forceinline__ void load_x(uint32_t chunk, int lane, uint32_t (&b)[4]) {
     if constexpr (kWeights == Weights::kInt4) {
       load_matrices(b, chunk + lane % 8 * Layout::kPitch + lane / 8 * 16);
@@ -289,7 +289,7 @@ class Sums {
   float of_group_[kRowTiles][4] = {};  // sums of the current group, or of all features
 };
 
-// Adds up the sums of the block's warps, then applies the epilogue or stores a split-K part.
+// Adds up the sums of the block's warps, then applies the epilogue or, with split-K, stores them.
 template <Weights kWeights, int kRowTiles>
 __device__ __forceinline__ void finish_block(const LinearArgs& args,
                                              const Place<kWeights, kRowTiles>& place,
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, kRowTiles == 8 ? 1 : 2)
       slot = slot + 1 == args.stages ? 0 : slot + 1;
       free_slot = free_slot + 1 == args.stages ? 0 : free_slot + 1;
     }
-    // The sums reuse the memory of the stages.
+    // The sums reuse the memory of the pipeline stages.
     async_copies_wait(0);
     __syncthreads();
     float* found = reinterpret_cast<float*>(memory);
@@ -383,7 +383,7 @@ struct MergeArgs {
   QuantizedEpilogue epilogue;
 };
 
-// Adds up the parts of split-K sums, and applies the epilogue.
+// Adds up the partial sums of split-K, and applies the epilogue.
 __global__ void __launch_bounds__(kThreads) quantized_merge_kernel(MergeArgs args) {
   const int rows = args.epilogue.rows, columns = args.epilogue.columns;
   const int column = (blockIdx.x * kThreads + threadIdx.x) * kEpilogueVec;
@@ -591,8 +591,8 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
           : choose<__nv_bfloat16>(weights, static_cast<int>(row_tiles), args.sum_warps);
   Device device = {};
   RETURN_IF_ERROR(current_device(&device));
-  // An SM runs two blocks if two stages of each fit its shared memory, with what CUDA reserves
-  // per block. Blocks with the most rows use too many registers for that.
+  // An SM runs two blocks if two pipeline stages of each fit its shared memory, with what CUDA
+  // reserves per block. With 8 row tiles, two blocks would need too many registers.
   const int half = device.shared_bytes / 2 - kReservedBytes;
   const bool are_two = row_tiles < 8 && half / chosen.stage_bytes >= 2;
   const int shared = are_two ? half : device.shared_bytes;

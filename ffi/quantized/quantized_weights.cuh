@@ -49,12 +49,13 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
 
 // Converts a thread's 8 weights of a chunk to T, which represents each of them exactly.
 //
-// `Offset` is subtracted after the conversion: the zero point, and the constant that the integer
-// trick adds.
+// `Offset` is subtracted afterwards: the zero point, plus the constant that turning bits into
+// floats adds.
 template <typename T, Weights kWeights>
 struct Converter;
 
-// Four bits below the exponent of a power of two are a float without a conversion instruction.
+// Four bits in the mantissa of a power of two make a float (the power plus the bits) without a
+// conversion instruction.
 template <typename T>
 struct Converter<T, Weights::kInt4> {
   static constexpr int kWords = 1;  // words of a thread in a chunk
@@ -113,7 +114,7 @@ struct Converter<__nv_bfloat16, Weights::kInt8> {
 
   static __device__ __forceinline__ void convert(const uint32_t (&words)[kWords], Offset offset,
                                                  const Float8Code&, uint32_t (&out)[4]) {
-    // The factor 2^133 as two: the largest power of two of bfloat16, and the rest.
+    // The factor 2^133 in two: bfloat16's largest power of two, 2^127, and the rest, 2^6.
     constexpr uint32_t kLargest = 0x7f007f00u, kRest = 0x42804280u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -155,14 +156,14 @@ struct WarpWeights {
   static constexpr int kPassRows = 32 / kRowCopies;      // rows that a warp copies at a time
   static constexpr int kPasses = kWarpRows / kPassRows;  // copies of a thread
 
-  // Returns the offset of 16 bytes of a row in shared memory. Rows of 128 bytes are swizzled by 32
-  // bytes, of which a thread reads 8, so that the 16 threads that read at a time use all banks.
+  // Returns the offset of 16 bytes of a row in shared memory. Rows of 128 bytes are swizzled by
+  // units of 32 bytes, of which a thread reads 8; the 16 threads that read at a time use all banks.
   static __device__ __forceinline__ int place(int row, int copy) {
     if (kWeights == Weights::kInt4) return row * kRowBytes + copy * 16;
     return row * kRowBytes + ((copy / 2) ^ (row & 3)) * 32 + copy % 2 * 16;
   }
 
-  // Starts to copy each row from byte `start` on; `rows` rows of `row_bytes` exist.
+  // Starts to copy 16 rows from byte `start` on; zeros replace what does not exist.
   static __device__ __forceinline__ void copy(uint32_t shared, const uint8_t* values, int64_t rows,
                                               int64_t row_bytes, int64_t start, int lane) {
     const int copy = lane % kRowCopies;
@@ -182,7 +183,7 @@ struct WarpWeights {
     __device__ __forceinline__ Row(uint32_t shared, int row, int lane)
         : shared_(shared), row_(row), q_(lane % 4) {
       if constexpr (kWeights == Weights::kInt4) {
-        // Loads the thread's words of all chunks at once: words of a single chunk share few banks.
+        // Loads the thread's words of all chunks: loads chunk by chunk would conflict in few banks.
         const uint4 all = load_shared_16(shared + place(row, q_));
         words_[0] = all.x, words_[1] = all.y, words_[2] = all.z, words_[3] = all.w;
       }

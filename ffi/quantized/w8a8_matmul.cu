@@ -3,7 +3,7 @@
 // residual. Integers are summed exactly, over 128 features in the latter case.
 //
 // A block has 128 rows and 128 columns of the result; its 8 warps have 64 x 32 each. Steps of 128
-// bytes along the features pass through a ring in shared memory.
+// bytes along the features pass through a circular buffer in shared memory.
 
 #include <cstdint>
 #include <string>
@@ -41,7 +41,7 @@ __device__ __forceinline__ int place(int row, int copy) {
   return row * kTile + ((copy ^ (row & 7)) * 16);
 }
 
-// Copies the bytes from feature `start` on of 128 rows, of which only `rows` exist.
+// Copies 128 features from `start` on of 128 rows; zeros replace what lies beyond the matrix.
 __device__ __forceinline__ void copy_tile(uint32_t shared, const uint8_t* matrix, int rows,
                                           int features, int start) {
   constexpr int kRowCopies = kTile / 16, kPassRows = kThreads / kRowCopies;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
         }
       }
       const uint32_t x_tile = shared + slot * kStageBytes, w_tile = x_tile + kTileBytes;
-      // Hopper converts float8 before it multiplies, so registers do not suffice for several parts.
+      // Hopper's mma converts float8 before it multiplies: unrolled, that takes too many registers.
 #pragma unroll(std::is_same_v<V, int8_t> ? kTile / 32 : 1)
       for (int part = 0; part < kTile / 32; ++part) {
         uint32_t b[kColumnTiles / 2][4];
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
       free_slot = free_slot + 1 == args.stages ? 0 : free_slot + 1;
     }
 
-    // The sums reuse the memory of the stages, so that adjacent columns can be written together.
+    // The sums reuse the pipeline's memory, from which adjacent columns are written as vectors.
     async_copies_wait(0);
     __syncthreads();
     float* found = reinterpret_cast<float*>(memory);

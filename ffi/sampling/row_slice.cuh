@@ -33,10 +33,10 @@ struct RowSpread {
   }
 };
 
-// The vectors of a row that belong to this block. Threads of all blocks take turns, so that a
-// thread's vectors do not depend on how many blocks there are. A turn is whole if every thread has
-// a vector that holds only values of the row. Vectors of up to `kept` whole turns are copied
-// to shared memory and stay there; the others are read from the L2 again.
+// The vectors of a row that belong to this block. In a turn, each thread of the row's blocks has
+// one vector, so that a thread's vectors do not depend on how many blocks there are. A turn is
+// whole if every thread has a vector that holds only values of the row. Vectors of up to `kept`
+// whole turns are copied to shared memory and stay there; the others are read from the L2 again.
 template <typename T, int kVec>
 class RowSlice {
   using Pack = Vector<T, kVec>;
@@ -56,9 +56,9 @@ class RowSlice {
     turns_ = (vectors_.count + threads_ - 1) / threads_;
   }
 
-  // Calls use(column, values) for each of the thread's vectors, in the order of columns but for the
-  // first one if it holds values of another row. A value beyond the row is -inf. The first pass has
-  // kFirst.
+  // Calls use(column, values) for each of the thread's vectors, in the order of columns, except
+  // that the first comes last if it holds values of another row. A value beyond the row is -inf.
+  // The first pass must set kFirst, to fill shared memory.
   template <bool kFirst, typename Use>
   __device__ __forceinline__ void for_each(const Use& use) const {
     if constexpr (kFirst) {
@@ -97,7 +97,7 @@ class RowSlice {
     }
   }
 
-  // Whether the thread has the vector with a column of the row, whose values are then set.
+  // Whether this thread has the vector that holds `column`; sets its first column and values.
   __device__ __forceinline__ bool find(int column, int* first, float (&values)[kVec]) const {
     const int j = (column + vectors_.shift) / kVec;
     if (j % threads_ != first_) return false;
@@ -122,7 +122,7 @@ class RowSlice {
     async_copies_commit();
   }
 
-  // The place of a turn outside shared memory; after the last turn comes the first.
+  // Returns the index of the thread's vector in a turn; the first turn comes after the last.
   __device__ __forceinline__ int turn_place(int turn) const {
     return place_of(turn < turns_ ? turn : 0);
   }
@@ -147,7 +147,7 @@ class RowSlice {
   int threads_;
   int first_;
   int turns_;
-  int begin_;  // of the turns in shared memory
+  int begin_;  // first turn and end of those in shared memory
   int end_;
   const T* data_;
   Pack* shared_;
@@ -155,9 +155,9 @@ class RowSlice {
 
 // Combines the results of a cluster's threads, in an order that is the same in every run.
 //
-// All threads get the same result. Turns alternate between two halves of the shared memory, so that
-// one barrier per turn suffices: a thread that overwrites a place has passed the barrier of the
-// turn in between, and so have all threads that read that place.
+// All threads get the same result. Calls alternate between two halves of the shared memory, so that
+// one barrier per call suffices: a thread that overwrites a place has passed the barrier of the
+// call in between, and so have all threads that read that place.
 class ClusterJoin {
  public:
   static constexpr int kMostWords = 6;
@@ -236,7 +236,7 @@ class ClusterJoin {
   int turn_ = 0;
 };
 
-constexpr int64_t kMaxWords = int64_t{1} << 24;  // a float32 holds every top_k up to here
+constexpr int64_t kMaxWords = int64_t{1} << 24;  // float32 represents every top_k up to here
 
 inline ffi::Error check_logits(const ffi::AnyBuffer& logits) {
   if (logits.dimensions().size() != 2 || !dtype_of(logits)) {
@@ -250,9 +250,9 @@ inline ffi::Error check_logits(const ffi::AnyBuffer& logits) {
   return ffi::Error::Success();
 }
 
-// Returns the spread of rows. The threads of a row depend on its length alone, and with them the
-// order of its sums. A row has as many blocks as let all rows run at once, at first one on each SM.
-// `other_bytes` of a block's shared memory hold no vectors.
+// Returns how rows are distributed over blocks and threads. The number of a row's threads depends
+// on its length alone, and so does the order of its sums. A row gets more blocks as long as each
+// block has an SM of its own. `other_bytes` of a block's shared memory hold no vectors.
 inline RowSpread spread_rows(int64_t rows, int64_t features, int vec, int vector_bytes,
                              int other_bytes, const Device& device) {
   constexpr int kReserved = 1024;

@@ -16,7 +16,7 @@ struct RowWeight {
   float maximum = -FLT_MAX;  // not -inf, as its distance from a logit of -inf would be NaN
   float weight = 0.0f;
 
-  // Makes the weight relative to `to`, which is no smaller maximum.
+  // Rescales the weight to the maximum `to`, which must not be below the present one.
   __device__ __forceinline__ void raise(float to, float scale) {
     weight *= exp2_fast((maximum - to) * scale);
     maximum = to;

@@ -25,7 +25,7 @@ constexpr int kNone = -1;  // the token of a row without a distribution
 // Expected number of words in a list, which is Poisson distributed, and a list's capacity.
 constexpr float kExpected = 24.0f;
 constexpr int kMostListed = 64;
-// Words that a pass tests, and pivots that a counting pass compares each logit with.
+// Number of words that a pass tests, and of pivots that a counting pass compares logits with.
 constexpr int kPivots = 3;
 
 // Columns of `filters`, a row's sampling options in float32; kTopK is a whole number.
@@ -187,7 +187,8 @@ class Row {
         const Best& word = words[p];
         if (!word.exists()) break;
         const Before& before = tested.words[p];
-        // Each word before this one weighs at least as much, so a sum of 0 means that none is.
+        // A word before this one weighs at least as much as it, so a sum of 0 means that there is
+        // none.
         if (before.weight == 0.0f) return word.word;
         end = word.place();
         weight_before = before.weight;
@@ -226,14 +227,14 @@ class Row {
     for (int n = 1; n < kBests; ++n) words[n] = {};
   }
 
-  // Returns a logit that is no larger than those of the words with exponents of at least `least`.
+  // Returns a lower bound on the logits of words whose exponents are at least `least`.
   __device__ __forceinline__ float least_logit(float least) const {
     const float logit = maximum_ + (least - 0.1f) / inverse_temperature_;
     return fmaf(fabsf(logit), -0x1p-22f, logit);
   }
 
-  // Lists the words whose scores are higher than `lowest`, and some others. With kAll, there is no
-  // least logit.
+  // Lists all words whose scores exceed `lowest`, and some others. Words with logits below
+  // `least_logit` are left out, unless kAll.
   template <bool kAll>
   __device__ __forceinline__ void list_words(float least_logit, float lowest) {
     if (is_listed_) {
@@ -284,7 +285,8 @@ class Row {
     return join_(best, [](Best& mine, const Best& other) { mine.join(other); });
   }
 
-  // Returns a word with its score, or none if it does not exceed `lowest` or does not count.
+  // Returns a word with its score, or none if it is not before `end`, its exponent is below `least`
+  // or its score is not above `lowest`.
   __device__ __forceinline__ Best scored(Place place, Place end, float lowest, float least) const {
     const float z = place.logit;
     if (!(weight(z) > 0.0f && exponent(z) >= least && end.is_after(z, place.word))) return {};
@@ -294,7 +296,7 @@ class Row {
     return {score, place.word, z};
   }
 
-  // Finds what find_best does among the words that are listed; none if they are too many.
+  // Sets `words` as find_best does, from the list alone; none exist if the list has overflowed.
   template <int kBests>
   __device__ __forceinline__ void best_of_list(Place end, float lowest, float least,
                                                Best (&words)[kBests]) const {
@@ -335,19 +337,19 @@ class Row {
   }
 
   // Sums the weights of the words before each of `words` and, with kCounts, counts them. Each of
-  // `words` comes before the previous one; for one that does not exist, results mean nothing.
+  // `words` comes before the previous one; for one that does not exist, results are meaningless.
   template <bool kCounts>
   __device__ __forceinline__ Tested test(const Best (&words)[kPivots]) {
     Tested tested;
-    float above[kPivots];  // the next logit above a word's
+    float above[kPivots];  // the next larger float after a word's logit
 #pragma unroll
     for (int p = 0; p < kPivots; ++p) {
-      // No word has more than the largest number.
+      // No logit is larger than FLT_MAX; comparisons with NaN are false.
       above[p] = words[p].logit < FLT_MAX ? from_ordered(ordered(words[p].logit) + 1) : NAN;
     }
     slice_.template for_each<false>([&](int column, const float (&z)[kVec]) {
-      // The least logits before the words of those that have the vector's first column. In the
-      // vector of such a word, equal logits before it are missed.
+      // Words before a tested one have a larger logit, or an equal one and a smaller index. In the
+      // vector that holds the tested word only larger ones are counted; equal ones are added below.
       float least[kPivots];
 #pragma unroll
       for (int p = 0; p < kPivots; ++p) {
@@ -398,8 +400,8 @@ class Row {
     return tested;
   }
 
-  // Returns the weight of the first `top_k` words. In the order of `ordered`, fewer than top_k
-  // words are at least `high`, and top_k or more are at least `low`.
+  // Returns the weight of the first `top_k` words. `low` and `high` are logits mapped by `ordered`:
+  // fewer than top_k words are at least `high`, and top_k or more are at least `low`.
   __device__ __forceinline__ float weight_of_top_k(int top_k, int low, int high) {
     int count_high = 0;
     while (low + 1 < high && count_high != top_k) {
@@ -421,7 +423,7 @@ class Row {
       }
     }
     const Before above = words_from(high);
-    // Words still missing from the top_k have the last pivot's logit, and so its weight.
+    // Words still missing from the top_k all have the logit `low`, and so the same weight.
     const float last = from_ordered(low);
     const auto missing = static_cast<float>(top_k - above.count);
     return missing > 0.0f ? fmaf(missing, weight(last), above.weight) : above.weight;

@@ -20,7 +20,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 struct Side {
   const void* tokens;  // [tokens, heads, size]
   void* pages;
-  float* scale;  // of each place and head if args.chooses, else [heads]; nullptr for floats
+  float* scale;  // scales of each place and head if args.chooses, else [heads]; nullptr for floats
   Strides strides;
   int size;
 };
@@ -31,13 +31,13 @@ struct AppendArgs {
   const float* cos;  // [angles, pairs], nullptr where nothing is rotated
   const float* sin;
   const int* lengths;    // [sequences]: tokens before the new ones; ragged batch: including them
-  const int* counts;     // [sequences]: valid new tokens, or nullptr for all; ragged: row bounds
+  const int* counts;     // valid tokens [sequences], or null; ragged: token bounds [sequences + 1]
   const int* sequences;  // [1]: number of sequences of a ragged batch, or nullptr for all
-  const int* table;      // [sequences, most_pages], nullptr for page b of sequence b
-  const int* layer;      // [1] or nullptr
+  const int* table;      // page table, [sequences, most_pages]; nullptr: sequence b has page b
+  const int* layer;      // index of the layer, [1]; nullptr for 0
   Strides scale_strides;
-  int tokens;           // of all sequences
-  int sequence_tokens;  // of each sequence, 0 for a ragged batch
+  int tokens;           // new tokens of all sequences
+  int sequence_tokens;  // new tokens of each sequence, 0 for a ragged batch
   int batch;
   int heads;
   int angles;
@@ -46,7 +46,7 @@ struct AppendArgs {
   int page_size;
   int layer_pages;
   int layers;
-  Dtype dtype;  // of new tokens
+  Dtype dtype;  // dtype of new tokens
   Dtype kept_dtype;
   Kept kept;
   bool interleaved;
@@ -54,8 +54,8 @@ struct AppendArgs {
   bool chooses;  // whether to compute a scale for each place and head
 };
 
-// Returns the page and the place of a token, with page -1 for one that is not written; whole warps
-// call it.
+// Returns a token's page and its place in the page; the page is -1 if the token is not written.
+// Whole warps must call it.
 __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
   int sequence, position;
   if (args.sequence_tokens > 0) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
   int page = sequence;
   if (args.table != nullptr) {
     page = args.table[sequence * args.most_pages + slot];
-    // Except in a ragged batch, a negative entry counts from the end.
+    // Except in a ragged batch, a negative entry counts from the layer's last page.
     if (args.sequence_tokens > 0 && page < 0) page += args.layer_pages;
   }
   const int first = first_page(args.layer, args.layer_pages, args.layers);
@@ -98,7 +98,7 @@ __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
   return {first + page, position - slot * args.page_size};
 }
 
-// Loads value `column` of a head. If the token's angles rotate it, the result is rounded to T.
+// Loads value `column` of a head. The first 2 args.pairs columns are rotated and rounded to T.
 template <typename T>
 __device__ __forceinline__ float rotated(const AppendArgs& args, const T* head, int column,
                                          int token) {

@@ -19,20 +19,20 @@
 namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLowest = -1e30f;  // maximum of a row without logits
-constexpr int kRows = 16;          // rows of the largest unit: a warp's queries of a key head
+constexpr float kLowest = -1e30f;  // maximum of a row until it sees a key
+constexpr int kRows = 16;          // most rows of a unit, the queries of a key head that a warp has
 constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of this
 
 struct CacheArgs {
   const void* query;   // [batch, tokens, key heads, group, head size]
   const uint8_t* key;  // pages; the values have the same strides
   const uint8_t* value;
-  const float* key_scale;  // nullptr where nothing is scaled
+  const float* key_scale;  // nullptr for a cache of 16 bits
   const float* value_scale;
-  const int* table;  // [batch, most_pages], nullptr for page b of sequence b
-  const int* layer;  // [1], nullptr for 0
+  const int* table;  // page table [batch, most_pages]; nullptr: sequence b has page b
+  const int* layer;  // index of the layer, [1]; nullptr for 0
   const float* sinks;
-  float* parts;  // outputs times sums, [slots + batch, units, unit_rows, head size]
+  float* parts;  // outputs before division, [slots + batch, units, unit_rows, head size]
   float2* sums;  // [slots + batch, units, unit_rows]: maximum and sum of exponentials, base 2
   void* output;  // like the query
   Sequences sequences;
@@ -82,7 +82,7 @@ struct Queries {
   uint32_t operands[kTiles][kSteps][2];
 
   // Loads the rows. Sets `factors` to the multipliers of the logits of rows 2 q and 2 q + 1 of each
-  // tile.
+  // tile, with q = lane % 4.
   __device__ __forceinline__ void load(const CacheArgs& args, int sequence, int head, int first,
                                        float (&factors)[kTiles][2]) {
     constexpr bool kWidens = kKeptBytes<V> == 1;
@@ -161,7 +161,7 @@ struct Output {
     });
   }
 
-  // Stores the lane's columns of the row 2 q + e of a tile.
+  // Stores the lane's columns of one row of a tile; the row is 2 (lane % 4) + e.
   __device__ __forceinline__ void store(int n, int e, float* row, float factor) const {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -178,7 +178,7 @@ struct Output {
   }
 };
 
-// Places of a tile's two groups of 8 keys; neither group crosses the end of a page.
+// Page, and place within it, of each of a tile's two groups of 8 keys, which lie in one page each.
 struct TilePlace {
   int page[2];
   int within[2];
@@ -231,7 +231,7 @@ class Unit {
     }
     uint32_t unit_bits = 0x0d800000u;  // 2^-100; the output is in units of this power of two
 
-    // Tiles between safe_start and safe_end need no mask: every row sees all their keys.
+    // Every row sees the keys from safe_start to safe_end, so tiles of these keys need no mask.
     const int safe_end = min(offset + first_row_ / args_.group + 1, length_);
     const int window = args_.sequences.window,
               last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
@@ -249,8 +249,8 @@ class Unit {
     if (begin + 1 < stop) next = place_of(begin + 1);
     for (int tile = begin; tile < stop; ++tile) {
       const bool has_next = tile + 1 < stop;
-      // Products of keys g and g + 8 with rows 2 q and 2 q + 1 of each tile, in two sums that do
-      // not wait for each other.
+      // Products of keys g and g + 8 with rows 2 q and 2 q + 1 of each tile (g = lane / 4, q = lane
+      // % 4), in two accumulators that do not wait for each other.
       float logits[kTiles][4] = {}, others[kTiles][4] = {};
 #pragma unroll
       for (int c = 0; c < KeyTile<V, kHead>::kChunks; ++c) {
@@ -274,7 +274,8 @@ class Unit {
 
       float rescaling = 1.0f, key_scale[2], value_scale[2];
       if constexpr (kScaled) {
-        // The unit is at least the largest scale of the values; lanes with q of 2 and 3 hold these.
+        // The output's unit, a power of two, is at least the largest scale of the tile's values,
+        // which lanes with q >= 2 hold.
         const uint32_t own = q_ < 2 ? 0u : __float_as_uint(scale) & 0x7fffffffu;
         const uint32_t most = __reduce_max_sync(kAllLanes, own);
         const uint32_t bits = min((most + 0x7fffffu) & 0x7f800000u, 0x7e800000u);
@@ -372,7 +373,7 @@ class Unit {
     return args_.cap * kLog2e * (1.0f - __fdividef(2.0f, e + 1.0f));
   }
 
-  // Returns a tile's place. It is wrong past the last page, from which nothing is loaded.
+  // Returns pages and places of a tile's keys, wrong past the last page, where nothing is loaded.
   __device__ __forceinline__ TilePlace place_of(int tile) const {
     TilePlace place;
     const int key = tile * kTileKeys;
@@ -439,7 +440,7 @@ class Unit {
     }
   }
 
-  // Loads the scales of keys g and g + 8 (lanes with q 0 and 1) and of their values (q 2 and 3).
+  // Loads one scale: of keys g and g + 8 in lanes 4 g and 4 g + 1, of their values in the next two.
   __device__ __forceinline__ float load_scale(const TilePlace& place, int tile) const {
     const int group = q_ % 2;
     const uint32_t page = page_of(group == 0 ? place.page[0] : place.page[1]);
@@ -460,7 +461,7 @@ class Unit {
   int first_page_;
   uint32_t page_stride_;  // in units of kUnitBytes, as is the next one
   uint32_t place_stride_;
-  // Addresses of the lane's part of a group's first row, in page 0.
+  // Addresses, in page 0, of the lane's part of a group's first row, and of its scale.
   const uint8_t* key_;
   const uint8_t* value_;
   const float* scale_ = nullptr;
@@ -468,7 +469,7 @@ class Unit {
   int length_ = 0;
 };
 
-// Warps of a block, and blocks of an SM, by the registers that a warp needs.
+// Warps of a block, and resident blocks of an SM, limited by the registers that a warp needs.
 template <typename V, int kTiles>
 constexpr int kWarps = kKeptBytes<V> == 1 && kTiles == 1 ? 8 : 4;
 template <typename V, int kTiles>
@@ -529,7 +530,7 @@ __device__ __forceinline__ void load_columns(const float* from, float (&columns)
   unpack(vector, columns);
 }
 
-// Merges the parts of rows; kRowWarps warps share a row and take its parts in turn.
+// Merges the partial outputs of each row; each of kRowWarps warps takes every kRowWarps-th one.
 template <int kHead, int kRowWarps>
 __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 32 : kMergeThreads)
     merge_cached_parts(const __grid_constant__ CacheArgs args) {
@@ -603,8 +604,8 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   }
 }
 
-// Launches the merge with 1, 8 or 32 warps for each row: the more, the more parts a sequence has if
-// all sequences are equally long.
+// Launches the merge with 1, 8 or 32 warps for each row, by the number of parts that a sequence has
+// if all sequences are equally long.
 template <int kHead>
 ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream) {
   const int parts = args.sequences.slots / args.sequences.batch + 2;

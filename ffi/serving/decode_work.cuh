@@ -3,15 +3,15 @@
 //
 // The work is a list of tiles of 16 keys: those of the first sequence, of the next one, and so on.
 // Each slot has `quota` consecutive tiles, whatever sequences they belong to, and a warp for each
-// unit: a key head and 16 of the rows, which are its queries. What a slot computes for one sequence
-// is a part of that sequence; since both only grow along the list, (slot + sequence) numbers the
-// parts uniquely.
+// unit, which is up to 16 of the query rows of a key head. What a slot computes for one sequence is
+// a part of that sequence; since both only grow along the list, (slot + sequence) numbers the parts
+// uniquely.
 #pragma once
 
 #include <cstdint>
 
 constexpr int kTileKeys = 16;
-// Tiles that a slot takes at least: a part costs a row of the merge.
+// Fewest tiles of a slot: with less, merging the partial outputs would cost too much.
 constexpr int kLeastTiles = 2;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -20,7 +20,7 @@ struct Sequences {
   const int* offsets;  // position of the first query among the keys, [batch]
   const int* counts;   // queries of each sequence, [batch], or nullptr for all
   int batch;
-  int window;  // keys that a query sees with its own, 0 for all
+  int window;  // keys that a query sees, including its own; 0 for all
   int slots;
 
   // The first tile of a sequence that a query sees.
@@ -40,7 +40,7 @@ __device__ __forceinline__ int sum_of_lanes(int x) {
   return x;
 }
 
-// The list of all tiles; whole warps call its functions.
+// The list of all tiles; all lanes of a warp must call its functions.
 struct TileList {
   int total = 0;
   int quota = 1;  // tiles of a slot
@@ -52,7 +52,7 @@ struct TileList {
     quota = max((total + sequences.slots - 1) / sequences.slots, kLeastTiles);
   }
 
-  // Returns the sequence of tile `number` of the list, and the tiles before that sequence.
+  // Returns the sequence of tile `number` of the list, and how many tiles precede that sequence.
   __device__ __forceinline__ int2 find(const Sequences& sequences, int number) const {
     const int lane = threadIdx.x % 32;
     int before = 0;

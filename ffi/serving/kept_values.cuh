@@ -1,5 +1,4 @@
-// Keys and values as a cache keeps them, in 16 or in 8 bits, as operands of products on tensor
-// cores.
+// Keys and values of a cache, stored in 16 or 8 bits, as operands of products on tensor cores.
 //
 // Values of 8 bits are widened to float16, exactly: int8 and both float8 are subsets of it.
 #pragma once
@@ -25,7 +24,7 @@ using Multiplied = std::conditional_t<kKeptBytes<V> == 2, V, __half>;
 template <typename V>
 __device__ __forceinline__ uint2 widened(uint32_t word) {
   if constexpr (std::is_same_v<V, int8_t>) {
-    // 0x64 above a byte u is the float16 of 1024 + u, and u - 128 is the number.
+    // A float16 of upper byte 0x64 and lower byte u is 1024 + u, and u - 128 is the number.
     const uint32_t biased = word ^ 0x80808080u, bias = 0x64806480u;
     uint32_t pairs[2] = {__byte_perm(biased, 0x64646464u, 0x4140u),
                          __byte_perm(biased, 0x64646464u, 0x4342u)};
@@ -124,8 +123,8 @@ struct ValueTile {
 
   uint32_t rows[2][2][kChunks * kWords];
 
-  // The first of the adjacent columns of a chunk that lanes with this g have. Product i takes as
-  // rows g and g + 8 of A the columns 2 i and 2 i + 1 from here on, counted over all chunks.
+  // Returns the first of the kValues adjacent columns that lanes with this g have of a chunk. In
+  // product i of `for_each`, rows g and g + 8 of A are columns 2 i and 2 i + 1 of a lane's columns.
   static __device__ __forceinline__ int column(int chunk, int g) {
     return (chunk * 8 + g) * kValues;
   }
@@ -142,7 +141,7 @@ struct ValueTile {
   // Calls use(number, transposed values as operand A) for the products over the 16 keys.
   template <typename Use>
   __device__ __forceinline__ void for_each(const Use& use) const {
-    // A register gets the values of one column, or of two in bytes, from two neighbouring keys.
+    // A register gets two adjacent keys' values of one 16-bit column, or of two 8-bit columns.
     constexpr uint32_t kLow = kKeptBytes<V> == 2 ? 0x5410u : 0x5140u;
     constexpr uint32_t kHigh = kKeptBytes<V> == 2 ? 0x7632u : 0x7362u;
 #pragma unroll

@@ -1,5 +1,5 @@
-// Pages of a cache: blocks of places in one array, of which each sequence has some. A
-// contiguous cache has one page for each sequence.
+// Pages of a cache. A page has places for a number of tokens, and a sequence has one or more pages
+// of the same array. A contiguous cache has one page for each sequence.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 #include "common/handler.h"
 
-// Values of a cache: numbers of 16 or 32 bits as they are, or of 8 bits with scales.
+// Formats of a cache's values: floats of 16 or 32 bits, or 8 bits with scales.
 enum class Kept : int32_t { kFloats, kInt8, kE4m3, kE5m2 };
 
-// Distances in elements.
+// Distances between pages, places of a page, and heads, in elements.
 struct Strides {
   int64_t page;
   int64_t place;
@@ -31,7 +31,7 @@ inline ffi::Error check_integers(std::string_view name, const ffi::AnyBuffer& x,
   return check_dtype(name, x, ffi::DataType::S32);
 }
 
-// Checks a table of pages, [batch, pages]. Sets the pages of a sequence: 1 without a table.
+// Checks a page table, [batch, pages]. Sets the most pages of a sequence: 1 without a table.
 inline ffi::Error check_table(const ffi::AnyBuffer& table, int64_t batch, int64_t* most_pages) {
   *most_pages = 1;
   if (is_absent(table)) return ffi::Error::Success();
@@ -42,7 +42,7 @@ inline ffi::Error check_table(const ffi::AnyBuffer& table, int64_t batch, int64_
   return check_integers("table", table, {batch, *most_pages});
 }
 
-// Whether an array keeps bytes; float8 may be given as the bits.
+// Whether an array has values of 8 bits; float8 may be passed as uint8.
 inline bool has_bytes(const ffi::AnyBuffer& x) {
   switch (x.element_type()) {
     case ffi::DataType::S8:
@@ -55,8 +55,8 @@ inline bool has_bytes(const ffi::AnyBuffer& x) {
   }
 }
 
-// Returns the first page of a layer, of layers that follow each other; negative numbers count from
-// the last one. Returns -1 for a layer that does not exist.
+// Returns the first page of layer *layer (0 if null); layers follow each other in the array. A
+// negative index counts from the end. Returns -1 for a layer that does not exist.
 __device__ __forceinline__ int first_page(const int* layer, int layer_pages, int layers) {
   if (layer == nullptr) return 0;
   const int number = *layer < 0 ? *layer + layers : *layer;

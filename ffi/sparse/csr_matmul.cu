@@ -6,7 +6,7 @@
 
 namespace {
 
-// Returns the threads of a row's team: as many as its columns need, up to a warp.
+// Returns how many threads share a row of the result: as many as its columns need, up to a warp.
 int lanes_of(int width, int vec) {
   int lanes = 1;
   while (lanes < 32 && lanes * vec < width) lanes *= 2;

@@ -1,9 +1,9 @@
 // A sparse matrix in rows (CSR) times a dense one, with sums in float32 in the order of the
 // entries.
 //
-// A team of threads has some columns of a row of the result, and reads the rows of b to which the
-// row's entries point. The first columns of all rows are computed before the next columns, so that
-// the read part of b stays in L2. Entries whose column lies outside of the matrix add nothing.
+// A team of up to 32 threads computes some columns of a row of the result, and reads the rows of b
+// to which the row's entries point. The first columns of all rows are computed before the next
+// columns, so that the read part of b stays in L2. Entries outside of the matrix add nothing.
 #pragma once
 
 #include <cstdint>

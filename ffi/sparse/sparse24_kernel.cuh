@@ -26,7 +26,7 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kBand = 8;
 constexpr int kStoredRows = 128;  // rows of the result that a warpgroup stores at a time
 
-// Bytes of w in a stage: half of the numbers, two bytes each.
+// Bytes of w in a pipeline stage: half of the numbers, two bytes each.
 constexpr int kWeightBytes = kFeatures * kStep;
 constexpr int kXBytes = kRows * kStep * 2;
 constexpr int kMetadataBytes = kConsumers * kWords * 4;
@@ -175,12 +175,12 @@ struct Consumer {
   int warpgroup;
   Stage stage;
 
-  // Releases a stage to the producer.
+  // Releases a pipeline stage to the producer.
   __device__ __forceinline__ void release(int index) {
     if (threadIdx.x % 128 == 0) mbarrier_arrive(shared.free + index);
   }
 
-  // Issues the instructions of a stage, with this thread's word of metadata.
+  // Issues the WGMMAs of a pipeline stage, and sets `word` to this thread's metadata.
   __device__ __forceinline__ void multiply(float (&d)[128], uint32_t& word, bool accumulates) {
     const int s = stage.index;
     mbarrier_wait(shared.full + s, stage.phase);
@@ -198,7 +198,7 @@ struct Consumer {
     stage.advance();
   }
 
-  // Computes the sums of a tile. A step's word of metadata is kept until its instructions end.
+  // Computes the sums of a tile. A step's register of metadata is kept until its WGMMAs end.
   __device__ __forceinline__ void sum(float (&d)[128]) {
     uint32_t even, odd;
     int previous = stage.index;
@@ -230,7 +230,7 @@ struct Consumer {
   __device__ __forceinline__ void store(const float (&d)[128], const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const uint32_t stored = shared_address(shared.stored + warpgroup * kStoredBytes);
-    // Two of an instruction's four matrices hold the rows of x for the first eight columns.
+    // Two of an instruction's four matrices have 16 rows of x for 8 features, two for the next 8.
     const int chunk = warp * 2 + lane / 8 % 2;
     const int row_of_lane = lane / 16 * 8 + lane % 8;
 #pragma unroll

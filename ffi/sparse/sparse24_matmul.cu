@@ -12,8 +12,8 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// Finds the driver's function that encodes tensor maps for TMA. The library is not linked to the
-// driver.
+// Finds the driver's function that encodes tensor maps for TMA. It is looked up, because the
+// library is not linked to the driver.
 ffi::Error find_encoder(EncodeTiled* encode) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;

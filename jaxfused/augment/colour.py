@@ -161,7 +161,7 @@ class RandomInvert(_OneStep):
 
 
 class _OfLevels(_OneStep):
-    """A step with one parameter, the field `number`, which counts levels or bits from 0 to `most`."""
+    """A step whose parameter, the field named by `number`, counts levels or bits from 0 to `most`."""
 
     number: ClassVar[str]
     most: ClassVar[int]

@@ -16,7 +16,7 @@ _EVERYWHERE = (-1e9, -1e9, 1e9, 1e9)
 
 
 class Frame(NamedTuple):
-    """Heights and widths of a pass's arrays, and the geometric parts between them."""
+    """The geometric parts of a pass, and height and width of the arrays that it reads."""
 
     parts: tuple[Geometric, ...]
     shape: tuple[int, int]
@@ -30,7 +30,7 @@ class Frame(NamedTuple):
         return shape
 
     def reading(self, channels: int) -> Reading:
-        """Returns how a pass reads images with this many channels."""
+        """Returns the options of the pass's resampling of images with this many channels."""
         seen = [part for part in self.parts if not part.any_interpolation]
         shrinks, shape = 1.0, self.shape
         for part in self.parts:
@@ -91,7 +91,7 @@ def composed(frame: Frame, drawn: Sequence[Drawn], size: jax.Array) -> Map:
 
 
 def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
-    """Returns a window's intersection with a box [left, top, width, height] after an upright matrix."""
+    """Returns a window's intersection with a box [left, top, width, height] after an upright map."""
     low, high = box[:2] - 0.5, box[:2] + box[2:] - 0.5
     scale = jnp.stack([matrix[0, 0], matrix[1, 1]])
     ends = jnp.stack([low * scale + matrix[:2, 2], high * scale + matrix[:2, 2]])
@@ -101,7 +101,7 @@ def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
 
 
 def _stretch(matrix: jax.Array, size: jax.Array) -> jax.Array:
-    """Returns the pixels that x and y move in the image per pixel at the middle of the result."""
+    """Returns by how many pixels x and y change in the image per pixel of the result, at its middle."""
     x, y = middle(size)
     place = _applied(matrix, x, y)
     slope = (matrix[:2, :2] - place[:2, None] / place[2] * matrix[2:, :2]) / place[2]

@@ -13,7 +13,7 @@ from jaxfused.ops.augment.steps_xla import STATISTICAL
 
 @dataclass(frozen=True)
 class ImagePass:
-    """Indices of the parts of one pass: one resampling for all geometric ones, then pointwise steps."""
+    """Indices of the parts in one pass: one resampling for all geometric ones, then pointwise steps."""
 
     geometric: tuple[int, ...] = ()
     pointwise: tuple[int, ...] = ()
@@ -69,8 +69,8 @@ def _joins(before: Sequence[Any], part: Geometric, last: ImagePass) -> bool:
         return False
     if isinstance(part, ElasticTransform) and any(isinstance(p, ElasticTransform) for p in before):
         return False
-    # A crop discards pixels, which a later part must not bring back. An upright crop is a window of
-    # the image, which says so.
+    # A crop discards pixels, which a later part must not bring back. If only upright parts come before
+    # it, its result is a rectangle of the image, which `Map.window` keeps.
     crops = [i for i, p in enumerate(before) if p.crops]
     upright_until_crop = all(p.upright for p in before[: crops[-1]]) if crops else True
     return (part.upright and not part.crops) or upright_until_crop

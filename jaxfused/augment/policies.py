@@ -135,7 +135,7 @@ OPERATIONS = ("Identity", *_WARPS, *_COLOURS, "Sharpness")
 
 @dataclass(frozen=True)
 class _Warp(Geometric):
-    """The geometric operations of a policy; the draw is the map's matrix."""
+    """The geometric operations of RandAugment and the like; the map's matrix [3, 3] is drawn."""
 
     interpolation: Interpolation
     fill: Any
@@ -145,7 +145,7 @@ class _Warp(Geometric):
 
 
 class _Colour(Pointwise):
-    """The pointwise operations of a policy; the draw is the operation's number and its amount."""
+    """The pointwise operations of RandAugment and the like; [operation, amount] is drawn."""
 
     def operations(self) -> Steps:
         return (tuple(_COLOURS.values()),)
@@ -179,7 +179,7 @@ class _Policy(Transform):
         raise NotImplementedError
 
     def _most(self, size: jax.Array) -> dict[str, Any]:
-        """Returns amounts at magnitude 1: by warp, "factor" for colours, and "bits" for Posterize."""
+        """Returns the largest amounts by name of the warp, of colour factors, of Posterize's bits."""
         raise NotImplementedError
 
     def _layer(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
@@ -191,7 +191,7 @@ class _Policy(Transform):
     def operation(
         self, kind: jax.Array, share: jax.Array, sign: jax.Array, size: jax.Array
     ) -> tuple[Drawn, ...]:
-        """Returns the draws of one layer's parts; `kind` is an operation's index in `OPERATIONS`."""
+        """Returns what is drawn for a layer's three parts; `kind` is an index in `OPERATIONS`."""
         most = self._most(size)
 
         def chosen(name: str) -> jax.Array:

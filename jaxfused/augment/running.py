@@ -90,7 +90,7 @@ def checked(images: Any) -> Batch:
 
 
 def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
-    """Returns the images' sizes, limited to that of the array so that no pixel outside is read."""
+    """Returns the images' sizes; traced ones are clipped to the array's, as no pixel is outside."""
     values = readable_values(sizes)
     if values is not None:
         wrong = ((values < 0) | (values > np.array(most))).any(-1)
@@ -138,7 +138,7 @@ def check_channels(part: Part, channels: int) -> None:
     """
     operations = part.operations() if isinstance(part, Pointwise) else ()
     if channels not in (1, 3, 4) and COLOURED & {op for ops in operations for op in ops}:
-        # Policies are made of parts of their own.
+        # RandAugment and TrivialAugmentWide consist of private parts, whose names begin with _.
         name = type(part).__name__
         name = "RandAugment or TrivialAugmentWide" if name.startswith("_") else name
         raise ValueError(
@@ -213,7 +213,7 @@ def _merged(tree: Any, frames: int | None) -> Any:
 
 
 def _repeated(tree: Any, frames: int | None) -> Any:
-    """Returns draws of videos repeated for each of their frames."""
+    """Returns a tree of arrays [videos, ...], each entry repeated for every frame of its video."""
     if frames is None:
         return tree
     return jax.tree.map(lambda a: jnp.repeat(a, frames, axis=0), tree)
@@ -224,11 +224,11 @@ class _Joined(NamedTuple):
 
     spec: image_pass_xla.Pass
     rows: jax.Array
-    """Rows [B, steps, 1 + width] of the steps after the blur."""
+    """Operation and values of each step after the blur, [B, steps, 1 + width]."""
     weights: jax.Array
     """Weights [B, n] of the blur."""
     passes: int
-    """Number of passes that join the first one in its kernel."""
+    """Number of passes that run in the first one's kernel: the blur, and perhaps the pass after it."""
 
 
 class _State:
@@ -349,7 +349,7 @@ class _State:
     def _rows(
         self, draws: Draws, pointwise: Sequence[int], channels: int
     ) -> tuple[jax.Array, steps_xla.Steps]:
-        """Returns the rows [B, steps, 1 + width] of pointwise parts, and each step's operations."""
+        """Returns each pointwise step's operation and values, [B, steps, 1 + width], and all `Steps`."""
         wide = steps_xla.width(channels)
         is_uint8, steps = self.batch.images.dtype == jnp.uint8, []
         rows = []

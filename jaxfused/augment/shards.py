@@ -18,7 +18,7 @@ def over_batch[R](
 
     Args:
       f: the function; its results have the batch as their first axis too.
-      images: the array whose batch decides.
+      images: the array whose type says how the batch is split.
       split: a tree of arrays [B, ...].
       whole: a tree of arrays that all devices have.
     """

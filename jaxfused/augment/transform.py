@@ -1,4 +1,4 @@
-"""Base classes of a chain's transforms: their draws, and the kinds that passes tell apart."""
+"""Base classes of transforms, one for each kind of part, and of what is drawn for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jaxfused.runtime.checks import python_number_fields
 
 
 class Drawn(NamedTuple):
-    """Draw of one part for one image."""
+    """Random parameters of one part for one image."""
 
     on: jax.Array
     """Bool [], true if the transform is applied."""
@@ -122,7 +122,7 @@ class Filter(Part):
 
 
 class Blurring(Filter):
-    """A filter of few pixels; uint8 images pass through it in the kernel of the pass before it."""
+    """A blur or a sharpening, which for uint8 images runs in the kernel of the pass before it."""
 
     sharpens: ClassVar[bool] = False
     """True if an image is blended with its blur by 3 x 3 pixels; false if the blur is the result."""
@@ -151,7 +151,7 @@ class Mixing(Part):
     num_classes: int | None = None
 
     def shares(self, values: Any, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-        """Returns an image's share of its own pixels, [H, W] or [], and of its own label, []."""
+        """Returns the weights in a mixture of an image's own pixels, [H, W] or [], and own label, []."""
         raise NotImplementedError
 
 
@@ -174,7 +174,7 @@ def whole(key: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def pair(op: str, name: str, value: Any, *, around: float | None, least: float | None) -> Any:
-    """Returns (low, high) of a range, where one number stands for `around` -+ that number.
+    """Returns a range (low, high); one number n gives (`around` - n, `around` + n), from `least` on.
 
     Raises:
       ValueError: the value is no range, or begins below `least`.

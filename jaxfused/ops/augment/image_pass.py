@@ -1,4 +1,4 @@
-"""One pass over images: choice of implementation and gradient."""
+"""One augmentation pass over images: dispatch to an implementation, and the gradient."""
 
 import functools
 from collections.abc import Mapping
@@ -43,13 +43,13 @@ def image_pass(
         missing["cuda"] = "it takes maps without an elastic deformation"
     elif reason := image_pass_cuda.why_spec_unfit(spec, images.shape[-1]):
         missing["cuda"] = reason
-    # The gate checks float dtypes; uint8 images are computed in float32.
+    # `takes_reference` checks float dtypes; uint8 images are computed in float32.
     like = images if images.dtype != jnp.uint8 else jax.ShapeDtypeStruct(images.shape, jnp.float32)
     if takes_reference(OP, implementation, device, like, maps, missing=missing):  # type: ignore[arg-type]
         return image_pass_xla.run(images, maps, rows, shift, before, blurs, spec=spec)
     if rows.shape[1] == 0:
-        # The Runner skips calls with an empty operand, but a pass without steps still moves pixels, so
-        # it gets an identity step.
+        # `Runner` skips calls that have an empty operand. A pass without steps still moves pixels, so it
+        # gets an identity step.
         spec = replace(spec, steps=((Op.IDENTITY,),))
         rows = jnp.zeros((len(images), 1, rows.shape[2]), rows.dtype)
     run = Runner(implementation, device)
@@ -87,7 +87,7 @@ _pass.defvjp(_pass_fwd, _pass_bwd)
 
 @dataclass(frozen=True)
 class _Stage:
-    """Stage that computes a pass from images, maps, rows of steps and weights of a blur."""
+    """Call of a pass's kernel with images, maps, steps and blur weights, and its implementations."""
 
     spec: Pass
 

@@ -71,7 +71,7 @@ class Map(NamedTuple):
 
 
 PACKED = 19
-"""Numbers in a packed map."""
+"""Number of values in a row of `Map.packed`."""
 
 
 def unpacked(row: jax.Array, shift: jax.Array | None, before: jax.Array | None) -> Map:
@@ -178,7 +178,7 @@ def _weights(distance: jax.Array, interpolation: Interpolation) -> jax.Array:
 def _tap_weights(
     place: jax.Array, pixel: jax.Array, axis: int, reading: Reading, map: Map
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns each pixel's weight for a position on an axis, and the same with 0 where `fill` counts."""
+    """Returns pixels' weights for positions on an axis, and these with 0 for pixels that are `fill`."""
     weight = _weights((pixel - place) / map.radius[axis], reading.interpolation)
     in_window = _is_in_window(pixel, axis, map)
     if reading.drops:
