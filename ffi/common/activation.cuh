@@ -56,7 +56,7 @@ inline bool parse_activation(std::string_view name, Activation* activation) {
       return true;
     }
   }
-  // "leaky_relu(0.2)".
+  // Parses a name such as "leaky_relu(0.2)".
   constexpr std::string_view kLeaky = "leaky_relu(";
   if (name.substr(0, kLeaky.size()) != kLeaky || name.back() != ')') return false;
   std::istringstream number(
@@ -110,9 +110,9 @@ __device__ __forceinline__ float relu(float x) {
 #endif
 }
 
-// gate = sigmoid(x) and rest = 1 - gate. `rest` is computed on its own, since a subtraction would
-// lose all digits for a gate near 1. If the exponential is infinite and the gate 0, their product
-// is NaN, which fminf turns into 1.
+// gate = sigmoid(x) and rest = 1 - gate. `rest` is computed on its own, since the subtraction would
+// cancel for a gate near 1. If the exponential is infinite and the gate 0, their product is NaN,
+// which fminf turns into 1.
 struct Gate {
   float gate;
   float rest;
@@ -124,7 +124,7 @@ struct Gate {
   }
 };
 
-// The derivative of gelu_tanh. The gate times its rest is 0 far from 0, where x^3 overflows.
+// Returns the derivative of gelu_tanh. Far from 0, where x^3 overflows, gate * rest is 0.
 __device__ __forceinline__ float gelu_tanh_slope(float x, const Gate& logistic) {
   const float rate = kGeluTwo * (1.0f + 3.0f * kGeluCubic * x * x);
   return logistic.gate + logistic.gate * logistic.rest * x * rate;
@@ -134,7 +134,7 @@ constexpr float kSixth = 1.0f / 6.0f;
 constexpr float kSeluScale = 1.0507009873554805f;
 constexpr float kSeluAlpha = 1.6732632423543772f;
 
-// Returns the slope of a kLeakyRelu.
+// Returns the factor of negative values in a kLeakyRelu.
 __device__ __forceinline__ float slope_of(Activation activation) {
   return __uint_as_float(static_cast<unsigned int>(static_cast<long long>(activation) >> 32));
 }

@@ -21,7 +21,7 @@ namespace ffi = xla::ffi;
     if (returned_error.failure()) return returned_error; \
   } while (false)
 
-// Defines a handler as a symbol of the library: everything else in it is hidden.
+// Defines a handler as an exported symbol of the library, whose other symbols are hidden.
 #define DEFINE_HANDLER(symbol, function, ...)                              \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol( \
       XLA_FFI_CallFrame* call_frame);                                      \
@@ -66,7 +66,7 @@ struct Launch {
   bool cooperative = false;  // whether all blocks must be resident at once
 };
 
-// A launch as the CUDA runtime takes it; valid as long as this object.
+// A Launch as the CUDA runtime's struct, which is valid as long as this object.
 class LaunchConfig {
  public:
   LaunchConfig(const Launch& launch, cudaStream_t stream) {
@@ -95,7 +95,6 @@ class LaunchConfig {
   cudaLaunchAttribute attributes_[2] = {};
 };
 
-// Launches `kernel` with `args`.
 template <typename Args>
 ffi::Error launch_kernel(void (*kernel)(Args), const Args& args, const Launch& launch,
                          cudaStream_t stream) {
@@ -140,7 +139,7 @@ inline std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
   }
 }
 
-// Calls `f` with a value of the type that `dtype` stands for, and returns its result.
+// Calls `f` with a value of the type that `dtype` names, and returns its result.
 template <typename F>
 ffi::Error with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -191,7 +190,7 @@ inline ffi::Error check_dtype(std::string_view name, const ffi::AnyBuffer& buffe
   return ffi::Error::InvalidArgument(std::string(name) + " has another dtype than is needed");
 }
 
-// Whether every pointer allows 16-byte accesses; nullptr stands for an absent operand.
+// Whether every pointer allows 16-byte accesses; nullptr, an absent operand, does.
 inline bool are_aligned(std::initializer_list<const void*> pointers) {
   for (const void* pointer : pointers) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) return false;

@@ -2,16 +2,16 @@
 //
 // An instruction gives D[16, 8] += A[16, 16] B[16, 8]. With g = lane / 4 and q = lane % 4, a lane
 // has
-//     A[g, 2q]  A[g + 8, 2q]  A[g, 2q + 8]  A[g + 8, 2q + 8]     a register each: the value and its
-//     B[2q, g]  B[2q + 8, g]                                     neighbour along k
+//     A[g, 2q]  A[g + 8, 2q]  A[g, 2q + 8]  A[g + 8, 2q + 8]     a register each: the value and the
+//     B[2q, g]  B[2q + 8, g]                                     next one along k
 //     D[g, 2q]  D[g, 2q + 1]  D[g + 8, 2q]  D[g + 8, 2q + 1]     in float32
-// so two neighbouring tiles of D, rounded, are an A.
+// so two adjacent tiles of D, rounded, have the layout of A.
 //
 // For float32 it gives D[16, 8] += A[16, 8] B[8, 8] of values rounded to tf32, and a lane has
 //     A[g, q]  A[g + 8, q]  A[g, q + 4]  A[g + 8, q + 4]
 //     B[q, g]  B[q + 4, g]
-// so one tile of D, rounded, is an A, if the rows of B are taken in the order 0, 2, 4, 6, 1, 3, 5,
-// 7 of the columns that the lanes have of D.
+// so one tile of D, rounded, has the layout of A with its columns in the order 0, 2, 4, 6, 1, 3, 5,
+// 7. The rows of B must be in this order too.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -146,7 +146,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Rounds two values into one register.
+// Rounds two values to T, packed in one register.
 template <typename T>
 __device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) {

@@ -1,7 +1,7 @@
 // Matrix products of a warp on tensor cores whose operands are bytes: int8 and float8.
 //
-// An instruction gives D[16, 8] += A[16, 32] B[32, 8]. A lane has the same places of A, B and D as
-// in mma.cuh, with four neighbouring bytes along k in place of two values of 16 bits, so that
+// An instruction gives D[16, 8] += A[16, 32] B[32, 8]. A lane holds the same parts of A, B and D as
+// in mma.cuh, with four adjacent bytes along k in place of two values of 16 bits, so that
 // load_matrices serves both.
 #pragma once
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply_add_bytes(int8_t, int (&d)[4], const ui
 #if __CUDA_ARCH__ >= 890
 #define JAXFUSED_SM89(...) __VA_ARGS__
 #else
-#define JAXFUSED_SM89(...)  // never called: see kHasByteProducts
+#define JAXFUSED_SM89(...)  // other GPUs never call it
 #endif
 
 __device__ __forceinline__ void multiply_add_bytes(E4m3, float (&d)[4], const uint32_t (&a)[4],

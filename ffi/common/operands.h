@@ -5,7 +5,7 @@
 #include "handler.h"
 #include "rows.cuh"
 
-// The limit on rows leaves room in an int for the steps that a kernel looks ahead.
+// Limit on rows: int indices must not overflow a few steps beyond the last row.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 
 inline ffi::Error parse_parameter(std::string_view name, const ffi::AnyBuffer& buffer,

@@ -29,8 +29,8 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global) {
   }
 }
 
-// Copies 16 bytes from global memory to a shared address, or writes zeros there, asynchronously
-// like async_copy. With kWholeLine, L2 prefetches the 128 bytes around them, which are needed next.
+// Copies 16 bytes from global memory to a shared address, or writes zeros there unless `exists`,
+// asynchronously like async_copy. With kWholeLine, L2 prefetches the 128 bytes around them.
 template <bool kWholeLine = false>
 __device__ __forceinline__ void async_copy_or_zero(uint32_t shared, const void* global,
                                                    bool exists) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void wait_for_count(const unsigned* counter, unsigned
 #if __CUDA_ARCH__ >= 900
 #define JAXFUSED_SM90(...) __VA_ARGS__
 #else
-#define JAXFUSED_SM90(...)  // never called: see kHasBulkCopies
+#define JAXFUSED_SM90(...)  // other GPUs never call it
 #endif
 
 // Whether the GPU that this is compiled for has bulk copies and clusters.
@@ -175,7 +175,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
                    "r"(parity) : "memory"));
 }
 
-// Returns a cache policy for a copy: L2 evicts the lines that the copy reads after all others.
+// Returns a cache policy for a copy: L2 evicts the lines that the copy reads last.
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy = 0;
   JAXFUSED_SM90(asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy)));
@@ -217,7 +217,7 @@ __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t
   return address;
 }
 
-// Announces the thread to its cluster, but not its writes; cluster_wait must follow.
+// Arrives at the cluster's barrier, without making writes visible; cluster_wait must follow.
 __device__ __forceinline__ void cluster_arrive() {
   JAXFUSED_SM90(asm volatile("barrier.cluster.arrive.relaxed.aligned;" :: : "memory"));
 }

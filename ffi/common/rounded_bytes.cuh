@@ -13,8 +13,8 @@ __host__ __device__ constexpr float largest_of(Format format) {
   return format == Format::kInt8 ? 127.0f : format == Format::kE4m3 ? 448.0f : 57344.0f;
 }
 
-// Returns the scale of numbers from the bits of their largest magnitude. That of zeros is FLT_MIN,
-// so that it can be divided by; that of non-finite ones is NaN.
+// Returns the scale of numbers, their largest magnitude (given by its bits) times `unit`. Zeros get
+// FLT_MIN, so that it can be divided by, and non-finite numbers NaN.
 __device__ __forceinline__ float scale_of(uint32_t largest, float unit) {
   return largest >= 0x7f800000u ? __uint_as_float(0x7fffffffu)
                                 : fmaxf(__uint_as_float(largest) * unit, FLT_MIN);
@@ -23,7 +23,7 @@ __device__ __forceinline__ float scale_of(uint32_t largest, float unit) {
 // Rounds x / scale, half to even. Values beyond the range are clipped, and NaN becomes 0 in int8.
 __device__ __forceinline__ uint8_t rounded(float x, float scale, float limit, Format format) {
   const float units = __fdiv_rn(x, scale);
-  // Conditions of this form pass a NaN on.
+  // A NaN fails both conditions and stays a NaN.
   const float clipped = units > limit ? limit : units < -limit ? -limit : units;
   switch (format) {
     case Format::kInt8: {

@@ -16,8 +16,8 @@ struct Team {
       : size(team_size), index(threadIdx.x / team_size), rank(threadIdx.x % team_size) {}
 };
 
-// Returns the largest number of a warp. As an integer, the bits of a float without its sign are the
-// larger, the larger it is, and those of a NaN larger than all others.
+// Returns the largest number of a warp. The number may be the bits of a float of positive sign,
+// which order as the floats do, with NaN above all others.
 __device__ __forceinline__ uint32_t largest_of_warp(uint32_t number) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_max_sync(0xffffffffu, number);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void add_places(const float* places, int warps,
 // Sums one or two values at a time over a team. The order of the additions is fixed, so every
 // thread gets the same bits in every run.
 class TeamSum {
-  // Floats of one turn: a block has at most half as many teams of two or more warps as warps.
+  // Floats of one sum: two values with a place per warp, for at most kMaxTeamWarps / 2 teams.
   static constexpr int kTurn = 2 * kMaxTeamWarps * kMaxTeamWarps / 2;
 
  public:
@@ -85,12 +85,12 @@ class TeamSum {
   __device__ __forceinline__ void operator()(float (&values)[kValues]) {
     static_assert(kValues <= 2);
     add_over_lanes(team_.size, values);
-    // A lane may read memory before the sum that another lane writes after it. Teams of one lane
-    // exchange nothing, so their warp must synchronise here.
+    // After the sum a lane may overwrite memory that other lanes read before it. No exchange orders
+    // them in teams of one lane, so the warp must synchronise.
     if (team_.size == 1) __syncwarp();
     if (team_.size <= kWarpSize) return;
-    // Turns alternate between two buffers, so that one barrier per sum suffices: a warp that reuses
-    // a place has passed the barrier of the sum in between, as has every reader of it.
+    // Sums alternate between two buffers, so that one barrier per sum suffices: a warp that reuses
+    // a place has passed the barrier of the sum in between, as has every reader of the place.
     float* own = scratch_ + turn_ * kTurn + team_.index * 2 * kMaxTeamWarps;
     turn_ ^= 1;
     if (threadIdx.x % kWarpSize == 0) {
@@ -133,7 +133,8 @@ class PairSum {
     const uint32_t warps = half_.size / kWarpSize;
     float* own = places_ + turn_ * kTurn;
     uint64_t* barrier = barriers_ + turn_;
-    // The previous phase ended two turns ago, and the next one cannot end before this arrival.
+    // The barrier's phase before this one ended two sums ago. This one needs the arrival here to
+    // end.
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, 2 * warps * kValues * sizeof(float));
     const uint32_t lane = threadIdx.x % kWarpSize;
     if (lane < 2 * kValues) {

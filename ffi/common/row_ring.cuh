@@ -10,8 +10,9 @@ constexpr int kBytesInFlight = 64 * 1024;
 
 constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
 
-// The ring of one unit of `walk`. If the GPU has bulk copies and rows are aligned for them, one
-// thread of a unit copies whole rows; otherwise every thread copies its own columns.
+// The ring of one unit of `walk`, which is one or several teams. If the GPU has bulk copies and
+// rows are aligned for them, one thread of a unit copies whole rows; otherwise every thread copies
+// its own columns.
 template <typename T, int kVec, int kVectors, int kMaxStreams, bool kShifted = false>
 class RowRing {
   using Columns = ::Columns<kVec, kVectors, kShifted>;
@@ -87,7 +88,7 @@ class RowRing {
     return slots_ + (stage_ * streams_ + stream) * slot_values_;
   }
 
-  // Returns the address in the slot at which the team's row starts.
+  // Returns the address in shared memory of the team's row.
   __device__ __forceinline__ T* line(int stream) const {
     return slot(stream) + first_shift_ + walk_.line * column_.features();
   }

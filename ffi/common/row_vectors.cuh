@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-// The vectors that hold a part of a row, and where in the first of them the row starts.
+// The vectors that hold a part of a row, and the values of the first one that precede the row.
 template <int kVec>
 struct RowVectors {
   int64_t first;

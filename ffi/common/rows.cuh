@@ -170,7 +170,7 @@ class Columns {
       store_own(row, v, vector);
     }
   }
-  // Writes values that are used only once, so that they leave the caches first.
+  // Like store, for values that are not read again soon: the caches evict them first.
   template <typename T>
   __device__ __forceinline__ void store_once(T* row, int v, const Vector<T, kVec>& vector) const {
     if (owns_all(v)) {
@@ -182,7 +182,7 @@ class Columns {
 
   __device__ __forceinline__ int features() const { return features_; }
 
-  // Returns where the team's features start in a matrix with rows of `features`.
+  // Returns the index of the team's first value of `row` in a matrix with rows of `features`.
   __device__ __forceinline__ int64_t start(int row, int features) const {
     return static_cast<int64_t>(row) * features + first_;
   }
@@ -211,14 +211,14 @@ class Columns {
   int shift_;
 };
 
-// Returns the values between a row's start and the last multiple of kVec values before it.
+// Returns the number of values from the last multiple of kVec values to the row's start.
 template <int kVec, bool kShifted>
 __device__ __forceinline__ int shift_of(int row, int features) {
   return kShifted ? static_cast<int>(static_cast<int64_t>(row) * features % kVec) : 0;
 }
 
-// A parameter at the columns of a thread, in the dtype of memory. The loads of several parameters
-// are in flight together until the values of the first are used.
+// A thread's columns of a parameter, in the parameter's dtype. The loads of several parameters are
+// in flight together until the values of the first are used.
 template <int kVec, int kVectors, bool kShifted>
 class ParameterLoad {
   using Columns = ::Columns<kVec, kVectors, kShifted>;
@@ -482,17 +482,17 @@ __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Returns the values of a slot for `rows` rows, from the last multiple of `vec` before them.
+// Returns the values of a buffer for `rows` rows that starts at a multiple of `vec` values.
 __host__ __device__ constexpr int slot_values(int rows, int features, int vec, bool shifted) {
   return shifted ? round_up(rows * features + vec - 1, vec) : rows * features;
 }
 
-// Returns after how many steps of `rows` rows a walk reaches a row of the same shift.
+// Returns after how many steps of `rows` rows a row has the same shift (offset from a vector).
 inline int steps_of_one_shift(int rows, int features, int vec) {
   return vec / std::gcd(vec, static_cast<int>(int64_t{rows} * features % vec));
 }
 
-// Largest blocks, in threads, for which registers suffice, for each choice of elements.
+// Limits on the threads of a block set by registers, for 8, 16, 24 and 32 values per thread.
 using ThreadLimits = std::array<int, kElementChoices>;
 
 constexpr int threads_limit(const ThreadLimits& limits, int elements) {
@@ -505,7 +505,7 @@ enum class Ties { kFewerThreads, kMoreThreads };
 // which complete it soonest, or many values a thread, which takes the fewest instructions.
 enum class Narrow { kManyThreads, kManyValues };
 
-// With more values of a narrow row, a thread's registers would not hold the values and their sums.
+// Limit for a narrow row: registers would not hold more values and their sums.
 constexpr int kMostNarrowElements = 3 * kElementStep;
 
 constexpr int power_of_two_from(int value) {
@@ -554,7 +554,7 @@ inline Spread choose_spread(int features, int vec, bool shifted, int most_elemen
   return best;
 }
 
-// Returns the threads of a block: up to `limit`, but few rows are first spread over all SMs.
+// Returns the threads of a block: `limit` at most, and fewer if rows are too few for all SMs.
 inline int choose_threads(const Spread& spread, int64_t rows, int limit, const Device& device) {
   const int least = std::max(spread.team_size, kWarpSize);
   const int64_t teams = divide_up(rows, device.multiprocessors);

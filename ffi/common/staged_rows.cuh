@@ -13,7 +13,7 @@ struct RowPieces {
   int64_t start;  // index of the row's first value
   int64_t first;  // index of its first piece's first value
   int64_t total;  // values of the matrix
-  int shift;      // values between these two
+  int shift;      // values between `first` and `start`
   int features;
 
   __device__ __forceinline__ RowPieces(int64_t row, int64_t rows, int features)
@@ -29,7 +29,7 @@ struct RowPieces {
   __device__ __forceinline__ int count() const { return (shift + features + kVec - 1) / kVec; }
   // Returns the column of a piece's first value; it is negative if that lies before the row.
   __device__ __forceinline__ int column(int piece) const { return piece * kVec - shift; }
-  // Whether the whole piece lies in the matrix; the next function tests the row.
+  // Whether the whole piece lies in the matrix, and so may be copied.
   __device__ __forceinline__ bool in_matrix(int piece) const {
     return first + int64_t{piece + 1} * kVec <= total;
   }
@@ -88,7 +88,7 @@ struct RowPieces {
   }
 };
 
-// Load one value of type T as float32, and store one.
+// Loads one value of type T as float32.
 template <typename T>
 __device__ __forceinline__ float value_at(const T* data) {
   float value[1];

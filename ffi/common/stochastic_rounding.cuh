@@ -1,17 +1,17 @@
-// Rounding up or down at random, with bits that depend on a seed, the step, the leaf and the
-// element's index in the whole array: jaxfused/runtime/stochastic_rounding.py states them.
+// Rounding up or down at random, with bits that depend on a seed, the step, the parameter and the
+// element's index in the whole array. jaxfused/runtime/stochastic_rounding.py defines them.
 #pragma once
 
 #include <cstdint>
 
-// Inputs of one leaf's random bits on this device; made in
+// Inputs of the random bits of one parameter on this device, computed by
 // jaxfused/ops/optimizer/optimizer_step.py.
 struct alignas(16) LeafRandom {
   uint2 seeds[3];  // seeds of the parameter and the moments
   // An element's index in the whole array is base + l + sum over i of l / chunks[i] * skips[i],
   // where l is its index on this device.
   uint32_t base;
-  uint32_t chunks[3];  // 0 for none
+  uint32_t chunks[3];  // 0: no further chunks
   uint32_t skips[3];
   uint32_t unused[3];
 
@@ -44,8 +44,8 @@ __device__ __forceinline__ uint32_t random_word(uint2 seeds, uint32_t pair) {
 template <int kCount>
 __device__ __forceinline__ void random_upper_halves(uint2 seeds, uint32_t first,
                                                     uint32_t (&words)[kCount]) {
-  // The last mix changes lower halves only. From a multiple of kCount on, indices differ
-  // in bits that the first mix only keeps.
+  // The last halves_mixed of random_word changes lower halves only. After a multiple of kCount,
+  // indices differ in the lowest bits only, which the first one keeps, so one serves all.
   if (first % kCount == 0) {
     const uint32_t mixed = halves_mixed(seeds.x ^ first);
 #pragma unroll
@@ -58,7 +58,7 @@ __device__ __forceinline__ void random_upper_halves(uint2 seeds, uint32_t first,
   }
 }
 
-// Returns a value's 16 random bits, for a value that may be separated from its pair. It is rarely
+// Returns the 16 random bits of one value, if the other of its pair may be elsewhere. It is rarely
 // called, and its divisions would take registers if inlined.
 static __device__ __noinline__ uint32_t random_half(const LeafRandom& random, int stream,
                                                     int64_t local) {
@@ -86,10 +86,10 @@ __device__ __forceinline__ void random_halves(const LeafRandom& random, int stre
   }
 }
 
-// Rounds values to bfloat16 numbers: up with the probability of the bits cut off.
+// Rounds values to bfloat16 numbers: up with a probability proportional to the bits cut off.
 //
-// An infinity has none of these bits. Arithmetic yields the NaN 0x7FFFFFFF; its lower half is
-// cleared so that nothing is carried into its upper one.
+// An infinity has no such bits. The NaN of arithmetic, 0x7FFFFFFF, loses its lower half so that
+// nothing is carried into the upper one.
 template <int kCount>
 __device__ __forceinline__ void round_stochastically(const LeafRandom& random, int stream,
                                                      int64_t local, float (&values)[kCount]) {

@@ -11,9 +11,9 @@
 constexpr int kFlatThreads = 256;
 constexpr int kFlatVectors = 4;            // vectors of a tile that a thread copies
 constexpr int kFlatRingBytes = 16 * 1024;  // bytes of a tile in a ring
-constexpr int kFlatBarrierBytes = 128;     // bytes for an mbarrier of each stage
-// Largest number of features for kernels that also sum columns over rows: a lane then has half as
-// many columns.
+constexpr int kFlatBarrierBytes = 128;     // bytes for the mbarriers of all stages
+// Limit on features in kernels that also sum each column over rows. These sums take registers, so a
+// lane holds half as many columns as in other kernels.
 constexpr int kMostFlatSums = 512;
 
 // Number of rows whose bytes together are a multiple of 16, for rows of any width.
@@ -49,8 +49,8 @@ inline int flat_tile_bytes(int tile_rows, int features) {
   return round_up(tile_rows * features * static_cast<int>(sizeof(T)), 16);
 }
 
-// The tiles of kStreams matrices that a block takes in turns. They arrive through a ring of
-// pipeline stages in shared memory.
+// The tiles of kStreams matrices that a block computes one after the other, copied through a ring
+// of pipeline stages in shared memory.
 template <typename T, int kStreams>
 class FlatRing {
   static constexpr int kVec = 16 / sizeof(T);
@@ -98,7 +98,7 @@ class FlatRing {
     if (!kHasBulkCopies || count % kVec != 0) __syncthreads();
   }
 
-  // Returns a matrix's part of the oldest stage, where results may replace it.
+  // Returns the address of a matrix's tile in the oldest stage. Results may overwrite the tile.
   __device__ __forceinline__ T* operator[](int stream) const {
     return tiles_ + (stage_ * kStreams + stream) * tile_values_;
   }
@@ -140,7 +140,7 @@ class FlatRing {
   }
 
  private:
-  // Returns the values of the tile that starts at value `start`.
+  // Returns the number of values in the tile that starts at value `start`.
   __device__ __forceinline__ int count_from(int64_t start) const {
     return static_cast<int>(min(static_cast<int64_t>(tile_values_), values_ - start));
   }
@@ -211,11 +211,11 @@ __device__ __forceinline__ void load_flat_parameter(const Parameter& parameter, 
   }
 }
 
-// Choices of FlatWords::kWords.
+// Values of FlatWords::kWords that are compiled.
 constexpr int kFlatWordChoices[] = {1, 2, 3, 4, 6, 8, 12, 16};
 constexpr int kMostFlatWords = 16;
 
-// Returns the next smaller choice than `words`, or 0.
+// Returns the largest of these choices below `words`, or 0.
 __host__ __device__ constexpr int fewer_flat_words(int words) {
   int fewer = 0;
   for (const int choice : kFlatWordChoices) fewer = choice < words ? choice : fewer;

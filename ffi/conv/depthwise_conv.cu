@@ -1,18 +1,18 @@
 // Depthwise convolution: each channel has one kernel of its own, and pixels are channels last.
 //
-// A lane has a pair of channels, a warp 64 channels of a strip: a few neighbouring columns of the
-// output, and some or all of its rows. Where there are at most half as many channels, a half or a
+// A lane has a pair of channels, a warp 64 channels of a strip: a few adjacent columns of the
+// output, and some or all of its rows. With at most half or a quarter as many channels, a half or a
 // quarter of a warp has a strip of its own. The lanes walk down their strip. They load each row of
 // the input once, before it is needed, and make all products with it: a sum for each row of the
-// kernel is in registers, and the step's oldest sum is complete. The additions themselves move the
-// sums on by one row. So the loop fits the instruction cache, which a patch with all its products
-// unrolled does not, and warps never wait for each other.
+// kernel is in registers, and the step's oldest sum is complete. Each addition writes to the
+// register of the next older sum, so no moves are needed. So the loop fits the instruction cache,
+// which a patch with all its products unrolled does not, and warps never wait for each other.
 //
-// A large kernel has enough to do with a row while the next one is on its way to registers. A small
-// one is bound by memory, so a few steps' rows are on their way to shared memory.
+// A large kernel computes long enough per row to load the next one to registers meanwhile. A small
+// one is bound by memory, so the rows of a few steps are copied ahead to shared memory.
 //
 // The gradient of the weights (wgrad) walks down in the same way, with the newest rows of dy and a
-// sum for each weight in registers. Each block writes its sums, and the caller adds them up in the
+// sum for each weight in registers. Each block writes its sums, and the caller adds them in the
 // order of the blocks.
 
 #include <cmath>
@@ -37,7 +37,7 @@ struct ConvArgs : ConvOperands {
   Strips strips;
 };
 
-struct WeightsArgs : WeightsOperands {  // each blockIdx.x writes a part of the sums
+struct WeightsArgs : WeightsOperands {  // each blockIdx.x writes its own sums
   Strips strips;
 };
 
@@ -46,7 +46,7 @@ template <int kHigh, int kWide, int kStep, int kStripColumns, int kStripLanes = 
 struct Kernel {
   static constexpr int kHeight = kHigh, kWidth = kWide, kStride = kStep, kColumns = kStripColumns;
   static constexpr int kTaps = kHeight * kWidth;
-  // Older output rows to which a step still adds, besides its own; a step reads kStride input rows.
+  // Output rows of earlier steps to which a step still adds; a step reads kStride input rows.
   static constexpr int kOlder = (kHeight - 1) / kStride;
   static constexpr int kInputs = (kColumns - 1) * kStride + kWidth;  // input columns of a strip
   // Whether the weights stay in registers, or are read from shared memory a row at a time.
@@ -57,7 +57,7 @@ struct Kernel {
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kLanes; }
   static __device__ __forceinline__ int strip() { return threadIdx.x / kLanes; }
-  // Gap between strips in shared memory, in 16 bytes, which puts their lanes in different banks.
+  // Gap between strips in shared memory, in units of 16 bytes, so that they use different banks.
   template <typename T>
   static constexpr int kApart = kLanes < 32 ? kChannels * static_cast<int>(sizeof(T)) / 16 : 0;
 
@@ -113,7 +113,7 @@ struct Pixels {
   int64_t row_pitch;
   uint32_t pitch;
   int begin, end;  // pixels that lie inside the image
-  int channels;    // channels from the block's first one on
+  int channels;    // channels of the image from the block's first one on
 
   __device__ __forceinline__ Pixels(const void* data, int image, int height, int width,
                                     int channels, int column)
@@ -137,7 +137,7 @@ class RowsInRegisters {
   using Source = Pixels<T, kPixels, K::kChannels>;
 
  public:
-  static constexpr int kBytes = 16;  // bytes of shared memory, which are not used
+  static constexpr int kBytes = 16;  // shared memory is not used, but an array cannot be empty
   static constexpr int kAhead = 1;   // steps of lookahead
 
   __device__ __forceinline__ RowsInRegisters(const Source& pixels, char*) : pixels_(pixels) {
@@ -196,7 +196,7 @@ class RowsInShared {
   static constexpr int kCopies = (kPixels + kPixelsAtOnce - 1) / kPixelsAtOnce;
 
  public:
-  // Steps copied ahead. Their number makes the bytes of 16-bit and of 32-bit values equal.
+  // Steps copied ahead: with the step in use, 16-bit and 32-bit values take the same memory.
   static constexpr int kAhead = sizeof(T) == 2 ? 3 : 1;
   static constexpr int kBytes = (kAhead + 1) * kStepBytes;
 
@@ -288,7 +288,8 @@ template <typename T, typename K, int kPixels, int kRows>
 using Reader = std::conditional_t<K::kFewWeights, RowsInShared<T, K, kPixels, kRows>,
                                   RowsInRegisters<T, K, kPixels, kRows>>;
 
-// Weights of the block's channels in shared memory: [kernel row, pair of taps, lane, 4].
+// Weights of the block's channels in shared memory: [kernel row, pair of taps, lane, 2 taps of 2
+// channels].
 template <typename K>
 class Weights {
  public:
@@ -359,7 +360,7 @@ class Output {
           static_cast<int>(sizeof(T));
   }
 
-  // Adds the residual, applies the activation and stores the next row.
+  // Adds the residual, stores z if it is a result, applies the activation and stores the next row.
   __device__ __forceinline__ void finish(float (&sums)[K::kColumns][2]) {
     if (args_.residual != nullptr) add_residual(sums);
     if (args_.z != nullptr) store(args_.z, sums);
@@ -441,7 +442,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
     if (step < end) input.request(step * K::kStride - shape.top, end * K::kStride - shape.top);
     if constexpr (K::kFewWeights) async_copies_commit();
   };
-  // Float32 sums each kernel row apart: a single sum of 49 products would lose more digits.
+  // In float32 each kernel row has a sum of its own: one sum of 49 products would round more.
   constexpr bool kRowsApart = std::is_same_v<T, float>;
   // sums[j] is for the output row that began j steps ago; a step completes the oldest one.
   float sums[K::kOlder + 1][K::kColumns][2] = {}, complete[K::kColumns][2];
@@ -536,7 +537,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
     float dy[K::kOlder + 1][K::kColumns][2] = {};
 #pragma unroll
     for (int ahead = 0; ahead < X::kAhead; ++ahead) request(strip.begin + ahead);
-    // Unrolled by two, so that the rows of dy move half as often.
+    // Unrolled by two, so that the rows of dy move between registers half as often.
 #pragma unroll 2
     for (int step = strip.begin; step < end; ++step) {
 #pragma unroll
@@ -602,7 +603,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
 
 // --- launch --------------------------------------------------------------------------------------
 
-// Returns the number of strips below each other with the least `cost(down, rows of a strip)`.
+// Returns how many strips to cut a height into, with the least `cost(strips, rows of a strip)`.
 template <typename F>
 int cheapest_division(int height, const F& cost) {
   int best = 1;
@@ -622,7 +623,7 @@ ffi::Error check_count(double count) {
   return ffi::Error::InvalidArgument("depthwise_conv: x is too large");
 }
 
-// A kernel's launch, and its relative cost.
+// Launch of a kernel, and its estimated cost relative to others.
 template <typename K>
 struct Plan {
   Strips strips;
@@ -641,8 +642,8 @@ ffi::Error plan_conv(const ConvShape& shape, const Device& device, Plan<K>* plan
   const auto cost = [&](int down, int rows) {
     const double blocks =
         std::ceil(double(shape.images) * strips.across * down / K::kStrips) * groups;
-    // An SM takes about as long for fewer blocks than it can hold. A strip's first and last steps
-    // compute half the products, and a step's overhead is about that of two columns.
+    // An SM with fewer blocks than it can hold takes about as long as a full one. A strip's first
+    // and last steps compute half the products, and a step's overhead is about that of two columns.
     const double turns = std::max<double>(std::ceil(blocks / device.multiprocessors), resident);
     return turns * (rows + 0.5 * K::kOlder + 1.0) * (K::kColumns + 2);
   };

@@ -1,14 +1,15 @@
-// Depthwise convolution along one axis: the short convolutions of Mamba, Griffin and their kin.
+// Depthwise convolution along one axis: the short convolutions of Mamba, Griffin and similar
+// models.
 //
-// An image's steps are cut into pieces. A thread has a vector of channels of one piece. It walks
-// along the piece with the last inputs in registers, so that each input is read once, and requests
-// the next steps' inputs before it works on the current ones. Neighbouring threads have
-// neighbouring channels.
+// The steps (positions) of an image are cut into pieces. A thread has a vector of channels of one
+// piece. It walks along the piece with the last inputs in registers, so that each input is read
+// once, and loads the next steps' inputs before it computes the current ones. Adjacent threads have
+// adjacent channels.
 //
 // The gradient reads only x and dy. It recomputes the activation's input: a few multiply-adds,
 // while reading it would cost a third more bytes. The same walk yields the gradients of the input,
 // the weights and the bias. Each thread writes its sums for the weights, and the caller adds them
-// up in the order of the pieces.
+// in the order of the pieces.
 
 #include "common/activation.cuh"
 #include "common/handler.h"
@@ -48,7 +49,7 @@ struct BackwardArgs {
   Activation activation;
 };
 
-// A thread's piece: its image, first channel and steps [begin, end), where the image has `steps`.
+// A thread's part of an image of `steps` steps: its first channel and its steps [begin, end).
 struct Piece {
   int image, index, channel, begin, end;
 
@@ -83,7 +84,7 @@ class Line {
     return begin >= 0 && end <= length_;
   }
 
-  // Returns a step's values in memory's dtype. With kChecked, steps outside the image are zeros.
+  // Returns a step's values, not unpacked. With kChecked, steps outside the image are zeros.
   template <bool kChecked = true>
   __device__ __forceinline__ Vector<T, kVec> load(int step) const {
     if (kChecked && !has(step, step + 1)) return Vector<T, kVec>{};
@@ -206,8 +207,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (; step < piece.end; step += kSteps) advance(step, std::true_type{});
 }
 
-// A thread's walk along a piece of the gradient. A step computes its dz, which completes dx of the
-// input `left` steps before.
+// A thread's walk along a piece of the gradient. A step computes dz, the gradient of the
+// activation's input, and completes dx of the input `left` steps before.
 template <typename T, int kTaps, int kVec>
 class GradientWalk {
   static constexpr int kSteps = kGradientSteps<T, kTaps>;
@@ -331,7 +332,7 @@ class GradientWalk {
   template <bool kChecked>
   __device__ __forceinline__ void input_gradient(int at, int i) const {
     float dx[kVec] = {};
-    // The newest gradient multiplies the first tap, which its step applied to this input.
+    // The newest dz multiplies tap 0, because its output used tap 0 with this input.
 #pragma unroll
     for (int k = 0; k < kTaps; ++k) {
 #pragma unroll

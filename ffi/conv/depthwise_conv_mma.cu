@@ -1,23 +1,23 @@
 // Depthwise convolution on tensor cores, with stride 1 and values of 16 bits.
 //
-// Along the columns of an image, one channel's convolution with one row of its kernel is a product
-// with a banded matrix: 16 neighbouring columns of the input times
+// For one channel and one row of its kernel, a convolution along the columns of an image is a
+// product with a banded matrix: 16 adjacent columns of the input times
 //     band[k, n] = weight[k - n] where 0 <= k - n < width of the kernel, else 0
-// are 8 neighbouring columns of the output, for kernels of up to 9 columns. A block is kPhases rows
-// of 8 columns of the output, one row of such a product. A tile has 16 blocks, below and next to
-// each other or in several images. A product takes the same row p, a phase, of the windows of all
-// 16. Row p of the input contributes to the outputs p, p - 1, ... of a block: its fragment is
+// are 8 adjacent columns of the output, for kernels of up to 9 columns. A block is 8 columns of
+// kPhases rows of the output, and a tile has 16 blocks, adjacent or in several images. A
+// tensor-core product multiplies the same row of all 16 blocks' input windows by the band. Row p of
+// a window contributes to the output rows (phases) p, p - 1, ... of its block, so its fragment is
 // loaded once for all rows of the kernel.
 //
 // In memory the channels of a pixel are contiguous, while a product needs contiguous columns of a
 // channel. So a tile's input is transposed on its way to shared memory, where each channel has a
-// plane of rows. A warp takes a channel at a time and replaces its plane by the results: rounded,
-// or in float32 if a residual is still to be added. They are transposed back on their way out.
+// plane of rows. A warp computes a channel at a time and replaces its plane by the results:
+// rounded, or in float32 if a residual is still to be added. They are transposed back when stored.
 //
 // The gradient of the weights (wgrad) multiplies 16 columns of x by 8 columns of dy over the 16
-// blocks of a tile. The band of that product, summed along its diagonals, is the gradient of a row
-// of the kernel. It stays in registers for all tiles of a thread block, which writes its sums; the
-// caller adds these up in the order of the thread blocks.
+// blocks of a tile. Sums along the diagonals of that 16 x 8 product are the gradient of a row of
+// the kernel. A thread block keeps them in registers over its tiles and writes its sums, which the
+// caller adds in the order of the thread blocks.
 
 #include <cmath>
 
@@ -35,7 +35,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kBlocks = 16;       // blocks of a tile
 constexpr int kBlockColumns = 8;  // output columns of a block
 constexpr int kBandColumns = 16;  // input columns of a block
-constexpr int kGranule = 16;      // bytes of 8 values of a plane, one row of a matrix
+constexpr int kGranule = 16;      // bytes of 8 values of a plane, one row of an 8 x 8 matrix
 constexpr int kMostColumns = kBandColumns + 1 - kBlockColumns;  // limit on the columns of a kernel
 
 constexpr int kOctets = 2;  // groups of 8 channels in a thread block
@@ -49,14 +49,14 @@ constexpr int kSkew = 128 / kOctets;
 constexpr int kRounds = 3;
 constexpr int kRequestedBytes = kRounds * 4 * kThreads * 16;
 
-// The rows of a kernel and of a block, and whether a thread block requests the input of its next
-// tile ahead, for which shared memory has room if a tile's input is small.
+// Sizes known at compile time: rows of a kernel and of a block. With kRequestsAhead, a thread block
+// copies the input of its next tile ahead, if that is small enough for shared memory.
 template <int kKernelRows, int kBlockRows, bool kRequestsAhead>
 struct Size {
   static constexpr int kHeight = kKernelRows, kPhases = kBlockRows;
   static constexpr bool kAhead = kRequestsAhead;
   static constexpr int kRows = kPhases + kHeight - 1;  // input rows of a block
-  // Bytes between two blocks' sums; the odd number of rows spreads eight blocks over all banks.
+  // Bytes between two blocks' sums. The odd number of rows spreads eight blocks over all banks.
   static constexpr int kSumsPitch = (kPhases | 1) * kBlockColumns * 4;
   static constexpr int kGradientPitch = (kPhases | 1) * kGranule;
   static_assert(kSumsPitch == 2 * kGradientPitch);
@@ -75,7 +75,7 @@ struct Tiling {
   // Bytes between rows, after each block's rows, and between images of a plane.
   int row_pitch, pad, image_pitch;
 
-  // Quads of a tile's input, including those that only complete the matrices.
+  // Returns the quads (four columns) of a tile's input, with the padding that completes matrices.
   __host__ __device__ int quads_in() const { return images * rows * (row_pitch / 8); }
 };
 
@@ -86,7 +86,7 @@ struct ConvArgs {
   int channel_groups;  // thread blocks that share a tile
 };
 
-struct WeightsArgs : WeightsOperands {  // each worker writes a part of the sums
+struct WeightsArgs : WeightsOperands {  // each worker writes its own sums
   Tiling tiling;
   int width, channel_groups;
 };
@@ -106,7 +106,7 @@ struct Place {
 
 // --- to and from planes --------------------------------------------------------------------------
 
-// Returns the offset in a plane at which a block's window begins.
+// Returns the offset in a plane of the first value of a block's input window.
 template <typename S>
 __device__ __forceinline__ int block_offset(const Tiling& tiling, int block) {
   const int row = block & ((1 << tiling.row_bits) - 1);
@@ -122,7 +122,7 @@ __device__ __forceinline__ int row_offset(const Tiling& tiling, int row) {
   return (row - tiling.first) * tiling.row_pitch + row / S::kPhases * tiling.pad;
 }
 
-// A lane's share of a thread block's copies: eight adjacent channels, one quad at a time.
+// A thread's share of copies: eight adjacent channels, of four columns (a quad) at a time.
 struct Part {
   int octet, slot;
   int channel;  // first of the eight channels
@@ -153,7 +153,7 @@ class Quad {
   uint32_t word_;
 };
 
-// Lists the quads of a tile's input; their places are in units of 8 bytes of a plane.
+// Lists the quads of a tile's input, with their offsets in a plane in units of 8 bytes.
 template <typename S>
 __device__ __forceinline__ void list_input(const Tiling& tiling, uint32_t* quads) {
   const int of_row = tiling.row_pitch / 8;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void list_input(const Tiling& tiling, uint32_t* quads
   }
 }
 
-// Lists the quads of a tile's output; their places are in units of 16 bytes of sums, or 8 of dy.
+// Lists the quads of a tile's output, with offsets in units of 16 bytes (float32 sums) or 8 (dy).
 template <typename S>
 __device__ __forceinline__ void list_output(const Tiling& tiling, uint32_t* quads) {
   for (int i = threadIdx.x; i < S::kQuadsOut; i += kThreads) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ V held(V value) {
 template <typename T>
 class View {
  public:
-  // The view includes the tile's columns before `columns`.
+  // The view has only the first `columns` columns of the tile.
   __device__ __forceinline__ View(T* data, int images, int height, int width, int channels,
                                   const Place& place, int columns)
       : data_(data),
@@ -249,8 +249,8 @@ __device__ __forceinline__ View<T> output_view(T* data, const ConvShape& shape,
 // Quads that a thread has in flight at a time.
 constexpr int kBatch = 2;
 
-// Calls `use(quad, columns)` for a lane's quads of the list, with its channels of each column.
-// Pixels outside the images are zeros.
+// Calls `use(quad, columns)` for a thread's quads of the list, with its eight channels of the four
+// columns. Pixels outside the images are zeros.
 template <typename T, typename F>
 __device__ __forceinline__ void load_quads(const View<const T>& view, const uint32_t* quads,
                                            int count, const Part& part, const F& use) {
@@ -418,7 +418,7 @@ struct Band {
   }
 };
 
-// Adds the convolution of a channel. With kSome, it skips rows of the windows that are all zeros.
+// Adds the convolution of a channel. With kSome, it skips window rows that are outside the image.
 template <typename T, typename S, bool kSome>
 __device__ __forceinline__ void convolve(const Tiling& tiling, uint32_t window,
                                          const uint32_t (&band)[S::kHeight][2],
@@ -536,8 +536,8 @@ __device__ __forceinline__ void store_rounded(const ConvArgs& args, const Place&
   }
 }
 
-// With kPlain there is neither residual nor z, and the sums are rounded before they are transposed.
-// Otherwise they stay in float32, and the residual is added to them.
+// With kPlain there is neither a residual nor z (y before its activation), and the sums are rounded
+// before they are transposed. Otherwise they stay in float32, and the residual is added to them.
 template <typename T, typename S, bool kPlain>
 __global__ void __launch_bounds__(kThreads, S::kAhead || S::kPhases > 7 ? 2 : 3)
     depthwise_conv_mma_kernel(const __grid_constant__ ConvArgs args) {
@@ -560,7 +560,7 @@ __global__ void __launch_bounds__(kThreads, S::kAhead || S::kPhases > 7 ? 2 : 3)
     __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, q = lane % 4;
-    // Offset of this lane's row in one of the four matrices of a fragment.
+    // Offset of the row of a matrix whose address this lane passes to ldmatrix.
     const int window = block_offset<S>(tiling, lane % 16) + lane / 16 * kGranule;
     const Part part(shape, first_channel);
     const auto request = [&](int tile) {
@@ -654,7 +654,7 @@ __device__ __forceinline__ void load_gradient(const WeightsArgs& args, const Pla
                 });
 }
 
-// Adds the products of a channel: a band for each row of the kernel, and the sums of dy.
+// Adds a channel's products of x and dy, one for each row of the kernel, and its sums of dy.
 template <typename T, typename S, bool kSome>
 __device__ __forceinline__ void multiply(const Tiling& tiling, uint32_t window, uint32_t gradient,
                                          float (&bands)[S::kHeight][4], float (&total)[4]) {
@@ -683,11 +683,11 @@ __device__ __forceinline__ void multiply(const Tiling& tiling, uint32_t window, 
   }
 }
 
-// Bytes of a channel's bands in float32, for summing their diagonals in shared memory.
+// Bytes of a channel's products in float32, whose diagonals are summed in shared memory.
 template <typename S>
 constexpr int kBandsBytes = (S::kHeight * kBandColumns + 1) * kBlockColumns * 4;
 
-// Writes the sums of a channel.
+// Writes a channel's gradients of the weights (sums along diagonals) and of the bias.
 template <typename S>
 __device__ __forceinline__ void write_sums(const WeightsArgs& args, int worker, int channel,
                                            const float (&bands)[S::kHeight][4],
@@ -776,12 +776,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // --- launch --------------------------------------------------------------------------------------
 
-// Division of the output that the caller asks for.
+// Tiling of the output that the caller asks for.
 struct Config {
   int64_t block_rows, images, blocks_down, blocks_across;
 };
 
-// Returns the exponent of a power of two, or -1.
+// Returns the exponent of a power of two up to 16, or -1 for any other number.
 int bits_of(int64_t number) {
   for (int bits = 0; bits <= 4; ++bits) {
     if (number == int64_t{1} << bits) return bits;
@@ -789,7 +789,8 @@ int bits_of(int64_t number) {
   return -1;
 }
 
-// Returns bank conflicts: the most matrix rows in the same banks, over both halves of a tile.
+// Returns the most rows of 16 bytes that share banks, summed over a tile's halves: 2 if no
+// conflicts.
 int conflicts(const Tiling& tiling, int row_step) {
   int found = 0;
   for (int half = 0; half < 2; ++half) {
@@ -894,7 +895,7 @@ ffi::Error launch_conv(ConvArgs args, const Device& device, cudaStream_t stream)
   int resident = 1;
   RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
   args.channel_groups = divide_up(shape.channels, kChannels);
-  // The fewest workers for which none has more tiles than with `most` of them.
+  // The fewest workers for which none has more tiles than it would with `most` workers.
   const int most = std::max(1, resident * device.multiprocessors / args.channel_groups);
   const int workers = divide_up(tiling.count, divide_up(tiling.count, most));
   launch.grid = dim3(static_cast<unsigned>(workers) * args.channel_groups);
@@ -930,7 +931,7 @@ ffi::Error launch_weights(WeightsArgs args, const Config& config, int64_t worker
   return launch_kernel(kernel, args, launch, stream);
 }
 
-// Calls `f` with a value of the type of x and with the sizes that are compile-time constants.
+// Calls `f` with the Size of blocks of config.block_rows rows.
 template <int kHeight, typename F>
 ffi::Error with_block(const Config& config, const F& f) {
   if (config.block_rows == 7) return f(Size<kHeight, 7, false>{});

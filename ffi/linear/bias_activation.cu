@@ -3,8 +3,8 @@
 // gradient.
 //
 // A thread owns a vector of columns, keeps their biases and their sums of gradients in registers,
-// and walks down the rows. A block writes one partial sum for each column; these are added up
-// afterwards, always in the same order.
+// and walks down the rows. A block writes one partial sum for each column; the caller adds these,
+// always in the same order.
 
 #include "common/activation.cuh"
 #include "common/handler.h"
@@ -103,7 +103,7 @@ __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
   unpack(rounded, z);
 }
 
-// A thread's column of vectors, and the rows that it walks over.
+// A thread's vector of columns, and the rows that it walks over.
 struct Walk {
   int column;
   int line;   // index in the block of the thread's line: `lanes` adjacent threads that share a row
@@ -119,7 +119,7 @@ struct Walk {
         step(gridDim.y * lines) {}
 };
 
-// Activations that are compiled separately: a choice at run time costs every activation the
+// Activations that are compiled separately. A branch at run time would cost every activation the
 // registers of the most demanding one, gelu_erf.
 enum class Known { kAny, kGeluTanh, kSilu };
 

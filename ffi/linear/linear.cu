@@ -1,5 +1,5 @@
 // y = activation(x w + bias), plus a residual if there is no activation, by cuBLASLt, whose kernels
-// apply all of it in the epilogue of the product. The residual may lie where y does.
+// apply all of it in the epilogue of the product. The residual may be in the buffer of y.
 //
 // cuBLASLt's epilogues for the backward are not used, because a separate pass (bias_activation.cu)
 // is faster than gelu's derivative with the bias gradient, and a separate sum is faster than the
@@ -44,7 +44,7 @@ struct Owned {
 constexpr int kProposals = 16;
 constexpr float kManyWaves = 16.0f;
 
-// A product in XLA's terms. Pointers to absent operands are nullptr.
+// A product of matrices stored by rows, as XLA has them. Absent operands are nullptr.
 struct Product {
   int64_t rows, features, hidden;  // x is [rows, features], w [features, hidden]
   bool transpose_w;                // whether w is [hidden, features]

@@ -3,10 +3,10 @@
 // A row is reduced to five numbers (see Statistic), from which XLA computes the loss of a token.
 // The gradient of a row follows from these numbers and from the logits:
 //
-//   dlogits = pull softmax(logits) - push target - spread   (coefficients: see RowGradient),
+//   dlogits = pull softmax(logits) - push target - spread   (coefficients: see RowGradient).
 //
-// so a kernel that is given the cotangent of the losses writes it while the row is still in shared
-// memory, which a cluster of blocks shares for a long row, or in the L2.
+// A kernel that is given the cotangents of the losses writes the gradient while the row is still in
+// L2 or in shared memory, which a cluster of blocks shares if the row is long.
 //
 // A row may start anywhere in memory. Threads access vectors that start at multiples of 16 bytes,
 // so the first and the last vector of a row may also hold values of adjacent rows.
@@ -24,26 +24,28 @@
 
 namespace {
 
-// Labels that are no class: kIgnored excludes its row, and kElsewhere belongs to another device.
-// Every other number that is no class makes the row's results NaN.
+// Special labels: a row labelled kIgnored has no loss, and the class of kElsewhere is on another
+// device. Any other label that is no class makes the row's results NaN.
 constexpr int kIgnored = -1;
 constexpr int kElsewhere = -2;
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMaxClusterBlocks = 8;
 constexpr int kMaxThreads = 512;
-constexpr int kMaxKeepingThreads = 256;  // most threads of a block that keeps its row
+constexpr int kMaxKeepingThreads =
+    256;  // limit on threads of a block that keeps a row in shared memory
 // Rows that an SM's shared memory should hold: while one is summed, the others are in flight.
 constexpr int kRowsInFlight = 3;
-constexpr int kWarpRowThreads = 256;  // threads of a block whose warps have rows of their own
+constexpr int kWarpRowThreads = 256;  // threads of a block in which each warp has its own row
 constexpr int kPlaces = kMaxClusterBlocks * kMaxThreads / kWarpSize;
 // Vectors of a thread whose loads are in flight together, for rows that are not in shared memory.
 constexpr int kUnroll = 4;
 // Parts in which a row is copied to shared memory: one is read while later ones are in flight.
 constexpr int kParts = 4;
 
-// Statistics of a row, in their order in memory. kPicked is the sum of target * (logit - maximum),
-// before smoothing, kMean the mean of (logit - maximum), and kTotal the sum of the targets.
+// Statistics of a row, in their order in memory. kLogSum is log(sum(exp(logit - maximum))), kPicked
+// sum(target * (logit - maximum)) before smoothing, kMean mean(logit - maximum), and kTotal the sum
+// of the targets.
 enum Statistic { kMaximum, kLogSum, kPicked, kMean, kTotal, kStatistics };
 
 // The labels: one class for each row, or a distribution over the classes.
@@ -59,27 +61,27 @@ struct LossOptions {
   float inverse_cap;  // 1 / cap
 };
 
-// Forms that are compiled separately, because a choice at run time costs registers.
+// Forms of the loss, compiled separately because branches at run time would cost registers.
 enum class Form {
-  kPlain,    // classes, and neither smoothing nor a cap
-  kSmooth,   // classes, without a cap
-  kGeneral,  // every option
+  kPlain,    // labels are classes; no smoothing, no cap
+  kSmooth,   // labels are classes, smoothed; no cap
+  kGeneral,  // soft labels or a cap, and every other option
 };
 
 struct LossArgs {
   const void* logits;
   Labels labels;
   LossOptions options;
-  // Cotangents. Forward: of the losses, [rows]. Backward, [rows, 3]: of kLogSum, minus that of
-  // kPicked, and minus that of kMean divided by the number of classes.
+  // Forward: cotangents of the losses, [rows]. Backward, [rows, 3]: cotangents of kLogSum, of
+  // kPicked times -1, and of kMean times -1 / classes.
   const float* coefficients;
   float* statistics;  // Statistics of all rows, [rows, kStatistics]; read in the backward
   void* dlogits;
   int64_t rows;
   int features;
-  // Forward: most vectors of a row in a block. Backward: threads of a team.
+  // Forward: limit on vectors of a row in a block. Backward: threads that share a part of a row.
   int slice;
-  // Forward: blocks that share a row. Backward: teams that share a row.
+  // Forward: blocks that share a row. Backward: parts of a row.
   int cluster;
 };
 
@@ -97,12 +99,13 @@ __device__ __forceinline__ float capped(float logit, const LossOptions& options)
 
 // --- sums over a row -----------------------------------------------------------------------------
 
-// exp(logit - maximum) in two instructions, as 2^power(logit). The rounding of `bias` leaves a
-// factor 2^slip, which is divided out of the sums instead of each term.
+// Computes exp(logit - maximum) with one FMA and one exp2, as 2^power(logit). As `bias` is rounded,
+// power(maximum), the slip, is not quite 0. A factor 2^-slip corrects sums, not each term.
 class Exponent {
  public:
   __device__ __forceinline__ explicit Exponent(float maximum) {
-    // Logits near such a maximum differ by 0 or beyond any exponent; the scale avoids overflow.
+    // Values near such a maximum are so far apart that exp of a difference is 0 with any scale;
+    // this one keeps `bias` finite.
     scale = fabsf(maximum) < 1e38f ? kLog2e : 0x1p-10f;
     bias = -maximum * scale;
   }
@@ -147,8 +150,8 @@ struct RowSums {
   }
 };
 
-// Adds logits vector by vector. Until finished(), the sums of powers and of their exponentials
-// contain the slip of their maximum.
+// Adds logits to a row's sums, vector by vector. Until finished() corrects them, the sums contain
+// the rounding error of the exponent (`slip`, see Exponent).
 template <Form kForm>
 class RowAdder {
   using Sums = RowSums<kForm>;
@@ -190,7 +193,8 @@ class RowAdder {
     sums_.sums[Sums::kExp] += sum_of(powers);
   }
 
-  // Adds soft labels (`shares`) of the logits just added; 0 times an infinite distance is 0.
+  // Adds soft labels `shares` of logits already added. A label of 0 adds 0, even to a logit of
+  // -inf.
   template <int kSize>
   __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
                                            const float (&shares)[kSize]) {
@@ -231,7 +235,7 @@ class RowAdder {
   Exponent exponent_;
 };
 
-// Joins the sums of the warps of a block, or of the blocks of a cluster.
+// Combines the sums of the warps of a block, or of a cluster of blocks.
 template <Form kForm>
 class WarpJoin {
   static constexpr int kValues = RowSums<kForm>::kSums + 1;
@@ -258,9 +262,9 @@ class WarpJoin {
     const int lane = threadIdx.x % kWarpSize;
     const int rank = cluster_ > 1 ? cluster_rank() : 0;
     const int place = rank * warps + threadIdx.x / kWarpSize;
-    // Turns alternate between two halves of the memory, so that one barrier per turn suffices: a
-    // thread that overwrites a place has passed the barrier of the turn in between, and so have all
-    // threads that read that place.
+    // Successive calls alternate between two halves of the memory, so that one barrier a call
+    // suffices: a thread that overwrites a place has passed the barrier of the call in between, and
+    // so have all threads that read that place.
     float* own = places_ + turn_ * kValues * kPlaces;
     const int used = cluster_ * warps;
     if (cluster_ == 1) {
@@ -350,7 +354,7 @@ __device__ __forceinline__ float largest_of_vectors(const Vector<T, kVec> (&pack
   }
 }
 
-// Reads vectors of a row: capped, with their labels, and without the values of adjacent rows.
+// Reads vectors of a row: caps logits, reads soft labels, and masks values of adjacent rows.
 template <typename T, int kVec, Form kForm>
 class RowReader {
  public:
@@ -455,12 +459,12 @@ class RowReader {
 // Coefficients of the gradient of a row.
 struct RowGradient {
   Exponent exponent;
-  float pull;    // factor of 2^exponent.power(logit)
-  float push;    // factor of the target
-  float spread;  // subtracted from each class
+  float pull;    // factor of 2^power(logit)
+  float push;    // factor of the target, subtracted
+  float spread;  // subtracted for each class
 
-  // Coefficients of a row whose loss has the cotangent `coefficient`, as in the reference's
-  // token_gradients.
+  // Computes the coefficients of a row whose loss has the cotangent `coefficient`, as
+  // token_gradients of cross_entropy_xla.py does.
   __device__ RowGradient(const LossOptions& options, int features, float coefficient,
                          float row_maximum, float sum, float total)
       : exponent(row_maximum) {
@@ -472,22 +476,23 @@ struct RowGradient {
     spread = coefficient * options.smoothing / static_cast<float>(features);
   }
 
-  // Coefficients of a row whose statistics have the given cotangents.
+  // Computes the coefficients of a row from its LossArgs::coefficients of the backward.
   __device__ RowGradient(const float* statistics, const float* cotangents)
       : exponent(statistics[kMaximum]), push(cotangents[1]), spread(cotangents[2]) {
-    // A shard may have no finite logit. Its log_sum is then -inf, and its pull stays 0.
+    // If no logit of a shard is finite, its log-sum is -inf. Its cotangent is 0, so pull must stay
+    // 0.
     const float slip = exponent.power(statistics[kMaximum]);
     pull = cotangents[0];
     if (pull != 0.0f) pull *= exp2_fast(-fmaf(statistics[kLogSum], kLog2e, slip));
   }
 
-  // Returns the gradient of a (capped) logit without the push of its class.
+  // Returns the gradient of a (capped) logit without the target's term.
   __device__ __forceinline__ float before_push(float logit) const {
     return fmaf(exp2_fast(exponent.power(logit)), pull, -spread);
   }
 };
 
-// Stores those values of vector `j` that belong to the row; `out` points to its first vector.
+// Stores those values of vector `j` that belong to the row; `out` is the row's first vector.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>& reader,
                                                  const RowVectors<kVec>& vectors, int features,
@@ -510,7 +515,7 @@ __device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>
   }
 }
 
-// Computes vector `j` of a row's gradient, without the push of the label's class.
+// Computes vector `j` of a row's gradient, without the term of a label that is a class.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void compute_gradient(const RowReader<T, kVec, kForm>& reader,
                                                  const LossArgs& args, const RowGradient& row,
@@ -556,7 +561,7 @@ __device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kForm>& 
 
 // --- forward, with or without the gradient -------------------------------------------------------
 
-// Label and coefficient of a row, loaded one row ahead.
+// Label of a row and cotangent of its loss, loaded one row ahead.
 struct RowRequest {
   int label = kIgnored;
   float coefficient = 0.0f;
@@ -607,7 +612,7 @@ class WarpSlots {
   // Bytes of a block's mbarriers, a multiple of a vector's size.
   static constexpr int kBarrierBytes = kMaxKeepingThreads / kWarpSize * kParts * sizeof(uint64_t);
 
-  // All parts but the last ones have a multiple of `group` turns.
+  // A row is copied in kParts parts. Each but the last has a multiple of `group` vectors per lane.
   __device__ WarpSlots(Pack* slots, uint64_t* barriers, int turns, int group)
       : slots_(slots),
         own_(shared_address(slots) + lane() * sizeof(Pack)),
@@ -683,22 +688,21 @@ enum class Mode {
   kResident,    // keeps the row in shared memory
 };
 
-// Threads of a block.
 constexpr int row_threads(bool warp, Mode mode) {
   if (warp) return kWarpRowThreads;
   return mode == Mode::kResident ? kMaxKeepingThreads : kMaxThreads;
 }
 
-// Blocks that must fit the registers of an SM.
+// Blocks whose registers must fit an SM.
 constexpr int row_blocks(Form form, bool warp, Mode mode) {
   if (form == Form::kGeneral) return 2;
   if (warp) return mode == Mode::kTwice ? 2 : 4;
   return mode == Mode::kResident ? kRowsInFlight : 2;
 }
 
-// Each team of threads (a warp with kWarp, else a block or a cluster of blocks) has some of the
-// rows. If a team keeps its row, a part of the next row is copied as soon as the gradient of this
-// part is written.
+// Computes statistics of rows and, except in Mode::kStatistics, their gradient. A team of threads
+// (a warp with kWarp, else a block or a cluster) computes a row at a time. With Mode::kResident, a
+// part of the next row is copied once the gradient of this part is written.
 template <typename T, int kVec, Form kForm, bool kWarp, Mode kMode>
 __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, kWarp, kMode))
     forward_rows(const __grid_constant__ LossArgs args) {
@@ -731,8 +735,8 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
   Join join_warps(reinterpret_cast<float*>(shared), join_barriers, cluster);
   if (!kWarp) shared += Join::kFloats * sizeof(float);
 
-  // If resident, the warp keeps the vectors from `warp_j` on. Otherwise the thread reads those from
-  // `first_j` on in steps of `threads`. `ends_at` is the end of both.
+  // Indices of vectors. If resident, the warp keeps those from `warp_j` on. Otherwise the thread
+  // reads those from `first_j` on in steps of `threads`. Both end before `ends_at`.
   const int warp_j = rank * args.slice + (kWarp ? 0 : warp * turns * kWarpSize);
   const int lane_j = warp_j + threadIdx.x % kWarpSize;
   const int first_j = rank * args.slice + thread;
@@ -871,8 +875,8 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
           for_each_group(part, write_group, write);
           if (row + step < args.rows) fetch(part, next_vectors, next_end);
         }
-        // Groups are written without the label. The thread that stored the label's vector now
-        // stores the label's class again, so that no vector is searched for it.
+        // Groups are written without the label's term. The thread that stored the label's logit
+        // stores it again with the term, so that vectors need not be compared with the label.
         if (kGroup > 1 && label >= 0 && label < args.features) {
           const int ahead = (vectors.shift + label) / kVec - lane_j;
           if (ahead >= 0 && ahead < turns * kWarpSize && ahead % kWarpSize == 0) {
@@ -964,7 +968,7 @@ struct ScaleArgs {
 
 constexpr int kScaleThreads = 256;
 
-// Each block has consecutive rows. It first tests their factors, because usually all are 1.
+// Multiplies rows in place. A block first tests the factors of its rows, because usually all are 1.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kScaleThreads)
     scale_rows(const __grid_constant__ ScaleArgs args) {
@@ -1034,13 +1038,13 @@ struct ForwardConfig {
   int threads;  // limit on the threads of a block
 };
 
-// kWarpVectors: most vectors of a thread whose warp has a row of its own. kKeptVectors: vectors of
-// a thread of a block that keeps a row, unless the block would have too many threads.
+// kWarpVectors: limit on a lane's vectors if each warp has its own row. kKeptVectors: vectors of a
+// thread if a block keeps a row; more if the block would need too many threads.
 constexpr int kWarpVectors = 8;
 constexpr int kKeptVectors = 16;
 
-// Returns the bytes of shared memory of a block with `slice` vectors of a row; with `keeps`, these
-// vectors stay in it.
+// Returns the bytes of shared memory of a block that reads `slice` vectors of a row; with `keeps`,
+// these vectors stay in it.
 template <typename T, int kVec, Form kForm>
 int row_bytes(bool keeps, int slice, int threads) {
   using Join = WarpJoin<kForm>;
@@ -1051,11 +1055,11 @@ int row_bytes(bool keeps, int slice, int threads) {
   return Slots::kBarrierBytes + kJoinBytes + vectors * int{sizeof(typename Slots::Pack)};
 }
 
-// Returns the number of blocks that share a row, each of `bytes(blocks)`; 0 means to read the row
-// twice.
+// Returns how many blocks share a row, each with bytes(blocks) of shared memory; 0 if none is large
+// enough and the row must be read twice.
 template <typename Bytes>
 int choose_cluster(const Bytes& bytes, const Device& device) {
-  constexpr int kReserved = 1024;  // CUDA reserves it for each block
+  constexpr int kReserved = 1024;  // bytes that CUDA reserves for each block
   const int most = device.clusters ? kMaxClusterBlocks : 1;
   const int all = device.shared_bytes + kReserved;
   for (int cluster = 1; cluster <= most; cluster *= 2) {
@@ -1068,7 +1072,7 @@ int choose_threads(int vectors, int of_thread, int most) {
   return std::clamp(round_up(divide_up(vectors, of_thread), kWarpSize), 2 * kWarpSize, most);
 }
 
-// Returns the threads of a block that keeps `slice` vectors.
+// Returns the threads of a block that keeps `slice` vectors of a row in shared memory.
 int keeping_threads(int slice, int most) {
   return choose_threads(slice, kKeptVectors, std::min(most, kMaxKeepingThreads));
 }
@@ -1116,7 +1120,7 @@ ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Devic
 template <typename T, int kVec, Form kForm>
 ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Device& device,
                           cudaStream_t stream) {
-  // kSmooth is compiled only for blocks that keep their row; elsewhere kGeneral replaces it.
+  // kSmooth is compiled only for blocks that keep their row; others use kGeneral.
   constexpr Form kOtherForm = kForm == Form::kSmooth ? Form::kGeneral : kForm;
   const int vectors = most_vectors(args.features, kVec);
   const bool gradient = args.dlogits != nullptr;
@@ -1167,8 +1171,8 @@ ffi::Error launch_backward(LossArgs args, cudaStream_t stream) {
                        {dim3(static_cast<unsigned>(blocks)), kBackwardThreads, 0}, stream);
 }
 
-// Calls `launch` with a value of the logits' type, the values of a vector, and the kernel's form;
-// the latter two are compile-time constants.
+// Calls `launch` with a value of the logits' type, and with the length of a vector and the kernel's
+// form as compile-time constants.
 template <typename F>
 ffi::Error with_kernel(Dtype dtype, bool aligned, Form form, const F& launch) {
   const auto of_type = [&](auto type) {

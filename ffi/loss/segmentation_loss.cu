@@ -1,5 +1,5 @@
-// segmentation_loss: the sums over the pixels of an image that
-// jaxfused/ops/loss/segmentation_loss_xla.py states, and their gradient.
+// segmentation_loss: the sums over an image's pixels that define the loss (see
+// jaxfused/ops/loss/segmentation_loss_xla.py), and the gradient of the logits.
 //
 // For a binary mask, a lane has vectors of adjacent pixels. For a few classes it has 1 to 4
 // pixels, whose logits pass through shared memory, so that they are read and written in whole cache
@@ -26,12 +26,13 @@ constexpr int kFewClasses = 24;
 // Pixels of a lane whose loads are in flight together.
 constexpr int kUnroll = 4;
 constexpr int kMostClasses = 256;
-// Sums of an image over its pixels' weights and weighted losses; three for each class follow.
+// Sums of an image that belong to no class: of weights, and of weighted losses. Three per class
+// follow.
 constexpr int kOverall = 2;
 
 enum class LabelType : int { kInt32, kUint8, kFloat32 };
 
-// Coefficients that turn a mask's sums into its loss, and the factor of its gradient.
+// Coefficients of a mask's loss as a function of its sums; `scale` multiplies the gradient.
 struct LossArgs {
   float cross_entropy_weight, dice_weight, smooth;
   float tversky_alpha, tversky_beta, tversky_rest;  // rest: 1 - alpha - beta
@@ -49,12 +50,12 @@ struct ImageArgs {
   int64_t pixels;
   int classes;
   float* partials;          // forward: [images, blocks, sums]
-  int cluster;              // blocks of an image that add up their sums; 1: none do
+  int cluster;              // blocks of a cluster that add their sums; 1: the caller adds them
   const float* cotangents;  // backward: [images, sums]
   void* dlogits;
   LossArgs loss;  // for a mask's loss and gradient in one kernel
   float* losses;  // [images]
-  bool wide;      // few classes: whether an image's bytes are a multiple of 16
+  bool wide;      // for few classes: whether images can be copied in 16-byte vectors
 };
 
 template <int kLanes>
@@ -302,12 +303,12 @@ constexpr int kMaskSums = kOverall + 3;
 // jaxfused/ops/loss/segmentation_loss_xla.py.
 constexpr float kShareTolerance = 1e-3f;
 
-// Returns a mask's label, or NaN if it is not between 0 and 1, such as 255.
+// Returns a mask's label, or NaN if it is not from 0 to 1 within `tolerance`, such as 255.
 __device__ __forceinline__ float share_of(float label, float tolerance) {
   return label >= -tolerance && label <= 1.0f + tolerance ? label : nanf("");
 }
 
-// Adjacent pixels of a mask. Those that do not count have weight and logit 0.
+// Adjacent pixels of a mask. Those that are not counted have weight and logit 0.
 template <int kVec>
 struct MaskPixels {
   float logits[kVec];
@@ -352,7 +353,7 @@ struct MaskBits {
   }
 };
 
-// Unpacks pixels. With kPlain all of them count, with weight 1.
+// Unpacks pixels of a mask. With kPlain all are counted, with weight 1.
 template <typename T, int kVec, bool kPlain>
 __device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
                                                         const MaskBits<T, kVec>& bits,
@@ -412,7 +413,7 @@ __device__ __forceinline__ float log1p_to_one(float x) {
   return sum * x;
 }
 
-// Computes 1 / x, for x of at least 1 or NaN, in one instruction that errs in the last bit only.
+// Returns 1 / x for x of at least 1 or NaN, by one instruction whose last bit may be wrong.
 __device__ __forceinline__ float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
@@ -487,7 +488,7 @@ struct MaskTotals {
     }
   }
 
-  // Returns the block's sum with index `i` to the threads of the first two warps.
+  // Returns the block's sum `i` to the threads of the first two warps, and 0 to the others.
   template <int kWarps>
   __device__ __forceinline__ float of_block(float (&of_warps)[kWarps][kMaskSums], int i) {
 #pragma unroll
@@ -506,7 +507,7 @@ struct MaskTotals {
   }
 };
 
-// Values of a thread's plain pixels that the gradient needs.
+// Probabilities and labels of a thread's two vectors of pixels, kept for the gradient.
 template <int kVec>
 struct Kept {
   float inside[2][kVec];
@@ -532,9 +533,9 @@ __device__ __forceinline__ void add_two(const ImageArgs& args, int64_t pixel, in
   }
 }
 
-// The sums of all blocks of a cluster, in the shared memory of each of them. Each block sends its
-// sums to all, and an mbarrier counts the bytes that have arrived. Unlike a cluster barrier, it
-// waits for no other memory access and leaves the caches as they are.
+// Sums of all blocks of a cluster, in the shared memory of each of them. Each block sends its sums
+// to all, and an mbarrier counts the bytes that arrive. A cluster barrier would also wait for other
+// memory accesses and affect the caches.
 struct ClusterSums {
   float sums[kCluster][kMaskSums];
   uint64_t barrier;
@@ -551,7 +552,7 @@ struct ClusterSums {
   }
 
   // Sends the block's sum `i`, where i is threadIdx.x modulo the number of sums, and returns the
-  // cluster's sum to the first warp. All threads must call it.
+  // cluster's sum to the first warp (0 to others). All threads must call it.
   __device__ __forceinline__ float total(float sum, int i) {
     cluster_wait();
     if (threadIdx.x < kCluster * kMaskSums) {
@@ -591,7 +592,7 @@ __global__ void __launch_bounds__(kMaskSumsThreads, 2)
   if (threadIdx.x < kMaskSums) args.partials[place * kMaskSums + i] = sum;
 }
 
-// Derivatives of an image's loss by its sums of losses, overlaps and predictions.
+// Derivatives of an image's loss with respect to its sums of losses, overlaps and predictions.
 struct Pulls {
   float of_loss, of_overlap, of_predicted;
 };
@@ -608,7 +609,7 @@ __device__ __forceinline__ void gradient_of(const ImageArgs& args, const Pulls& 
     float slope = odds.inside - label;
     if constexpr (kFocal) {
       const float gamma = args.focal_gamma, miss = odds.miss(label);
-      // The derivative of miss is inside outside (1 - 2 label).
+      // The derivative of `miss` with respect to the logit is inside * outside * (1 - 2 * label).
       slope *= power(miss, gamma);
       if (miss != 0.0f) {
         slope += gamma * power(miss, gamma - 1.0f) * odds.inside * odds.outside *
@@ -679,9 +680,9 @@ __device__ __forceinline__ float loss_of(const LossArgs& args, const float (&sum
   return args.cross_entropy_weight * (losses / divisor) + args.dice_weight * (1.0f - index);
 }
 
-// Computes sums and gradient in one kernel, with a cluster for each image. In between, pixels stay
-// in registers if they are plain and a thread has at most two vectors. Otherwise they are read
-// again, mostly from the caches.
+// Computes sums and gradient in one kernel, with a cluster for each image. With kKeep, which needs
+// pixels of weight 1 and at most two vectors per thread, probabilities stay in registers in
+// between. Otherwise pixels are read again, mostly from the caches.
 template <typename T, int kVec, bool kFocal, bool kPlain, bool kKeep>
 __global__ void __launch_bounds__(kMaskSumsThreads, 2)
     mask_loss(const __grid_constant__ ImageArgs args) {
@@ -790,13 +791,13 @@ __device__ __forceinline__ void store_rows(const ImageArgs& args, const Rows& ro
   }
 }
 
-// Pixels that a lane computes at a time; with few classes, one pixel would be too small a load.
+// Pixels that a lane computes at a time; more for few classes, so that enough bytes are in flight.
 template <int kMost>
 constexpr int kPixels = kMost <= 4   ? 4
                         : kMost <= 8 ? 2
                                      : 1;
 
-// A pixel's label and weight as loaded; the constructor does not wait for them.
+// A pixel's label and weight as loaded. The constructor uses no loaded value, so it does not wait.
 struct TruthBits {
   int label = 0;
   float weight = 1.0f;
@@ -827,7 +828,7 @@ struct Truth {
 // A lane's terms of its pixel.
 template <int kMost>
 struct FewTerms {
-  float exponentials[kMost];  // probabilities times 1 / inverse
+  float exponentials[kMost];  // probabilities divided by `inverse`
   float inverse;              // reciprocal of the sum of exponentials
   float own;                  // the probability of the pixel's own class
   float loss;
@@ -946,7 +947,7 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
     __syncwarp();
   }
 
-  // All warps are done with the stages, whose memory is large enough to be reused.
+  // After this barrier no warp reads logits, so their memory can hold the sums of the warps.
   __syncthreads();
   auto& of_warps = *reinterpret_cast<float (*)[kWarps][kOverall + kMost]>(shared);
   total = sum_over_lanes<kWarpSize>(total);
@@ -1087,8 +1088,8 @@ ffi::Error with_lanes(int classes, const F& f) {
 #undef JAXFUSED_LANES
 }
 
-// Calls `f` with the pixels of a vector, whether the loss is focal, and whether the pixels are
-// plain. Vectors need every image to start at a whole vector.
+// Calls `f` with the pixels of a vector, whether the loss is focal, and whether all pixels are
+// counted with weight 1. Vectors longer than 1 need every image to start at a whole vector.
 template <typename F>
 ffi::Error with_mask(const ImageArgs& args, const F& f) {
   const bool aligned = args.pixels % kMaskPixels == 0 &&

@@ -1,13 +1,13 @@
 // Shared by the forward and the backward of group_norm: how images are spread over blocks and
 // threads, and how sums of many parts are merged in a fixed order.
 //
-// Each direction takes two passes over an image. The first writes sums of every slice to global
-// memory, the second merges them and writes. A slice is a run of neighbouring pixels with all their
-// channels, and a block has one slice of one image. The images are taken in chunks, small enough
-// for a second read to hit L2: a launch does the second pass over a chunk and the first pass over
-// the next one, by alternating blocks, so that the two passes run at the same time. The second pass
-// walks through a slice from its end, since what was read last is likely to be in L2. Where an
-// image is one slice, its block does both passes at once.
+// Each direction reads an image in two passes. The first writes sums of every slice to global
+// memory, the second merges them and writes the result. A slice is a run of adjacent pixels with
+// all their channels, and a block has one slice of one image. Images are computed in chunks, small
+// enough for the second read to hit L2: a launch runs the second pass over a chunk and the first
+// over the next one, in alternating blocks, so that both run at the same time. The second pass
+// starts at a slice's end, since what was read last is likely to be in L2. If an image is one
+// slice, its block does both passes.
 //
 // A thread owns the same channels (one vector) in every `rows`-th pixel of its slice:
 //
@@ -30,12 +30,12 @@ namespace group_norm {
 // Threads of a block, unless a single pixel has more vectors.
 constexpr int kThreads = 512;
 constexpr int kMaxThreads = 1024;
-// Largest number of sums in all slices of an image that the second pass merges itself. More are
-// merged by a launch of their own, so that not every block reads them all.
+// Limit on the sums in all slices of an image that the second pass merges itself. More are merged
+// by a launch of their own, so that not every block reads them all.
 constexpr int kMostSums = 4096;
-// Columns per block of the launch that merges them; each warp merges one.
+// Groups or channels that a block of that launch merges, one per warp.
 constexpr int kMergedColumns = 8;
-// Division by a number known before the launch. Dividend times divisor must be less than 2^32.
+// Division by a multiplication with the inverse. Dividend times divisor must be less than 2^32.
 struct Divider {
   unsigned divisor;
   unsigned inverse;  // 2^32 / divisor, rounded up
@@ -66,7 +66,7 @@ struct Plan {
   int full;           // steps that every thread takes: pixels / rows
   int extra;          // rows of threads with one more step; a longer slice has one more such row
   int64_t stride;     // values between a thread's successive pixels
-  int item_parts;     // parts of a sum that a block's threads leave in shared memory
+  int item_parts;     // parts of each sum in shared memory, from a block's threads
   int item_pitch;     // distance between sums there; odd, to avoid bank conflicts
   int item_lanes;     // adjacent threads that merge the parts of one sum
   int channel_lanes;  // adjacent threads that merge the channels of a group
@@ -193,8 +193,8 @@ __device__ __forceinline__ void advance(int64_t& offset, int64_t by) {
   asm("" : "+l"(offset));
 }
 
-// A thread's vectors of one or several arrays, step by step. 64 bytes are in flight; each vector
-// that is consumed is replaced by the next load. load(offset) returns the vectors of a step.
+// A thread's vectors of one or several arrays, step by step. Up to 64 bytes are in flight; the next
+// load replaces each vector that is consumed. load(offset) returns the vectors of a step.
 template <typename Vectors>
 class Stream {
   static constexpr int kTogether = sizeof(Vectors) < 32 ? 4 : 2;
@@ -270,8 +270,8 @@ __device__ __forceinline__ void store_result(const Plan& plan, T* address,
 
 struct Config {
   int64_t slices;  // slices of an image
-  int64_t chunk;   // images of a pass; in a single pass, images at a time
-  bool once;       // whether a single pass reads the images: see group_norm_single_pass.cuh
+  int64_t chunk;   // images of a launch; in a single pass, images that run at a time
+  bool once;       // whether images are read once: see group_norm_single_pass.cuh
 };
 
 inline ffi::Error check_config(const Config& config) {

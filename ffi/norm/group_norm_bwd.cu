@@ -5,14 +5,14 @@
 //
 //     dbias = sum dz,   dscale = sum dz xhat        for each channel
 //
-// give those over the channels of a group that dx needs,
+// yield the sums over a group's channels that dx needs,
 //
 //     dx = rstd (scale dz - sum (scale dbias) / n - xhat sum (scale dscale) / n),
 //
-// where n values are in the group. Where the mean and the variance are results too, dx has terms of
-// their gradients: dmean / n + 2 (x - mean) dvariance / n. The first pass takes the sums of each
-// slice, and writes dz where it is the residual's gradient, which the second pass then reads in
-// place of dy and the residual.
+// where n values are in the group. If the mean and the variance are results of the operation too,
+// dx has terms of their gradients: dmean / n + 2 (x - mean) dvariance / n. The first pass computes
+// the sums of each slice. If there is a residual, it also writes dz, the residual's gradient, which
+// the second pass reads instead of dy and the residual.
 
 #include "group_norm.cuh"
 #include "group_norm_single_pass.cuh"
@@ -226,8 +226,8 @@ __device__ void take_sums(const BackwardArgs& args, const Place& place, float2* 
       });
 }
 
-// Returns the coefficients of dx = dz factor + slope (x - mean) + constant from a group's sums.
-// `weight` is the factor that the sums still lack: rstd, or rstd scale.
+// Returns slope and constant of dx = dz factor + slope (x - mean) + constant from a group's sums.
+// The sums still lack the factor `weight`: rstd, or rstd scale if each channel is a group.
 __device__ __forceinline__ float2 line_of(const BackwardArgs& args, int image, int group,
                                           float weight, float2 sums) {
   const Images& images = args.images;
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 // --- single pass ---------------------------------------------------------------------------------
 
 using BackwardCrews = Crews<320, 256, 320, 2, 8 * 1024>;
-// Slices' sums of a group that a thread loads at once.
+// Slices whose sums of a group a thread loads at once.
 constexpr int kSumsTogether = 22;
 
 // Adds up the channels' sums of all blocks. Each block merges some of the channels, while the warps
@@ -494,7 +494,7 @@ __global__ void __launch_bounds__(BackwardCrews::kThreads, 1)
 // Adds up parts [count, parts, columns] over the parts, into `merged` [count, columns], dscale and
 // dbias. Each of the results may be nullptr.
 struct MergeArgs {
-  int first;  // first index of the launch along `count`
+  int first;  // index along `count` of the launch's first result
   int parts;
   int columns;
   const float2* partials;

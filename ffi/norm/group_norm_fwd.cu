@@ -1,9 +1,9 @@
 // The forward of group_norm: y = activation((x - mean) rstd scale + bias + residual) over images
-// [image, pixel, channel], with a mean and a variance for each group of neighbouring channels of an
+// [image, pixel, channel], with a mean and a variance for each group of adjacent channels of an
 // image.
 //
-// The first pass takes each slice's mean and sum of squared deviations of a group, the second
-// merges them and writes y.
+// The first pass computes the mean and the sum of squared deviations of each group in each slice of
+// an image, the second merges them and writes y.
 
 #include "group_norm.cuh"
 #include "group_norm_single_pass.cuh"
@@ -37,8 +37,8 @@ struct ForwardArgs {
 //
 //     mean = base + sum n d / sum n,   deviations = sum (m + n d^2) - (sum n d)^2 / sum n.
 //
-// The difference loses digits if `base` is far from the mean of all values, so `base` should be a
-// mean of many of them.
+// The difference cancels if `base` is far from the mean of all values, so `base` should be a mean
+// of many of them.
 __device__ __forceinline__ Sums moments_about(float base, float count, float2 moments) {
   const float delta = moments.x - base;
   const float first = count * delta;
@@ -51,7 +51,7 @@ __device__ __forceinline__ float2 moments_of(float base, float count, const Sums
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
 
-// Fewest values whose mean is taken to be near the mean of all.
+// Fewest values whose mean is assumed to be near the mean of all.
 constexpr float kFewestValues = 31.0f;
 
 // Moments of an image's slices, or moments that are already merged.
@@ -102,8 +102,8 @@ __device__ __forceinline__ void merge_slices(const Crew<kBarrier>& crew, const I
       });
 }
 
-// A thread's shifted sums for each of its channels: those of the differences from its first value,
-// and of their squares. A mean far from 0 loses no digits. A first value that is an outlier
+// A thread's shifted sums for each of its channels, of the differences from its first value and of
+// their squares, so that a mean far from 0 costs no accuracy. A first value that is an outlier
 // multiplies the rounding error by at most about the number of values.
 template <int kVec>
 struct Differences {
@@ -135,7 +135,8 @@ __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, co
   auto& mean = of.sums;
   auto& squares = of.squares;
   const float count = static_cast<float>(steps);
-  // An exact division: its rounding error enters the variance of every thread with as many values.
+  // Not an approximate division: its error would be the same in all threads, and add up in the
+  // variance.
   const float inverse = 1.0f / fmaxf(count, 1.0f);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
@@ -237,7 +238,7 @@ __device__ __forceinline__ void take_statistics(const ForwardArgs& args, const C
 // Factor and bias of a thread's channels, and the mean if it is not folded into the bias.
 template <typename T, int kVec>
 struct Line {
-  // 16-bit values have so few digits that x factor + (bias - mean factor) loses none of them.
+  // 16-bit values have so few bits that x factor + (bias - mean factor) is accurate enough.
   static constexpr bool kFolds = sizeof(T) == 2;
   float mean[kVec], factor[kVec], bias[kVec];
 
@@ -326,7 +327,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 // --- single pass ---------------------------------------------------------------------------------
 
 using ForwardCrews = Crews<128, 256, 512, 1, 16 * 1024>;
-// Moments of a group's slices that a thread loads at once: 132 slices on 4 threads take two rounds.
+// Moments of a group's slices that a thread loads at once: 132 slices on 4 threads take two
+// batches.
 constexpr int kMomentsTogether = 17;
 
 template <typename T, int kVec>

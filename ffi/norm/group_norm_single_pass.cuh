@@ -35,11 +35,11 @@ enum CrewBarrier : int { kSumsBarrier = 1, kMergeBarrier, kMergedBarrier };
 
 struct Ring {
   int teams;
-  int chunk;       // pixels of a slot
+  int chunk;       // pixels of a slot (a pipeline stage)
   int slots;       // slots of the ring
   int slot_bytes;  // bytes of one array in a slot
   int items_at;    // offset in shared memory of the first crew's sums
-  int merged_at;   // offset of the second crew's results, for two images in turn
+  int merged_at;   // offset of the merged sums, with two buffers that images alternate between
   int kept_at;     // offset of sums that a block keeps over all its images
   int barriers_at;
   int sum_threads, write_threads;
@@ -48,7 +48,7 @@ struct Ring {
   unsigned* counters;
 };
 
-// Position of a crew (warps of one role) in the ring of slots.
+// Position of the warps of one role in the ring of slots (pipeline stages).
 struct Turn {
   int slot = 0;
   uint32_t phase = 0;
@@ -79,13 +79,13 @@ struct Slice {
   }
 };
 
-// The vectors of a chunk that a thread of a crew reads: one in every `rows`-th pixel.
+// The vectors of a chunk of pixels that a thread reads: one in every `rows`-th pixel.
 struct Visits {
   int row;
   int channel;  // first channel of the vector
   int first;    // first pixel; beyond every chunk for a thread without a column
-  int own;      // values before the thread's first vector
-  int stride;   // values between its successive vectors
+  int own;      // values of the chunk before the thread's first vector
+  int stride;   // values between a thread's successive vectors
 
   __device__ Visits(const Images& images, const Plan& plan, int rows, int thread, int vec) {
     row = plan.by_columns.quotient(thread);
@@ -125,7 +125,7 @@ class Block {
     return reinterpret_cast<float2*>(shared_ + ring.kept_at);
   }
 
-  // Fills the ring, in the loader thread.
+  // Copies the slices into the ring; called by the loader thread alone.
   __device__ void load(const void* const (&sources)[Crews::kArrays]) const {
     Turn turn;
     const uint64_t policy = evict_last_policy();
@@ -138,7 +138,7 @@ class Block {
             (static_cast<int64_t>(image) * images.pixels + slice.start + pixel) * pixel_bytes;
         const auto bytes =
             static_cast<uint32_t>(min(ring.chunk, slice.count - pixel) * pixel_bytes);
-        mbarrier_wait(free(turn.slot), turn.phase ^ 1);  // no wait in the first round
+        mbarrier_wait(free(turn.slot), turn.phase ^ 1);  // no wait until the ring is full
         mbarrier_arrive_expect(full(turn.slot), Crews::kArrays * bytes);
 #pragma unroll
         for (int array = 0; array < Crews::kArrays; ++array) {
@@ -170,20 +170,20 @@ class Block {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(free(turn.slot));
   }
 
-  // Announces that the first crew has stored its sums of the image in global memory.
+  // Counts the block at the image's counter, after its sums are stored in global memory.
   __device__ __forceinline__ void publish(const Crew<kSumsBarrier>& crew, int image) const {
     crew.sync();
     if (crew.thread == 0) count_up(ring.counters + image);
   }
 
-  // Makes the second crew wait for the sums of all blocks of the team.
+  // Waits, in the merging warps, until all blocks of the team have stored the sums of an image.
   __device__ __forceinline__ void await_sums(const Crew<kMergeBarrier>& crew, int image) const {
     if (crew.thread == 0) wait_for_count(ring.counters + image, plan.slices);
     crew.sync();
   }
 
-  // Lets the third crew start on an image that the second has merged. The third has then finished
-  // the image before, so two buffers of merged sums suffice.
+  // Lets the writing warps start on an image whose sums are merged. They have then finished the
+  // image before, so two buffers of merged sums suffice.
   __device__ __forceinline__ void meet() const {
     barrier_sync(kMergedBarrier, Crews::kMerge + ring.write_threads);
   }
@@ -205,8 +205,7 @@ class Block {
   unsigned char* shared_;
 };
 
-// Calls load(), sums(crew), merge(crew) or write(thread of the crew), depending on the thread's
-// crew.
+// Calls load(), take(crew), merge(crew) or write(thread of the crew), by the role of the thread.
 template <typename Crews, typename Load, typename Take, typename Merge, typename Write>
 __device__ __forceinline__ void divide_work(const Ring& ring, const Load& load, const Take& take,
                                             const Merge& merge, const Write& write) {

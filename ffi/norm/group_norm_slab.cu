@@ -1,13 +1,12 @@
-// The forward of group_norm that keeps slabs of images in shared memory: y = activation((x - mean)
-// rstd scale + bias + residual) over images [image, pixel, channel], with a mean and a variance for
-// each group of neighbouring channels of an image. batch_norm is the case of one image and a group
-// for each channel.
+// The forward of group_norm that reads images once: y = activation((x - mean) rstd scale + bias +
+// residual) over images [image, pixel, channel], with a mean and a variance for each group of
+// adjacent channels of an image. batch_norm is the case of one image and a group for each channel.
 //
 // A slab is the adjacent channels of some groups, and a part is a run of consecutive pixels of an
 // image. A block copies one slab of one part into shared memory, computes the mean and the squared
 // deviations of each group, and writes the result from shared memory, so that memory is read once
-// and written once. Where an image has several parts the grid is cooperative: a block leaves its
-// moments in global memory, waits for the other parts of its slab, and merges theirs.
+// and written once. If an image has several parts the grid is cooperative: a block writes its
+// moments to global memory, waits for the other parts of its slab, and merges their moments.
 //
 // A thread owns the same vector of channels in every `lines`-th pixel of the part:
 //
@@ -44,8 +43,8 @@ struct SlabArgs {
   int part_pixels;  // pixels of a part; the first `longer` parts have one more
   int longer;
   int slab_groups;
-  int line_sums;  // sums that a block's threads leave for each channel: see sum_over_groups
-  int lanes;      // adjacent threads that add up a group: 2^lane_bits
+  int line_sums;  // partial sums of a channel in shared memory
+  int lanes;      // adjacent threads that add the partial sums of a group: 2^lane_bits
   int lane_bits;
   float of_part, of_longer_part, of_all;  // 1 / a group's values in a part, a longer part, an image
   Divider by_vectors, by_lines, by_parts, by_group;
@@ -125,7 +124,7 @@ __device__ __forceinline__ float2 merge_parts(const SlabArgs& args, const float2
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
 
-// Prefetches into L2 what is needed once the statistics are known.
+// Prefetches an address into L2, because it is needed once the statistics are known.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -170,7 +169,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     group_norm_slab_kernel(const __grid_constant__ SlabArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int thread = static_cast<int>(threadIdx.x);
-  const int unit = args.by_parts.quotient(blockIdx.x);  // slab of the batch
+  const int unit =
+      args.by_parts.quotient(blockIdx.x);  // index of the slab among those of all images
   const int part = static_cast<int>(blockIdx.x) - unit * args.parts;
   const int image = unit / args.slabs;
   const int slab = unit - image * args.slabs;

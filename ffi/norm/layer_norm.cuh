@@ -19,8 +19,8 @@ struct NormOptions {
   Activation activation;
 };
 
-// Operations around the norm. Frequent combinations are compiled separately, because a choice at
-// run time costs registers even when nothing is chosen.
+// Operations around the norm. Frequent combinations are compiled separately, because branches at
+// run time cost registers even if they are not taken.
 enum class Chain {
   kPlain,    // only the norm
   kRelu,     // additions and a relu before the norm, each optional

@@ -1,11 +1,11 @@
-// layer_norm and rms_norm, backward. With u = pre_activation(h), xhat = (u - mean) rstd,
-// z = xhat scale + bias, dz = dy activation'(z) and g = dz scale:
+// layer_norm and rms_norm, backward. With u = pre_activation(h), xhat = (u - mean) rstd, z = xhat
+// scale + bias, dz = dy activation'(z) and g = dz scale:
 //
 //     dh = pre_activation'(h) rstd (g - mean(g) - xhat mean(g xhat)) + dnext_residual
 //     dscale = sum(dz xhat),   dbias = sum(dz),   dpre_bias = sum(dh)   over the rows
 //
-// (rms_norm: without mean(g)). The sums over rows are kept per block, in a fixed order, and added
-// up by a second, small kernel: no atomics, the same bits from run to run.
+// (rms_norm: without mean(g)). Each block sums over its rows, and a second, small kernel adds the
+// blocks' sums in a fixed order, without atomics, so that results repeat bit for bit.
 
 #include "common/row_ring.cuh"
 #include "common/staged_rows.cuh"
@@ -18,7 +18,7 @@ constexpr int kParameters = 3;  // scale, bias, pre_bias
 
 struct BackwardArgs {
   const void* dy;
-  const void* dnext_residual;  // nullptr: none, and h does not contain pre_bias yet
+  const void* dnext_residual;  // nullptr if there is none; h then lacks pre_bias
   const void* h;
   const float* mean;  // nullptr: the norm subtracts no mean
   const float* rstd;
@@ -28,8 +28,9 @@ struct BackwardArgs {
   void* dx;
   // Sums over each block's rows, [segments * segment_blocks, features]; nullptr if not needed
   float* gradients[kParameters];
-  float2* row_terms;  // row_terms() of all rows, from one kernel to the next for long rows
-  int rows;           // rows of one segment
+  float2* row_terms;  // row_terms() of all rows; for long rows one kernel writes them and the next
+                      // reads them
+  int rows;           // rows of a segment; each segment has gradients of its own
   int segments;
   int segment_blocks;
   int features;
@@ -65,8 +66,9 @@ __device__ __forceinline__ void prepare(const NormOptions& options, float mean, 
   }
 }
 
-// Adds a vector to sum(g centred) of its row and to sum(dz xhat) of its columns. If kSums > 1, also
-// to sum(g) of its row; if kGradients > 1, also to sum(dz) of its columns.
+// Adds a vector to the row's sum of g centred, where g = dz scale, and to its columns' sums of dz
+// xhat, where xhat = centred rstd. If kSums > 1, also to the row's sum of g; if kGradients > 1,
+// also to the columns' sums of dz.
 template <int kVec, int kSums, int kGradients>
 __device__ __forceinline__ void add_to_sums(float rstd, const float (&scale)[kVec],
                                             const float (&dz)[kVec], const float (&centred)[kVec],
@@ -85,7 +87,8 @@ __device__ __forceinline__ void add_to_sums(float rstd, const float (&scale)[kVe
   for (int i = 0; i < kSums; ++i) sums[i] += parts[i];
 }
 
-// Returns the terms of dh that depend on its row's sums: rstd mean(g xhat) and mean(g).
+// Returns the terms of dh that depend on the row's sums: rstd mean(g xhat) and mean(g), where g =
+// dz scale and xhat is the normalised h.
 template <int kSums>
 __device__ __forceinline__ float2 row_terms(const NormOptions& options, float rstd,
                                             const float (&sums)[kSums]) {
@@ -111,10 +114,11 @@ __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float 
 
 // --- rows that one or two blocks hold ------------------------------------------------------------
 
-// The gradients of a thread's columns stay in registers, in float32. Rows arrive through a ring in
-// shared memory. A row is needed before and after the exchange of its sums, and stays packed in
-// registers meanwhile. If one block has no room for that, a cluster of two blocks (kPair) shares
-// each row. kMean: whether there is a mean or dbias; without them, only plain chains are compiled.
+// A thread's sums for the gradients of its columns stay in registers, in float32. Rows are copied
+// to a ring of buffers in shared memory. A row is used before and after its sums are exchanged, and
+// stays packed in registers meanwhile. If one block has too few registers, a cluster of two (kPair)
+// shares each row. kMean: whether there is a mean or dbias; without them only norms without
+// activations are compiled.
 template <Chain kChain, bool kPair>
 constexpr ThreadLimits backward_limits() {
   if (kPair) return {0, 0, 0, 256};
@@ -122,8 +126,8 @@ constexpr ThreadLimits backward_limits() {
                                  : ThreadLimits{512, 384, 256, 256};
 }
 
-// Whether the scale is in registers. Teams of different shifts have no columns in common, so they
-// hold all parameters in registers.
+// Whether threads hold the scale in registers. With kShifted, rows start at different offsets from
+// 16 bytes, so a thread's columns differ from team to team, and it holds all parameters.
 template <typename T, Chain kChain, bool kShifted>
 constexpr bool kHoldsScale = (kChain == Chain::kPlain && sizeof(T) == 2) || kShifted;
 
@@ -161,7 +165,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   const int first_column = kPair ? cluster_rank() * width : 0;
   const int unit = blockIdx.x / kBlocks;
   const int segment = unit / args.segment_blocks;
-  // A unit of the ring is a warp or a larger team.
+  // Each warp, or each team larger than a warp, has its own part of the ring.
   const int height = max(kWarpSize / team.size, 1);
   const int teams = blockDim.x / team.size;
   const int ring_unit = team.index / height;
@@ -182,7 +186,8 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   };
   const void* const sources[] = {source(args.h), source(args.dy), source(args.dnext_residual)};
   Ring ring(barriers, shared, sources, args.features, args.stages, team, column, walk);
-  // Statistics are loaded one step ahead: a load from memory takes about as long as a row.
+  // Statistics are loaded one step ahead, because a load takes about as long as a row's
+  // computation.
   const auto load_statistics = [&](int row) {
     if (row >= walk.end) return make_float2(0.0f, 0.0f);
     const bool centred = kMean && args.mean != nullptr;
@@ -271,7 +276,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
     }
   }
 
-  // Adds up the block's sums over its rows, in the memory of the ring.
+  // Adds the gradients of the block's teams, in the ring's memory, which is free now.
 #pragma unroll
   for (int i = 0; i < kGradients; ++i) {
     if (args.gradients[i] == nullptr) continue;
@@ -289,11 +294,11 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
 
 // --- misaligned rows -----------------------------------------------------------------------------
 
-// Largest number of rows in a tile. Blocks take turns at the tiles of a segment, and several are
-// resident, so that one computes while another waits for memory.
+// Limit on the rows of a tile. Tiles are small enough that several blocks are resident on an SM, so
+// that one computes while another waits for memory.
 constexpr int kMostFlatTileRows = 64;
 
-// Blocks that must fit the registers of an SM.
+// Blocks whose registers must fit an SM.
 constexpr int flat_blocks(Chain chain, int steps) {
   return chain == Chain::kGeneral && steps > 12 ? 1 : 2;
 }
@@ -405,7 +410,7 @@ struct ColumnParameters {
   }
 };
 
-// A vector of h and of dy as in memory, which `prepare` unpacks.
+// A vector of h and one of dy, packed as in memory.
 template <typename T, int kVec>
 struct Operands {
   Vector<T, kVec> packed_h, packed_dy;
@@ -427,10 +432,10 @@ struct Operands {
   }
 };
 
-// Rows of a block that share parameters and are loaded at the same time.
+// Rows that a block loads at the same time, so that they share the loads of parameters.
 constexpr int kTermRows = 4;
 
-// Computes row_terms. A block takes fewer than kTermRows rows at a time if there are few.
+// Computes row_terms() of all rows. If there are few, a block has fewer than kTermRows at a time.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     backward_row_terms(const __grid_constant__ BackwardArgs args) {
@@ -475,9 +480,9 @@ __global__ void __launch_bounds__(kWideThreads)
 }
 
 constexpr int kColumnThreads = 128;
-constexpr int kFewestWideRows = 8;  // fewest rows of a block, if there are enough blocks
+constexpr int kFewestWideRows = 8;  // fewest rows of a block, if enough blocks remain
 
-// Computes dx and the sums over rows; each thread has a vector of columns.
+// Computes dx and the sums over each block's rows. Each thread has one vector of columns.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     backward_columns(const __grid_constant__ BackwardArgs args) {
@@ -532,13 +537,14 @@ __global__ void __launch_bounds__(kWideThreads)
 
 constexpr int kStagedColumns = 32;  // limit on columns of a thread; each has two sums in registers
 
-// Bytes of a row's slot in shared memory.
+// Bytes of shared memory for one row of an operand, extended to whole 16-byte pieces.
 template <typename T>
 __host__ __device__ int staged_slot(int features) {
   return RowPieces<T>::most(features) * 16;
 }
 
-// Shared memory of backward_staged_rows: two stages of dy and h, dnext_residual, and the scale.
+// Bytes of shared memory: two pipeline stages of dy and h, one row of dnext_residual, and the
+// scale.
 template <typename T>
 int staged_bytes(const BackwardArgs& args) {
   const int slots = args.dnext_residual == nullptr ? 4 : 5;
@@ -553,8 +559,8 @@ bool stages_rows(const BackwardArgs& args, const Device& device) {
          staged_bytes<T>(args) <= device.shared_bytes;
 }
 
-// A block has some rows of a segment, and a thread some columns, whose sums over rows stay in
-// registers. The next row's dy and h are copied to shared memory while a row is computed.
+// A block computes some rows of a segment, and a thread some of their columns, whose sums over rows
+// stay in registers. dy and h of the next row are copied during the computation.
 template <typename T, bool kResidual>
 __global__ void __launch_bounds__(kWideThreads, 1)
     backward_staged_rows(const __grid_constant__ BackwardArgs args) {
@@ -696,7 +702,8 @@ struct ColumnBlock {
       }
     }
     __syncthreads();
-    // Each thread has one column and sum: it adds up the block's slices, then the cluster's blocks.
+    // Each thread adds one sum of one column, over the block's slices and then the cluster's
+    // blocks.
     const int place = threadIdx.x;
     float* total = shared + slices * kSums * kBlockColumns + place;
     if (place < kSums * kBlockColumns) {
@@ -748,7 +755,7 @@ struct ColumnBlock {
   }
 };
 
-// Computes dx of one row for each team of a block. `first_block` is the first block that does so.
+// Computes dx, one row per team. `first_block` is the first block that does so.
 template <typename T, int kElements, Chain kChain, bool kShifted>
 __device__ __forceinline__ void backward_row_of_team(const BackwardArgs& args, int first_block,
                                                      float* shared) {
@@ -784,7 +791,7 @@ __device__ __forceinline__ void backward_row_of_team(const BackwardArgs& args, i
   TeamSum team_sum(team, shared);
   team_sum.start();
 
-  // Each pass unpacks again, because packed values take fewer registers.
+  // The values are unpacked in each of the two passes, because packed they take fewer registers.
   const auto read = [&](int v, float (&h)[kVec], float (&scale)[kVec], float (&dz)[kVec],
                         float (&centred)[kVec]) {
     unpack(packed_h[v], h);
@@ -888,7 +895,7 @@ __global__ void __launch_bounds__(kAddThreads* kAddSlices)
 
 struct BackwardPlan {
   BackwardKernel kernel = nullptr;  // nullptr if the row is too long
-  Spread spread;                    // spread of a row over one block
+  Spread spread;                    // division of a row among the threads of a block
   int parameters;                   // parameters in shared memory
   int threads;                      // limit on the threads of a block
 };
@@ -965,7 +972,7 @@ struct BackwardConfig {
   int blocks;     // limit on the blocks of an SM
 };
 
-// Launches backward_few_rows, if it can run: then `done` is set.
+// Launches backward_few_rows and sets `done`, if the kernel supports the operands.
 template <typename T>
 ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device,
                            cudaStream_t stream, bool* done) {
@@ -989,7 +996,7 @@ ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device
                         sizeof(float);
   const bool sums = args.gradients[0] != nullptr || args.gradients[1] != nullptr;
   args.column_blocks = sums ? divide_up(args.features, kBlockColumns) : 0;
-  // More blocks share the rows of a column until each thread has a single step.
+  // Doubles the blocks that share a column until each thread loads its rows in one step.
   args.row_splits = 1;
   const int step = threads / lanes * kRowsAhead;
   while (sums && device.clusters && args.row_splits < 8 && args.row_splits * step < args.rows) {
@@ -1005,7 +1012,7 @@ ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device
   return launch_kernel(kernel, args, launch, stream);
 }
 
-// Shared memory of backward_flat_rows: tiles and parameters, and later sums of each warp.
+// Bytes of shared memory of backward_flat_rows: tiles and parameters, and later sums of each warp.
 template <typename T>
 int flat_shared_bytes(const BackwardArgs& args) {
   const int tiles = args.dnext_residual == nullptr ? 2 : 3;
@@ -1047,14 +1054,15 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     if (done) return ffi::Error::Success();
   }
 
-  // Few blocks run on an SM, since another kernel must add up each block's sums. A block has as
-  // many teams as shared memory allows with two stages of the ring, or with one if two fit no team.
+  // At most config.blocks run on an SM, since a second kernel must add each block's sums. A block
+  // has as many teams as fit in shared memory with two buffers each, or with one if two are too
+  // large for any team.
   BackwardPlan plan;
   Launch launch;
   int teams = 0;
   const int streams = args.dnext_residual == nullptr ? 2 : 3;
   const int room = device.shared_bytes / config.blocks - (config.blocks > 1 ? 1024 : 0);
-  // A tile is 16-byte aligned if its segment is.
+  // Tiles start at multiples of 16 bytes only if segments do.
   const bool flat = shifted && aligned && args.features <= kMostFlatSums &&
                     (segments == 1 || args.rows % kFlatRows<T> == 0);
   for (const auto [blocks, least_stages] : {std::pair{1, 2}, {2, 2}, {1, 1}, {2, 1}}) {
@@ -1094,7 +1102,7 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     return std::max(resident * device.multiprocessors / (cluster * segments), 1);
   };
   if (teams != 0 && shifted) {
-    // A team's successive rows must have the same shift.
+    // Successive rows of a team must start at the same offset from a multiple of 16 bytes.
     const int step = steps_of_one_shift(teams, args.features, kVec);
     const int most = blocks_of_segment(1);
     args.segment_blocks = divide_up(args.rows, teams);
@@ -1115,7 +1123,7 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
   } else if (staged) {
     args.segment_blocks = std::min(args.rows, blocks_of_segment(1));
   } else if (wide) {
-    // Each block writes partial sums. They cost more than the block's rows if it has only a few.
+    // Each block writes its sums, which takes longer than its rows if these are few.
     const int enough = divide_up(2 * device.multiprocessors, segments * wide_column_blocks);
     args.segment_blocks = std::min(
         {args.rows, blocks_of_segment(1), std::max(divide_up(args.rows, kFewestWideRows), enough)});

@@ -21,7 +21,7 @@ struct ForwardArgs {
   int features;
   NormOptions options;
   int team_size;
-  int teams;  // teams of a block
+  int teams;  // teams of a block; in forward_flat_rows, rows of a tile
   int stages;
   int run;  // consecutive rows of a block; 0: the resident blocks take rows in turn
 };
@@ -30,7 +30,7 @@ struct ForwardArgs {
 
 constexpr ThreadLimits kForwardLimits = {128, 256, 128, 512};
 
-// Blocks that must fit the registers of an SM. While one starts, the other resident ones work.
+// Blocks whose registers must fit an SM. While one starts, the others compute.
 template <typename T>
 constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   if (elements == 32) return 1;
@@ -39,7 +39,8 @@ constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   return chain == Chain::kPlain && !mean ? 5 : 4;
 }
 
-// A thread's values of a row: in float32, or as T (16 bits: half the registers) if T is exact.
+// A thread's values of a row: float32, or packed as T if T represents them exactly, since 16 bits
+// take half the registers.
 template <typename T, int kVec, int kVectors, bool kPacked>
 class RowValues {
  public:
@@ -71,11 +72,12 @@ class RowValues {
   float wide_[kPacked ? 1 : kVectors][kVec];
 };
 
-// kMean: whether there is a mean or a bias; without them, only plain chains are compiled.
+// kMean: whether there is a mean or a bias. Without them only norms without activations are
+// compiled.
 template <typename T, Chain kChain, bool kResidual, bool kMean>
 struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
-  // Whether T holds the values to normalise exactly: x, or a sum rounded to T, or its relu.
+  // Whether T represents the normalised values exactly: x, or a sum rounded to T, or its relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
   // Whether scale and bias are in registers. With values in float32, both together would spill.
   static constexpr bool kHoldsScale = kChain != Chain::kGeneral;
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   ColumnValues<kVec, kVectors, Form::kHoldsBias> bias(shared, team);
   float* const past_bias = shared;
   ColumnValues<kVec, kVectors, Form::kHoldsPreBias> pre_bias(shared, team);
-  if (!has_pre_bias) shared = past_bias;  // ForwardPlan does not count it either
+  if (!has_pre_bias) shared = past_bias;  // ForwardPlan::parameters excludes it too
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 #pragma unroll
       for (int i = 0; i < kVec; ++i) parts[i] = v == 0 ? u[i] : parts[i] + u[i];
     }
-    // Larger teams synchronise in team_sum.
+    // Larger teams fetch the next rows after team_sum, whose barriers they need.
     if (team.size <= kWarpSize) {
       __syncthreads();
       ring.fetch();
@@ -360,9 +362,9 @@ __device__ __forceinline__ float sum_over_row(float value, float* shared) {
   return total;
 }
 
-// Does what forward_few_rows does, for a norm alone with parameters of type P. Everything but the
-// sizes is known at compile time, so little remains besides the loads. Each row has a warp
-// (kOneWarp) or block.
+// Normalises few rows without residual, pre_bias or activation, with parameters of type P. Almost
+// all is known at compile time, so little remains besides the loads. Each row has a warp (kOneWarp)
+// or a block.
 template <typename T, typename P, int kVectors, bool kOneWarp>
 __global__ void __launch_bounds__(kOneWarp ? kPlainThreads : kMostPlainWarps * kWarpSize)
     forward_few_plain_rows(const __grid_constant__ ForwardArgs args) {
@@ -446,10 +448,10 @@ __host__ __device__ constexpr int flat_forward_blocks(int words) {
   return words <= 4 ? 4 : words <= 8 ? 3 : 2;
 }
 
-// Each team normalises rows in place in shared memory, one at a time, and keeps its columns of the
+// Each team normalises rows in place in shared memory, one at a time, with its columns of the
 // parameters in registers. args.teams is the number of rows in a tile. All rows of a team start at
-// the same half of a word, because the number of teams or of features is even. With kPlain there is
-// neither pre_bias nor activation, which take registers.
+// the same half of a 32-bit word, because the number of teams or of features is even. kPlain: no
+// pre_bias and no activation, which take registers.
 template <typename T, int kWords, bool kWarp, bool kResidual, bool kPlain>
 __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
     forward_flat_rows(const __grid_constant__ ForwardArgs args) {
@@ -537,7 +539,7 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
 
 // --- long misaligned rows ------------------------------------------------------------------------
 
-// Whether the kernel of staged rows can run: it normalises x or the next residual as stored.
+// Whether forward_staged_rows can run: it supports only the norm of x or next_residual as stored.
 bool stages_rows(const ForwardArgs& args) {
   return args.options.pre_activation == Activation::kNone &&
          (args.residual != nullptr || args.pre_bias.data == nullptr);
@@ -635,8 +637,8 @@ __global__ void __launch_bounds__(kWideThreads, 2)
 
 // --- longer rows ---------------------------------------------------------------------------------
 
-// A block reads a row three times, the second and third time from L2, which holds a row of every
-// block in flight (132 x 256 KiB at worst, in 50 MB).
+// A block reads a row three times, the second and third time from L2, which holds the rows of all
+// running blocks (132 rows of 256 KiB at worst, in 50 MB).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     forward_wide_rows(const __grid_constant__ ForwardArgs args) {
@@ -780,7 +782,8 @@ ForwardPlan plan_forward(const ForwardArgs& args, int elements) {
   }
 }
 
-// Fewest threads of a team for which short runs pay off: smaller teams reload parameters more.
+// Fewest threads of a team for which short runs of rows pay off; smaller teams reload parameters
+// more.
 constexpr int kWideTeam = 128;
 
 // Returns ForwardArgs::run in rows per team, for matrices larger than L2. Blocks that each take a
@@ -788,7 +791,7 @@ constexpr int kWideTeam = 128;
 // reloads the parameters, which costs most if few blocks are resident or if they go to shared
 // memory.
 int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int resident) {
-  // A block takes many narrow rows per step, so a run of one step would be all prologue.
+  // A block computes many narrow rows at once, so a short run would be mostly loads of parameters.
   if (args.team_size < kWarpSize) return 0;
   const bool warp = args.team_size == kWarpSize;
   if (!warp && shared_parameters > 1) return 0;
@@ -893,9 +896,9 @@ ffi::Error launch_few_rows(ForwardArgs args, const Device& device, cudaStream_t 
                        stream);
 }
 
-// Returns the kernel with the fewest registers that hold a thread's `words` of a row. If several
-// warps share a row, half as many could not hold it, so that each thread has more than half of
-// kMostFlatWords, and smaller kernels are not compiled.
+// Returns the kernel with the fewest registers that hold a thread's `words` of a row. If a row
+// needs several warps because half of them could not hold it, a thread has more than kMostFlatWords
+// / 2 words, so smaller kernels are compiled only for kWarp.
 template <typename T, bool kWarp, bool kResidual, bool kPlain, int kWords = kMostFlatWords>
 ForwardKernel flat_kernel(int words) {
   constexpr int kFewer = fewer_flat_words(kWords);
@@ -962,7 +965,7 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
     RETURN_IF_ERROR(launch_few_rows<T>(args, device, stream, &done));
   }
   if (done) return ffi::Error::Success();
-  // A mean doubles what warps exchange, which favours fewer threads.
+  // With a mean, warps exchange two sums a row instead of one, which favours fewer threads.
   const bool plain = chain_of(args) == Chain::kPlain && !has_mean_or_bias(args);
   const Spread spread =
       choose_spread(args.features, kVec, false, kElementStep * kElementChoices, kForwardLimits,

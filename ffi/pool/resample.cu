@@ -1,9 +1,9 @@
 // Resampling of images: max_pool, bilinear upsampling by 2, and their gradients.
 //
-// Every kernel writes each value once. A thread has one pixel of the result (of a quarter of the
-// result when it upsamples) and a vector of channels. Inputs that adjacent threads share come from
-// the caches. max_pool saves the position of each maximum in its window, so that its gradient need
-// not read the image again.
+// Every kernel writes each value once. A thread has one pixel of the result (2 x 2 pixels when it
+// upsamples) and a vector of channels. Inputs that adjacent threads share come from the caches.
+// max_pool saves the position of each maximum in its window, so that its gradient need not read the
+// image again.
 
 #include "common/handler.h"
 #include "common/rows.cuh"
@@ -49,7 +49,7 @@ struct PoolArgs {
   Image window, stride, before;  // `before`: rows of padding above the image, columns left of it
   const void* x;                 // the image; dy in the gradient
   void* y;                       // the result; dx in the gradient
-  uint8_t* places;               // position in its window of each maximum of y, or nullptr
+  uint8_t* places;               // index of each maximum of y in its window, or nullptr
 };
 
 struct UpsampleArgs {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     max_pool_gradient_kernel(const __grid_constant__ PoolArgs args) {
   Place place;
   if (!Place::find<kVec>(args.threads, &place)) return;
-  // The range of windows that contain this pixel, at some (i, j) within the window.
+  // The range of windows that contain this pixel.
   const int row = place.row + args.before.height, column = place.column + args.before.width;
   const int first_row =
       row < args.window.height ? 0 : (row - args.window.height) / args.stride.height + 1;
