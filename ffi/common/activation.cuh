@@ -32,7 +32,7 @@ enum class Activation : long long {
   kHardTanh
 };
 
-// Returns the activation without a slope.
+// Returns the kind alone, without the slope of a kLeakyRelu.
 __host__ __device__ constexpr Activation kind_of(Activation activation) {
   return static_cast<Activation>(static_cast<long long>(activation) & 0xffffffffll);
 }
@@ -325,7 +325,7 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
       }
       break;
     case Activation::kHardTanh:
-      // Unlike that of kRelu6, jax.nn's derivative is 1 at the corners.
+      // The derivative at -1 and 1 is 1, as jax.nn's, unlike that of kRelu6 at its corners.
 #pragma unroll
       for (int i = 0; i < kSize; ++i)
         gradient[i] *= inputs[i] >= -1.0f && inputs[i] <= 1.0f ? 1.0f : 0.0f;
@@ -421,7 +421,7 @@ struct AnyActivation {
   __device__ __forceinline__ operator Activation() const { return value; }
 };
 
-// Whether an activation's type is that of Activation::kNone.
+// Whether type A is the compile-time constant Activation::kNone.
 template <typename A>
 constexpr bool kIsNone = std::is_same_v<A, KnownActivation<Activation::kNone>>;
 

@@ -155,7 +155,6 @@ ffi::Error with_dtype(Dtype dtype, const F& f) {
 // Whether an operand is absent, which is passed as a buffer without elements.
 inline bool is_absent(const ffi::AnyBuffer& buffer) { return buffer.element_count() == 0; }
 
-// Returns the data of a buffer, or nullptr for an absent one.
 template <typename T = void>
 T* data_or_null(const ffi::AnyBuffer& buffer) {
   return is_absent(buffer) ? nullptr : static_cast<T*>(buffer.untyped_data());

@@ -31,7 +31,7 @@ constexpr bool kHasProducts =
     std::is_same_v<T, __half>;
 #endif
 
-// Columns of A, and rows of B, of one instruction.
+// Length of the summed axis in one instruction: columns of A and rows of B.
 template <typename T>
 constexpr int kDepth = 32 / sizeof(T);
 

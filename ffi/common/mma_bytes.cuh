@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply_add_bytes(int8_t, int (&d)[4], const ui
 #if __CUDA_ARCH__ >= 890
 #define JAXFUSED_SM89(...) __VA_ARGS__
 #else
-#define JAXFUSED_SM89(...)  // other GPUs never call it
+#define JAXFUSED_SM89(...)  // empty, because older GPUs never call it
 #endif
 
 __device__ __forceinline__ void multiply_add_bytes(E4m3, float (&d)[4], const uint32_t (&a)[4],

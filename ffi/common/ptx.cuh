@@ -78,7 +78,6 @@ __device__ __forceinline__ void async_copies_wait(int pending) {
 #endif
 }
 
-// Waits for all copies of this thread.
 __device__ __forceinline__ void async_copies_wait_all() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -118,7 +117,7 @@ __device__ __forceinline__ void wait_for_count(const unsigned* counter, unsigned
 #if __CUDA_ARCH__ >= 900
 #define JAXFUSED_SM90(...) __VA_ARGS__
 #else
-#define JAXFUSED_SM90(...)  // other GPUs never call it
+#define JAXFUSED_SM90(...)  // empty, because older GPUs never call it
 #endif
 
 // Whether the GPU that this is compiled for has bulk copies and clusters.
@@ -140,8 +139,8 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals = 
                    "r"(arrivals) : "memory"));
 }
 
-// Orders this thread's accesses to shared memory before bulk copies into it, which it starts
-// itself, or another thread after a barrier.
+// Orders this thread's earlier accesses to shared memory before bulk copies into it that this
+// thread starts, or another one after a barrier.
 __device__ __forceinline__ void bulk_copies_fence() {
   JAXFUSED_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
 }
@@ -175,7 +174,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
                    "r"(parity) : "memory"));
 }
 
-// Returns a cache policy for a copy: L2 evicts the lines that the copy reads last.
+// Returns a cache policy for a copy: L2 evicts the lines read by it after all others.
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy = 0;
   JAXFUSED_SM90(asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy)));
@@ -201,7 +200,6 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
 
 // --- sm_90 and later: clusters of blocks ---------------------------------------------------------
 
-// Returns the block's rank in its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank = 0;
   JAXFUSED_SM90(asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)));
@@ -232,7 +230,7 @@ __device__ __forceinline__ void cluster_sync() {
                 asm volatile("barrier.cluster.wait.acquire.aligned;" :: : "memory"));
 }
 
-// Stores a float to a cluster address, and reports its 4 bytes to a barrier of the same block.
+// Stores a float to a cluster address and reports its 4 bytes to an mbarrier of the same block.
 __device__ __forceinline__ void cluster_store(uint32_t address, float value, uint32_t barrier) {
   JAXFUSED_SM90(asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
@@ -240,7 +238,6 @@ __device__ __forceinline__ void cluster_store(uint32_t address, float value, uin
       "f"(value), "r"(barrier) : "memory"));
 }
 
-// Loads the float at a cluster address.
 __device__ __forceinline__ float cluster_load(uint32_t address) {
   float value = 0.0f;
   JAXFUSED_SM90(asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address)));

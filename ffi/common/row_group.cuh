@@ -110,7 +110,7 @@ class TeamSum {
 };
 
 // Sums over a team that is a cluster of two blocks, each with at most half of kMaxTeamWarps warps.
-// A warp stores its sums in both blocks, and each turn's mbarrier counts the stored bytes.
+// A warp stores its sums in both blocks, and an mbarrier per buffer counts the stored bytes.
 class PairSum {
   static constexpr int kTurn = 2 * kMaxTeamWarps;
 
@@ -133,8 +133,7 @@ class PairSum {
     const uint32_t warps = half_.size / kWarpSize;
     float* own = places_ + turn_ * kTurn;
     uint64_t* barrier = barriers_ + turn_;
-    // The barrier's phase before this one ended two sums ago. This one needs the arrival here to
-    // end.
+    // The barrier's previous phase ended two sums ago, and this one cannot end before this arrival.
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, 2 * warps * kValues * sizeof(float));
     const uint32_t lane = threadIdx.x % kWarpSize;
     if (lane < 2 * kValues) {

@@ -20,9 +20,9 @@ class RowRing {
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
 
-  // `barriers` are the block's kRingBarriers mbarriers. `sources` has one to kMaxStreams matrices,
-  // then nullptr; their rows are `stride` apart. `shared` has room for a row for each team, stage
-  // and stream. All threads of the block must synchronise before the first wait.
+  // `barriers` are the block's kRingBarriers mbarriers. `sources` has one to kMaxStreams matrices
+  // with rows `stride` values apart, then nullptr. `shared` has room for a row for each team, stage
+  // and matrix. All threads of the block must synchronise before the first wait.
   __device__ RowRing(uint64_t* barriers, void* shared, const void* const* sources, int stride,
                      int stages, const Team& team, const Columns& column, const RowWalk& walk)
       : stride_(stride),

@@ -313,7 +313,8 @@ class ColumnValues {
   static constexpr int kPart = kVec < 4 ? kVec : 4;
 
  public:
-  // Values that are not in registers take shared_values floats per thread of a team from `shared`.
+  // Unless in registers, the values take shared_values() floats per thread of a team, from `shared`
+  // on.
   __device__ ColumnValues(float*& shared, const Team& team) {
     if constexpr (!kInRegisters) {
       constexpr int kStride = shared_values(kVec * kVectors, kVec);
@@ -442,7 +443,7 @@ __device__ __forceinline__ void add_over_teams(float (&values)[kVectors][kVec], 
 }
 
 // The rows of a unit, which is one team or several consecutive teams of a block. In each step it
-// takes `height` consecutive rows, one for each of its teams.
+// computes `height` consecutive rows, one for each of its teams.
 struct RowWalk {
   int height;
   int unit;  // index of the unit in its block
@@ -482,12 +483,12 @@ __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Returns the values of a buffer for `rows` rows that starts at a multiple of `vec` values.
+// Returns the number of values of a buffer for `rows` rows that starts at a whole vector of `vec`.
 __host__ __device__ constexpr int slot_values(int rows, int features, int vec, bool shifted) {
   return shifted ? round_up(rows * features + vec - 1, vec) : rows * features;
 }
 
-// Returns after how many steps of `rows` rows a row has the same shift (offset from a vector).
+// Returns after how many steps of `rows` rows a row starts at the same offset from a vector again.
 inline int steps_of_one_shift(int rows, int features, int vec) {
   return vec / std::gcd(vec, static_cast<int>(int64_t{rows} * features % vec));
 }
@@ -520,7 +521,8 @@ inline Spread choose_narrow_spread(int values, int most_elements) {
   Spread best = {};
   for (int elements = kElementStep; elements <= most_elements; elements += kElementStep) {
     const Spread spread{elements, power_of_two_from(divide_up(values, elements))};
-    // Columns::has relies on this condition.
+    // Columns::has assumes that only the last kElementStep values of a thread may be beyond the
+    // row.
     if (values < spread.team_size * (elements - kElementStep)) continue;
     if (best.elements == 0 || spread.padded() <= best.padded()) best = spread;
   }
@@ -543,7 +545,7 @@ inline Spread choose_spread(int features, int vec, bool shifted, int most_elemen
       return {elements, power_of_two_from(threads)};
     }
     const Spread spread{elements, divide_up(threads, kWarpSize) * kWarpSize};
-    // Columns::has relies on the second condition.
+    // The second condition is that of choose_narrow_spread, on which Columns::has relies.
     if (spread.team_size <= threads_limit(limits, elements) &&
         values >= spread.team_size * (elements - kElementStep) &&
         (best.elements == 0 || spread.padded() < best.padded() ||

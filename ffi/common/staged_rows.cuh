@@ -23,7 +23,7 @@ struct RowPieces {
         shift(static_cast<int>(start - first)),
         features(features) {}
 
-  // Returns the pieces of a row with the worst alignment.
+  // Returns the largest number of pieces that a row may touch.
   static __host__ __device__ int most(int features) { return (features + 2 * kVec - 2) / kVec; }
 
   __device__ __forceinline__ int count() const { return (shift + features + kVec - 1) / kVec; }

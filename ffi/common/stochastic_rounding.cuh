@@ -44,8 +44,8 @@ __device__ __forceinline__ uint32_t random_word(uint2 seeds, uint32_t pair) {
 template <int kCount>
 __device__ __forceinline__ void random_upper_halves(uint2 seeds, uint32_t first,
                                                     uint32_t (&words)[kCount]) {
-  // The last halves_mixed of random_word changes lower halves only. After a multiple of kCount,
-  // indices differ in the lowest bits only, which the first one keeps, so one serves all.
+  // random_word's last halves_mixed changes lower halves only. From a multiple of kCount on,
+  // indices differ in the lowest bits alone, which the first one keeps, so one call serves all.
   if (first % kCount == 0) {
     const uint32_t mixed = halves_mixed(seeds.x ^ first);
 #pragma unroll
@@ -58,8 +58,8 @@ __device__ __forceinline__ void random_upper_halves(uint2 seeds, uint32_t first,
   }
 }
 
-// Returns the 16 random bits of one value, if the other of its pair may be elsewhere. It is rarely
-// called, and its divisions would take registers if inlined.
+// Returns the 16 random bits of one value: a half of the word that two adjacent values share. It is
+// rarely called, and its divisions would take registers if inlined.
 static __device__ __noinline__ uint32_t random_half(const LeafRandom& random, int stream,
                                                     int64_t local) {
   const uint32_t index = random.index(local);

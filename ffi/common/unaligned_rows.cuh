@@ -244,7 +244,6 @@ class FlatWords {
     return (rank_ + i * size_) * kPerWord - shift_ + p;
   }
 
-  // Whether the column lies in the row.
   __device__ __forceinline__ bool has(int i, int p) const {
     return (i > 0 || column(i, p) >= 0) && (i < kSure || column(i, p) < features_);
   }

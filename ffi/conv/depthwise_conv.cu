@@ -61,7 +61,6 @@ struct Kernel {
   template <typename T>
   static constexpr int kApart = kLanes < 32 ? kChannels * static_cast<int>(sizeof(T)) / 16 : 0;
 
-  // Synchronises the lanes of a strip.
   static __device__ __forceinline__ void sync() {
     __syncwarp(kLanes == 32 ? 0xffffffffu
                             : ((1u << kLanes % 32) - 1) << (threadIdx.x % 32 / kLanes * kLanes));
@@ -196,7 +195,7 @@ class RowsInShared {
   static constexpr int kCopies = (kPixels + kPixelsAtOnce - 1) / kPixelsAtOnce;
 
  public:
-  // Steps copied ahead: with the step in use, 16-bit and 32-bit values take the same memory.
+  // Steps copied ahead. kAhead + 1 steps take as many bytes in 16 bits as in 32.
   static constexpr int kAhead = sizeof(T) == 2 ? 3 : 1;
   static constexpr int kBytes = (kAhead + 1) * kStepBytes;
 
@@ -491,7 +490,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
   for (int ahead = 0; ahead < Input::kAhead; ++ahead) request(strip.begin + ahead);
 #pragma unroll 1
   for (int step = strip.begin; step < end; ++step) {
-    // Guards are left out if all sums belong to rows of the strip, or if there are few products.
+    // Tests of the row are left out if all sums belong to the strip, or if there are few products.
     if (K::kFewWeights || (step >= strip.begin + K::kOlder && step < strip.end)) {
       advance(step, std::false_type{});
     } else {
@@ -683,7 +682,6 @@ ffi::Error check_channels(const ConvShape& shape) {
   return ffi::Error::InvalidArgument("depthwise_conv: x has too many channels");
 }
 
-// Size and stride of a kernel as compile-time constants.
 template <int kHigh, int kWide, int kStep>
 struct Size {
   static constexpr int kHeight = kHigh, kWidth = kWide, kStride = kStep;

@@ -59,7 +59,7 @@ inline ffi::Error parse_conv_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
-// Checks the operands of the wgrad of `taps` weights per channel.
+// Checks the operands of wgrad for `taps` weights per channel.
 inline ffi::Error parse_weights_operands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy,
                                          const ffi::AnyBuffer& sums, int64_t taps, int64_t top,
                                          int64_t left, WeightsOperands* operands) {

@@ -143,7 +143,7 @@ __device__ __forceinline__ void add(const float (&from)[kVec], float (&to)[kVec]
   for (int v = 0; v < kVec; ++v) to[v] += from[v];
 }
 
-// Steps between two requests for inputs, limited by registers.
+// Steps whose inputs are loaded together, limited by registers.
 template <typename T, int kTaps>
 constexpr int kForwardSteps = sizeof(T) == 2 && kTaps <= 5 ? 8 : 4;
 template <typename T, int kTaps>
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Line<T, kVec> residual(args.residual, shape, shape.out_length, piece);
   const Line<T, kVec> y(args.y, shape, shape.out_length, piece);
 
-  // window[0] is the oldest input of the first current step.
+  // window[0] is the oldest input that the first of the current steps needs.
   float window[kTaps - 1 + kSteps][kVec];
   Vector<T, kVec> next[kSteps];
   const int ahead = kTaps - 1 - shape.left;  // distance from a step to its newest input
@@ -364,7 +364,7 @@ class GradientWalk {
   Piece piece_;
   Weights<kTaps, kVec> weights_;
   Line<T, kVec> x_, dy_, dx_;
-  // Inputs and gradients of z, for the last kTaps - 1 steps and the current ones.
+  // Inputs, and gradients of the activation's input, for the last kTaps - 1 and the current steps.
   float window_[kTaps - 1 + kSteps][kVec] = {};
   float gradients_[kTaps - 1 + kSteps][kVec] = {};
   Vector<T, kVec> next_x_[kSteps], next_dy_[kSteps];

@@ -42,8 +42,8 @@ constexpr int kOctets = 2;  // groups of 8 channels in a thread block
 constexpr int kChannels = 8 * kOctets;
 // Threads that copy the same channels, each one quad (four columns) at a time.
 constexpr int kSlots = kThreads / kOctets;
-// Bytes between the planes of the two octets: adjacent lanes store adjacent octets of a column,
-// which must be in different banks.
+// Extra bytes between the planes of the two octets, because adjacent lanes store the same column of
+// both, which must be in different banks.
 constexpr int kSkew = 128 / kOctets;
 // Quads of the next tile that a thread copies ahead of time.
 constexpr int kRounds = 3;
@@ -72,7 +72,7 @@ struct Tiling {
   int images, row_bits, column_bits;  // the blocks of a tile: images * 2^row_bits * 2^column_bits
   int down, across, count;            // tiles down and across an image, and of all images
   int first, rows;                    // input rows of a tile that may contain non-zeros
-  // Bytes between rows, after each block's rows, and between images of a plane.
+  // Bytes between rows, padding after each block's rows, and bytes between images in a plane.
   int row_pitch, pad, image_pitch;
 
   // Returns the quads (four columns) of a tile's input, with the padding that completes matrices.
@@ -86,7 +86,7 @@ struct ConvArgs {
   int channel_groups;  // thread blocks that share a tile
 };
 
-struct WeightsArgs : WeightsOperands {  // each worker writes its own sums
+struct WeightsArgs : WeightsOperands {  // each worker, the blocks of a tile, writes its own sums
   Tiling tiling;
   int width, channel_groups;
 };
@@ -238,7 +238,6 @@ class View {
   int images_, row_, rows_, column_, columns_;
 };
 
-// Returns a tile's view of an array of the result's shape.
 template <typename T>
 __device__ __forceinline__ View<T> output_view(T* data, const ConvShape& shape,
                                                const Place& place) {
@@ -292,7 +291,6 @@ __device__ __forceinline__ void scatter(char* to, const Vector<T, 8> (&columns)[
   }
 }
 
-// Returns a tile's view of the input.
 template <typename T>
 __device__ __forceinline__ View<const T> input_view(const T* data, const ConvShape& shape,
                                                     const Tiling& tiling, const Place& place,
@@ -437,7 +435,6 @@ __device__ __forceinline__ void convolve(const Tiling& tiling, uint32_t window,
   }
 }
 
-// Adds the residual to a tile's sums.
 template <typename T, typename S>
 __device__ __forceinline__ void add_residual(const ConvArgs& args, const Place& place,
                                              const uint32_t* quads, const Part& part,
@@ -639,7 +636,7 @@ __global__ void __launch_bounds__(kThreads, S::kAhead || S::kPhases > 7 ? 2 : 3)
 
 // --- gradient of the weights ---------------------------------------------------------------------
 
-// Transposes a tile of dy into planes of blocks.
+// Transposes a tile of dy into planes, block after block.
 template <typename T, typename S>
 __device__ __forceinline__ void load_gradient(const WeightsArgs& args, const Place& place,
                                               const uint32_t* quads, const Part& part,
@@ -789,8 +786,7 @@ int bits_of(int64_t number) {
   return -1;
 }
 
-// Returns the most rows of 16 bytes that share banks, summed over a tile's halves: 2 if no
-// conflicts.
+// Returns the most 16-byte rows in the same banks, summed over both halves of a tile.
 int conflicts(const Tiling& tiling, int row_step) {
   int found = 0;
   for (int half = 0; half < 2; ++half) {

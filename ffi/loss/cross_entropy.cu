@@ -378,7 +378,6 @@ class RowReader {
     }
   }
 
-  // Adds vector `j` to the sums.
   __device__ __forceinline__ void add(int j, const Vector<T, kVec>& packed,
                                       RowAdder<kForm>& adder) const {
     float logits[kVec];
@@ -407,7 +406,6 @@ class RowReader {
     }
   }
 
-  // Unpacks the values of a vector and caps them.
   __device__ __forceinline__ void read(const Vector<T, kVec>& packed, float (&logits)[kVec]) const {
     unpack(packed, logits);
     if constexpr (kForm == Form::kGeneral) {
@@ -476,7 +474,7 @@ struct RowGradient {
     spread = coefficient * options.smoothing / static_cast<float>(features);
   }
 
-  // Computes the coefficients of a row from its LossArgs::coefficients of the backward.
+  // Computes the coefficients of a row from the cotangents in LossArgs::coefficients.
   __device__ RowGradient(const float* statistics, const float* cotangents)
       : exponent(statistics[kMaximum]), push(cotangents[1]), spread(cotangents[2]) {
     // If no logit of a shard is finite, its log-sum is -inf. Its cotangent is 0, so pull must stay
@@ -515,7 +513,8 @@ __device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>
   }
 }
 
-// Computes vector `j` of a row's gradient, without the term of a label that is a class.
+// Computes vector `j` of a row's gradient: all terms but that of a class label, which is added
+// later.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void compute_gradient(const RowReader<T, kVec, kForm>& reader,
                                                  const LossArgs& args, const RowGradient& row,
@@ -1077,7 +1076,6 @@ int keeping_threads(int slice, int most) {
   return choose_threads(slice, kKeptVectors, std::min(most, kMaxKeepingThreads));
 }
 
-// Launches the kernel in which each warp has rows of its own.
 template <typename T, int kVec, Form kForm, Mode kMode>
 ffi::Error launch_warp_rows(LossArgs args, const Device& device, cudaStream_t stream) {
   constexpr int kWarps = kWarpRowThreads / kWarpSize;
@@ -1094,7 +1092,6 @@ ffi::Error launch_warp_rows(LossArgs args, const Device& device, cudaStream_t st
   return launch_kernel(kernel, args, launch, stream);
 }
 
-// Launches the kernel in which blocks, or clusters of them, share rows.
 template <typename T, int kVec, Form kForm, Mode kMode>
 ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Device& device,
                              cudaStream_t stream) {

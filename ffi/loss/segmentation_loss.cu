@@ -293,9 +293,9 @@ __global__ void __launch_bounds__(kThreads) image_gradient(const __grid_constant
 
 // --- masks ---------------------------------------------------------------------------------------
 
-// Pixels of a vector.
+// Pixels of a mask that a thread loads as one vector.
 constexpr int kMaskPixels = 8;
-// Blocks of the cluster of an image.
+// Blocks of a cluster, which has one image.
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
@@ -597,7 +597,6 @@ struct Pulls {
   float of_loss, of_overlap, of_predicted;
 };
 
-// Computes dlogits of a vector of pixels.
 template <typename T, int kVec, bool kFocal>
 __device__ __forceinline__ void gradient_of(const ImageArgs& args, const Pulls& pulls,
                                             const MaskPixels<kVec>& pixels,
@@ -757,7 +756,6 @@ struct Rows {
   }
 };
 
-// Starts the copies of a warp's pixels.
 template <typename T>
 __device__ __forceinline__ void load_rows(const ImageArgs& args, const Rows& rows, char* shared,
                                           int64_t first, int pixels) {
@@ -825,7 +823,7 @@ struct Truth {
         weight(counts ? bits.weight : 0.0f) {}
 };
 
-// A lane's terms of its pixel.
+// Probabilities and loss of a lane's pixel.
 template <int kMost>
 struct FewTerms {
   float exponentials[kMost];  // probabilities divided by `inverse`
@@ -892,8 +890,8 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
   constexpr int kTurn = kPixels<kMost>, kWarpPixels = kTurn * kWarpSize;
   const int stage = kTurn * rows.bytes();
   char* const stages = shared + warp * 2 * stage;
-  // Sums of a thread by the label of its pixels: the sum of the label's probabilities, and the
-  // number of pixels.
+  // For each label, a thread's sums over the pixels with that label: the label's probability times
+  // the weight, and the weight.
   float2* const places = reinterpret_cast<float2*>(shared + kWarps * 2 * stage);
   float2* const own = places + threadIdx.x;
   for (int c = 0; c < args.classes; ++c) own[c * kFewThreads] = make_float2(0.0f, 0.0f);

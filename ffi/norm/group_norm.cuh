@@ -67,7 +67,7 @@ struct Plan {
   int extra;          // rows of threads with one more step; a longer slice has one more such row
   int64_t stride;     // values between a thread's successive pixels
   int item_parts;     // parts of each sum in shared memory, from a block's threads
-  int item_pitch;     // distance between sums there; odd, to avoid bank conflicts
+  int item_pitch;     // distance between sums in shared memory; odd, to avoid bank conflicts
   int item_lanes;     // adjacent threads that merge the parts of one sum
   int channel_lanes;  // adjacent threads that merge the channels of a group
   int slice_lanes;    // adjacent threads that merge a group's slices in the second pass
@@ -402,8 +402,9 @@ ffi::Error spread(const Images& images, int most, int limit, int item_sums, int 
   return ffi::Error::Success();
 }
 
-// Launches both passes of `kernel` over all images. `args` has the members images and plan; see
-// `spread` for `item_sums` and `row_parts`. merge(first image, images) runs between passes.
+// Launches both passes of `kernel` over all images. `args` has the members images and plan, and
+// `item_sums` and `row_parts` are passed to spread(). merge(first image, images) runs between
+// passes.
 template <int kVec, typename Args, typename Merge>
 ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config, int item_sums,
                          int row_parts, const Merge& merge, cudaStream_t stream) {

@@ -36,11 +36,13 @@ struct BackwardArgs {
   const float* dvariance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  float2* channel_partials;  // parts of dscale and dbias: [images, slices, channels], or
-                             // [blocks, channels] in a single pass with shared parameters
-  float2* group_partials;  // sums of dscale and dbias times scale, [images, slices, groups]; single
-                           // pass: [images, groups, slices]; nullptr if channels are groups
-  const float2* parts;     // sums that the second pass merges, [images, plan.parts, groups]
+  // Parts of dscale and dbias: [images, slices, channels], or [blocks, channels] in a single pass
+  // with shared parameters.
+  float2* channel_partials;
+  // Sums of dscale and dbias times scale: [images, slices, groups], or [images, groups, slices] in
+  // a single pass; nullptr if each channel is a group.
+  float2* group_partials;
+  const float2* parts;  // sums that the second pass merges, [images, plan.parts, groups]
   Activation activation;
   bool shares;    // whether all images have the same parameters
   float* dscale;  // gradient of shared parameters in a single pass, or nullptr

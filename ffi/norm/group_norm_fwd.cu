@@ -24,8 +24,8 @@ struct ForwardArgs {
   float* variance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  float2* partials;     // means and squared deviations: [images, slices, groups], or
-                        // [images, groups, slices] in a single pass
+  // Means and squared deviations: [images, slices, groups]; in one pass [images, groups, slices].
+  float2* partials;
   const float2* parts;  // moments that the second pass merges, [images, plan.parts, groups]
   float epsilon;
   Activation activation;
@@ -54,7 +54,7 @@ __device__ __forceinline__ float2 moments_of(float base, float count, const Sums
 // Fewest values whose mean is assumed to be near the mean of all.
 constexpr float kFewestValues = 31.0f;
 
-// Moments of an image's slices, or moments that are already merged.
+// Moments (mean and sum of squared deviations) of the groups, in an image's slices or merged.
 struct Moments {
   const float2* data;
   int count;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void merge_slices(const Crew<kBarrier>& crew, const I
                                              const Store& store) {
   const float size = static_cast<float>(images.group_size);
   const float shorter = static_cast<float>(pixels) * size;
-  // A slice of few values may have a mean far from that of all: then `base` averages several.
+  // The mean of a slice of few values may be far from that of all: then `base` averages several.
   const int near = min(moments.count, static_cast<int>(kFewestValues / fmaxf(shorter, 1.0f)) + 1);
   const auto base_of = [=](int group) {
     float base = moments.at(group, 0).x;
@@ -135,8 +135,7 @@ __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, co
   auto& mean = of.sums;
   auto& squares = of.squares;
   const float count = static_cast<float>(steps);
-  // Not an approximate division: its error would be the same in all threads, and add up in the
-  // variance.
+  // Not an approximate division: its error would be the same in all threads and add up.
   const float inverse = 1.0f / fmaxf(count, 1.0f);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
@@ -211,8 +210,8 @@ __device__ void take_moments(const ForwardArgs& args, const Place& place, float2
                     [&](int group, float2 moments) { __stcg(partials + group, moments); });
 }
 
-// Merges the moments of an image into each group's mean and rstd in `stats`. Of the several
-// callers, the one with `writes` also stores the statistics that are results.
+// Merges the moments of an image into each group's mean and rstd in `stats`. Of the blocks of an
+// image, the one with `writes` also stores the statistics that are results.
 template <int kLoads, int kBarrier>
 __device__ __forceinline__ void take_statistics(const ForwardArgs& args, const Crew<kBarrier>& crew,
                                                 const Moments& moments, int image, int pixels,
@@ -242,7 +241,6 @@ struct Line {
   static constexpr bool kFolds = sizeof(T) == 2;
   float mean[kVec], factor[kVec], bias[kVec];
 
-  // Loads the parameters.
   __device__ __forceinline__ void begin(const ForwardArgs& args, int image, int channel) {
     const int channels = args.images.channels;
     load_channels(args.scale, args.scale_rows, image, channels, channel, 1.0f, factor);

@@ -21,16 +21,17 @@ namespace group_norm {
 template <int kFirst, int kSecond, int kThird, int kSlotArrays, int kChunk>
 struct Crews {
   static constexpr int kLoader = 32;
-  static constexpr int kSums = kFirst;    // limit on the threads of the first crew
-  static constexpr int kMerge = kSecond;  // threads of the second crew
-  static constexpr int kWrite = kThird;   // limit on the threads of the third crew
+  static constexpr int kSums = kFirst;    // limit on the threads that compute sums
+  static constexpr int kMerge = kSecond;  // threads that merge sums
+  static constexpr int kWrite = kThird;   // limit on the threads that write results
   static constexpr int kArrays = kSlotArrays;
   static constexpr int kChunkBytes = kChunk;  // approximate bytes of a chunk of one array
   static constexpr int kThreads = kLoader + kSums + kMerge + kWrite;
   static_assert(kThreads <= kMaxThreads);
 };
 
-// Ids of the crews' barriers; the second and the third crew share kMergedBarrier.
+// Ids of the barriers of warps of one role; those that merge and those that write share
+// kMergedBarrier.
 enum CrewBarrier : int { kSumsBarrier = 1, kMergeBarrier, kMergedBarrier };
 
 struct Ring {
@@ -38,13 +39,13 @@ struct Ring {
   int chunk;       // pixels of a slot (a pipeline stage)
   int slots;       // slots of the ring
   int slot_bytes;  // bytes of one array in a slot
-  int items_at;    // offset in shared memory of the first crew's sums
+  int items_at;    // offset in shared memory of a slice's sums
   int merged_at;   // offset of the merged sums, with two buffers that images alternate between
   int kept_at;     // offset of sums that a block keeps over all its images
   int barriers_at;
   int sum_threads, write_threads;
-  int write_rows;  // pixels that the third crew reads at a time
-  // Numbers of blocks that have stored their sums of each image, and of all: [images + 1].
+  int write_rows;  // pixels that the writing warps read at a time
+  // Numbers of blocks that have stored their sums of each image, then those of all: [images + 1].
   unsigned* counters;
 };
 
@@ -164,7 +165,7 @@ class Block {
     }
   }
 
-  // Frees a slot: each warp of the third crew reports that it has read it, before turn.next().
+  // Frees a slot: each writing warp reports that it has read the slot, before turn.next().
   __device__ __forceinline__ void release(const Turn& turn) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(free(turn.slot));
@@ -251,7 +252,7 @@ ffi::Error launch_once(void (*kernel)(Args), Args args, const Config& config, co
   ring.write_rows = std::max(1, std::min(Crews::kWrite / plan.columns, longest));
   ring.write_threads = (ring.write_rows * plan.columns + 31) / 32 * 32;
 
-  // A chunk is a whole number of the first crew's steps, so only the last step of a slice is short.
+  // A chunk is a whole number of steps of the summing warps, so only a slice's last step is short.
   const int step_bytes = plan.rows * images.channels * item_bytes;
   ring.chunk = plan.rows * std::max(1, (Crews::kChunkBytes + step_bytes / 2) / step_bytes);
   ring.slot_bytes = ring.chunk * images.channels * item_bytes;

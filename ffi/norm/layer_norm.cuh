@@ -7,7 +7,7 @@
 #include "common/operands.h"
 #include "common/rows.cuh"
 
-// Threads per row in the kernels that read a row more than once, because no team can hold it.
+// Threads per row in the kernels that read a row more than once, as it is too long for registers.
 constexpr int kWideThreads = 512;
 
 struct NormOptions {

@@ -26,10 +26,9 @@ struct BackwardArgs {
   Parameter bias;
   Parameter pre_bias;
   void* dx;
-  // Sums over each block's rows, [segments * segment_blocks, features]; nullptr if not needed
+  // Each block's sums over its rows, [segments * segment_blocks, features]; nullptr if not needed
   float* gradients[kParameters];
-  float2* row_terms;  // row_terms() of all rows; for long rows one kernel writes them and the next
-                      // reads them
+  float2* row_terms;  // row_terms() of all rows, from one kernel to the next, for long rows
   int rows;           // rows of a segment; each segment has gradients of its own
   int segments;
   int segment_blocks;
@@ -186,8 +185,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   };
   const void* const sources[] = {source(args.h), source(args.dy), source(args.dnext_residual)};
   Ring ring(barriers, shared, sources, args.features, args.stages, team, column, walk);
-  // Statistics are loaded one step ahead, because a load takes about as long as a row's
-  // computation.
+  // Statistics are loaded a step ahead, because a load takes about as long as computing a row.
   const auto load_statistics = [&](int row) {
     if (row >= walk.end) return make_float2(0.0f, 0.0f);
     const bool centred = kMean && args.mean != nullptr;
@@ -294,8 +292,8 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
 
 // --- misaligned rows -----------------------------------------------------------------------------
 
-// Limit on the rows of a tile. Tiles are small enough that several blocks are resident on an SM, so
-// that one computes while another waits for memory.
+// Limit on the rows of a tile. With small tiles several blocks are resident on an SM, so that one
+// computes while another waits for memory.
 constexpr int kMostFlatTileRows = 64;
 
 // Blocks whose registers must fit an SM.
@@ -965,7 +963,6 @@ BackwardPlan plan_backward(const BackwardArgs& args, bool shifted, int blocks) {
   }
 }
 
-// Options of the backward's launch.
 struct BackwardConfig {
   bool few_rows;  // whether to use backward_few_rows where it can run
   int threads;    // limit on the threads of a block

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   ColumnValues<kVec, kVectors, Form::kHoldsBias> bias(shared, team);
   float* const past_bias = shared;
   ColumnValues<kVec, kVectors, Form::kHoldsPreBias> pre_bias(shared, team);
-  if (!has_pre_bias) shared = past_bias;  // ForwardPlan::parameters excludes it too
+  if (!has_pre_bias) shared = past_bias;  // not counted in ForwardPlan::parameters
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
@@ -638,7 +638,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
 // --- longer rows ---------------------------------------------------------------------------------
 
 // A block reads a row three times, the second and third time from L2, which holds the rows of all
-// running blocks (132 rows of 256 KiB at worst, in 50 MB).
+// running blocks (264 rows of 128 KiB in 16 bits, of 50 MB).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     forward_wide_rows(const __grid_constant__ ForwardArgs args) {
@@ -806,7 +806,6 @@ int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int reside
   return resident > 2 ? 4 : resident == 2 ? 8 : 0;
 }
 
-// Options of the forward's launch.
 struct ForwardConfig {
   bool few_rows;  // whether to use forward_few_rows where it can hold a row
   int threads;    // limit on the threads of a block
