@@ -10,9 +10,8 @@ constexpr int kBytesInFlight = 64 * 1024;
 
 constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
 
-// The ring of one unit of `walk`, which is one or several teams. If the GPU has bulk copies and
-// rows are aligned for them, one thread of a unit copies whole rows; otherwise every thread copies
-// its own columns.
+// The ring of one unit of `walk`, which is one or several teams. With bulk copies and rows aligned
+// for them, one thread of a unit copies whole rows; otherwise every thread copies its columns.
 template <typename T, int kVec, int kVectors, int kMaxStreams, bool kShifted = false>
 class RowRing {
   using Columns = ::Columns<kVec, kVectors, kShifted>;

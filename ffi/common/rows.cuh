@@ -313,8 +313,7 @@ class ColumnValues {
   static constexpr int kPart = kVec < 4 ? kVec : 4;
 
  public:
-  // Unless in registers, the values take shared_values() floats per thread of a team, from `shared`
-  // on.
+  // Unless in registers, the values take shared_values() floats of `shared` per thread of a team.
   __device__ ColumnValues(float*& shared, const Team& team) {
     if constexpr (!kInRegisters) {
       constexpr int kStride = shared_values(kVec * kVectors, kVec);
@@ -521,8 +520,7 @@ inline Spread choose_narrow_spread(int values, int most_elements) {
   Spread best = {};
   for (int elements = kElementStep; elements <= most_elements; elements += kElementStep) {
     const Spread spread{elements, power_of_two_from(divide_up(values, elements))};
-    // Columns::has assumes that only the last kElementStep values of a thread may be beyond the
-    // row.
+    // Columns::has assumes that only a thread's last kElementStep values may be beyond the row.
     if (values < spread.team_size * (elements - kElementStep)) continue;
     if (best.elements == 0 || spread.padded() <= best.padded()) best = spread;
   }

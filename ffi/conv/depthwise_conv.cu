@@ -287,8 +287,7 @@ template <typename T, typename K, int kPixels, int kRows>
 using Reader = std::conditional_t<K::kFewWeights, RowsInShared<T, K, kPixels, kRows>,
                                   RowsInRegisters<T, K, kPixels, kRows>>;
 
-// Weights of the block's channels in shared memory: [kernel row, pair of taps, lane, 2 taps of 2
-// channels].
+// The block's weights in shared memory: [kernel row, pair of taps, lane, 2 taps of 2 channels].
 template <typename K>
 class Weights {
  public:

@@ -1,5 +1,4 @@
-// Depthwise convolution along one axis: the short convolutions of Mamba, Griffin and similar
-// models.
+// Depthwise convolution along one axis, as the short convolutions of Mamba and Griffin.
 //
 // The steps (positions) of an image are cut into pieces. A thread has a vector of channels of one
 // piece. It walks along the piece with the last inputs in registers, so that each input is read

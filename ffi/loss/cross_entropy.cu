@@ -44,8 +44,8 @@ constexpr int kUnroll = 4;
 constexpr int kParts = 4;
 
 // Statistics of a row, in their order in memory. kLogSum is log(sum(exp(logit - maximum))), kPicked
-// sum(target * (logit - maximum)) before smoothing, kMean mean(logit - maximum), and kTotal the sum
-// of the targets.
+// sum(target * (logit - maximum)) before smoothing, kMean mean(logit - maximum), kTotal
+// sum(target).
 enum Statistic { kMaximum, kLogSum, kPicked, kMean, kTotal, kStatistics };
 
 // The labels: one class for each row, or a distribution over the classes.
@@ -193,8 +193,7 @@ class RowAdder {
     sums_.sums[Sums::kExp] += sum_of(powers);
   }
 
-  // Adds soft labels `shares` of logits already added. A label of 0 adds 0, even to a logit of
-  // -inf.
+  // Adds soft labels `shares` of logits already added; a label of 0 adds 0 even to -inf.
   template <int kSize>
   __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
                                            const float (&shares)[kSize]) {
@@ -461,8 +460,7 @@ struct RowGradient {
   float push;    // factor of the target, subtracted
   float spread;  // subtracted for each class
 
-  // Computes the coefficients of a row whose loss has the cotangent `coefficient`, as
-  // token_gradients of cross_entropy_xla.py does.
+  // Computes the coefficients of a row from the cotangent `coefficient` of its loss.
   __device__ RowGradient(const LossOptions& options, int features, float coefficient,
                          float row_maximum, float sum, float total)
       : exponent(row_maximum) {
@@ -477,8 +475,7 @@ struct RowGradient {
   // Computes the coefficients of a row from the cotangents in LossArgs::coefficients.
   __device__ RowGradient(const float* statistics, const float* cotangents)
       : exponent(statistics[kMaximum]), push(cotangents[1]), spread(cotangents[2]) {
-    // If no logit of a shard is finite, its log-sum is -inf. Its cotangent is 0, so pull must stay
-    // 0.
+    // If no logit of a shard is finite, its log-sum is -inf, its cotangent 0, and pull must stay 0.
     const float slip = exponent.power(statistics[kMaximum]);
     pull = cotangents[0];
     if (pull != 0.0f) pull *= exp2_fast(-fmaf(statistics[kLogSum], kLog2e, slip));
@@ -513,8 +510,7 @@ __device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>
   }
 }
 
-// Computes vector `j` of a row's gradient: all terms but that of a class label, which is added
-// later.
+// Computes vector `j` of a row's gradient, to which only the term of a class label is added later.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void compute_gradient(const RowReader<T, kVec, kForm>& reader,
                                                  const LossArgs& args, const RowGradient& row,
@@ -1168,8 +1164,8 @@ ffi::Error launch_backward(LossArgs args, cudaStream_t stream) {
                        {dim3(static_cast<unsigned>(blocks)), kBackwardThreads, 0}, stream);
 }
 
-// Calls `launch` with a value of the logits' type, and with the length of a vector and the kernel's
-// form as compile-time constants.
+// Calls `launch` with a value of the logits' type, and two compile-time constants: the length of a
+// vector and the kernel's form.
 template <typename F>
 ffi::Error with_kernel(Dtype dtype, bool aligned, Form form, const F& launch) {
   const auto of_type = [&](auto type) {

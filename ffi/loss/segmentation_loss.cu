@@ -26,8 +26,7 @@ constexpr int kFewClasses = 24;
 // Pixels of a lane whose loads are in flight together.
 constexpr int kUnroll = 4;
 constexpr int kMostClasses = 256;
-// Sums of an image that belong to no class: of weights, and of weighted losses. Three per class
-// follow.
+// Sums of an image over its pixels' weights and weighted losses; three for each class follow them.
 constexpr int kOverall = 2;
 
 enum class LabelType : int { kInt32, kUint8, kFloat32 };

@@ -36,8 +36,8 @@ struct BackwardArgs {
   const float* dvariance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  // Parts of dscale and dbias: [images, slices, channels], or [blocks, channels] in a single pass
-  // with shared parameters.
+  // Parts of dscale and dbias, [images, slices, channels], or [blocks, channels] in a single pass
+  // if images share parameters.
   float2* channel_partials;
   // Sums of dscale and dbias times scale: [images, slices, groups], or [images, groups, slices] in
   // a single pass; nullptr if each channel is a group.

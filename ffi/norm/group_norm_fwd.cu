@@ -37,8 +37,8 @@ struct ForwardArgs {
 //
 //     mean = base + sum n d / sum n,   deviations = sum (m + n d^2) - (sum n d)^2 / sum n.
 //
-// The difference cancels if `base` is far from the mean of all values, so `base` should be a mean
-// of many of them.
+// The difference cancels unless `base` is near the mean of all values, as a mean of many of them
+// is.
 __device__ __forceinline__ Sums moments_about(float base, float count, float2 moments) {
   const float delta = moments.x - base;
   const float first = count * delta;
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 // --- single pass ---------------------------------------------------------------------------------
 
 using ForwardCrews = Crews<128, 256, 512, 1, 16 * 1024>;
-// Moments of a group's slices that a thread loads at once: 132 slices on 4 threads take two
+// Moments of a group's slices that a thread loads at once; 4 threads load 132 slices in two
 // batches.
 constexpr int kMomentsTogether = 17;
 

@@ -30,8 +30,7 @@ struct Crews {
   static_assert(kThreads <= kMaxThreads);
 };
 
-// Ids of the barriers of warps of one role; those that merge and those that write share
-// kMergedBarrier.
+// Ids of the barriers of warps of one role, and of the one between merging and writing warps.
 enum CrewBarrier : int { kSumsBarrier = 1, kMergeBarrier, kMergedBarrier };
 
 struct Ring {

@@ -541,8 +541,7 @@ __host__ __device__ int staged_slot(int features) {
   return RowPieces<T>::most(features) * 16;
 }
 
-// Bytes of shared memory: two pipeline stages of dy and h, one row of dnext_residual, and the
-// scale.
+// Bytes of shared memory: two pipeline stages of dy and h, a row of dnext_residual, and the scale.
 template <typename T>
 int staged_bytes(const BackwardArgs& args) {
   const int slots = args.dnext_residual == nullptr ? 4 : 5;
@@ -700,8 +699,7 @@ struct ColumnBlock {
       }
     }
     __syncthreads();
-    // Each thread adds one sum of one column, over the block's slices and then the cluster's
-    // blocks.
+    // Each thread adds one sum of one column, over the block's slices, then over the cluster.
     const int place = threadIdx.x;
     float* total = shared + slices * kSums * kBlockColumns + place;
     if (place < kSums * kBlockColumns) {

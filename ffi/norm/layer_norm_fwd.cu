@@ -39,8 +39,7 @@ constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   return chain == Chain::kPlain && !mean ? 5 : 4;
 }
 
-// A thread's values of a row: float32, or packed as T if T represents them exactly, since 16 bits
-// take half the registers.
+// A thread's values of a row: float32, or packed as T, with half the registers, if T is exact.
 template <typename T, int kVec, int kVectors, bool kPacked>
 class RowValues {
  public:
@@ -72,8 +71,7 @@ class RowValues {
   float wide_[kPacked ? 1 : kVectors][kVec];
 };
 
-// kMean: whether there is a mean or a bias. Without them only norms without activations are
-// compiled.
+// kMean: whether there is a mean or a bias. Without them only plain norms (kPlain) are compiled.
 template <typename T, Chain kChain, bool kResidual, bool kMean>
 struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
@@ -782,8 +780,7 @@ ForwardPlan plan_forward(const ForwardArgs& args, int elements) {
   }
 }
 
-// Fewest threads of a team for which short runs of rows pay off; smaller teams reload parameters
-// more.
+// Fewest threads of a team for which short runs of rows pay off, as a run reloads the parameters.
 constexpr int kWideTeam = 128;
 
 // Returns ForwardArgs::run in rows per team, for matrices larger than L2. Blocks that each take a

@@ -2,8 +2,8 @@
 //
 // Every kernel writes each value once. A thread has one pixel of the result (2 x 2 pixels when it
 // upsamples) and a vector of channels. Inputs that adjacent threads share come from the caches.
-// max_pool saves the position of each maximum in its window, so that its gradient need not read the
-// image again.
+// max_pool saves each maximum's position in its window, so that its gradient need not read the
+// image.
 
 #include "common/handler.h"
 #include "common/rows.cuh"
