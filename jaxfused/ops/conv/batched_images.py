@@ -1,4 +1,4 @@
-"""The rule of `jax.vmap` for the stages of a convolution."""
+"""Rule of `jax.vmap` for the kernel calls of a convolution."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def batched_images(
     in_batched: Sequence[Any],
     *operands: jax.Array | None,
 ) -> Results | None:
-    """Implements `Stage.batched` for images and weights: merges the batch into the images' axis "b".
+    """Runs a kernel call under `jax.vmap`: merges the mapped axis into the images' batch axis "b".
 
     Returns None if weights or a bias are batched, or if the kernel sums over images.
     """

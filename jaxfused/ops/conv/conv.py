@@ -37,12 +37,13 @@ Statistics = tuple[jax.Array, jax.Array]
 
 
 class Convolved(NamedTuple):
-    """The result of a convolution, with x and statistics for blocks like `ConvNormAct`."""
+    """Results of `run`: y, the input x again, and statistics of y for a batch norm after it."""
 
     y: jax.Array
     """Result [B, *spatial', O] of x's dtype."""
     x: jax.Array
-    """Input for other readers; if it `hands_on`, the convolution's backward adds their gradient."""
+    """The input, for a shortcut. With `hand_on`, the kernel of x's gradient adds this result's gradient.
+    """
     statistics: Statistics | None
     """Mean and variance of y per channel, in float32, if a kernel computed them."""
 
@@ -165,7 +166,7 @@ def run(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Convolved:
-    """Computes `conv`, as layers and `fuse` call it.
+    """Computes `conv` for layers and `fuse`, which also need the input again or statistics of y.
 
     Args:
       x: as in `conv`. A `Rectified` too: its gradient is masked by the kernel that computes it.
@@ -174,9 +175,8 @@ def run(
       window: options of `geometry` by name.
       activation: after everything else.
       residual: is added before the activation.
-      hand_on: whether the returned x is for what else reads x, such as a shortcut around the
-        convolution. What comes back as its gradient is then added by the kernel that computes the
-        gradient of x, where two readers of one array have XLA add theirs in a pass over both.
+      hand_on: whether another operation, such as a shortcut, reads the returned x. The kernel of x's
+          gradient then adds that operation's gradient, which would otherwise take XLA a pass over both.
       statistics: whether mean and variance of y are asked for, for the batch norm that follows. No
         gradient flows through them: that of the norm is complete.
       precision: of the products.
@@ -220,7 +220,7 @@ def convolved(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None,
 ) -> Convolved:
-    """Computes `run` for the operator `op`, of checked operands and `options` from `geometry`."""
+    """Computes `run` of checked operands and window `options`; error messages name the operator `op`."""
     around = options["padding"]
     if isinstance(around, Around):
         shortcut = as_array(x)
@@ -272,7 +272,7 @@ class _Call:
     op: str
     x: ConvInput
     values: jax.Array
-    """x as one array; the gradient is not masked yet if x is a `Rectified`."""
+    """x as one array. If x is a `Rectified`, the relu's mask is not applied to its gradient here."""
     implementation: dispatch.Implementation | None
     device: dispatch.Device
     options: dict[str, Any]
@@ -416,12 +416,12 @@ class _Call:
             self.device,
             self.values,
             missing=missing,
-            # JAX's own convolution refuses channels that are split under Explicit axes.
+            # Under Explicit axes XLA is not preferred: JAX's own convolution refuses sharded channels.
             why_xla=None if self._is_explicit(w) else left,
         )
 
     def _hands_on(self, w: jax.Array) -> bool:
-        """Returns whether kernels return x too; under Explicit axes they may shard it differently."""
+        """Returns whether x is returned too; not under Explicit axes, where its sharding may change."""
         return self.hand_on and not self._is_explicit(w)
 
     def _is_explicit(self, w: jax.Array) -> bool:

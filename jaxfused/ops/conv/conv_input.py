@@ -15,7 +15,7 @@ from jaxfused.runtime.serialization import serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Concatenated:
-    """Two arrays to be concatenated along the channels, which nothing has to write as one.
+    """Two arrays that a convolution reads as if they were concatenated along the channels.
 
     `jaxfused.conv`, `Conv` and `ConvNormAct` take it in place of an array, as the decoder of a U-Net has
     it: what comes from the level below, and what this level had before. Where a kernel of this package

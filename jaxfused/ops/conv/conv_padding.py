@@ -26,7 +26,7 @@ def normalised(
     input_dilation: tuple[int, ...],
     kernel_dilation: tuple[int, ...],
 ) -> str | Pairs | Around:
-    """Returns the padding of x [B, *spatial, I]: a name, (low, high) zeros, or `Around` of values."""
+    """Returns the padding: a name, (low, high) zeros of each axis, or `Around` for values of x."""
     mode = padding_mode.lower() if isinstance(padding_mode, str) else padding_mode
     if mode not in _MODES:
         raise ValueError(
@@ -101,7 +101,7 @@ def geometry(
     kernel_dilation: int | Sequence[int] = 1,
     feature_group_count: int = 1,
 ) -> dict[str, Any]:
-    """Returns the options that say which values a window reads, with one number for each axis."""
+    """Returns strides, dilations, padding and groups as keywords, a number for each spatial axis."""
     spatial = x.ndim - 2
     steps = dict(
         strides=for_each_axis(op, "strides", strides, spatial),

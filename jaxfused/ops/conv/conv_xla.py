@@ -59,7 +59,7 @@ def finish(
 
 
 def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str | None) -> bool:
-    """Whether cuDNN applies a convolution's epilogue before its one rounding, in XLA's program.
+    """Returns whether XLA lets cuDNN apply the epilogue before the result is rounded.
 
     cuDNN adds arrays of the result's dtype and evaluates relu, without a pass over the result. A bias is
     rounded to that dtype, as Flax rounds it.
@@ -69,7 +69,7 @@ def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str 
 
 @jax.custom_jvp
 def _sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Returns the sum in y's dtype; the gradient of the bias is still summed in float32."""
+    """Returns y + bias + residual in y's dtype; the gradient of the bias is still summed in float32."""
     y = y if bias is None else y + along_last_axis(bias, y)
     return y if residual is None else y + residual
 
@@ -82,7 +82,7 @@ def _sum_jvp(primals, tangents):
 
 @jax.custom_jvp
 def _wide_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Returns the sum in float32; the gradient of the bias sums values rounded to y's dtype.
+    """Returns y + bias + residual in float32; the bias's gradient sums values rounded to y's dtype.
 
     XLA writes the rounded values anyway; a sum of unrounded ones would make it write float32 values
     too.
@@ -95,8 +95,8 @@ def _wide_sum_jvp(primals, tangents):
     y, bias, residual = tangents
     narrow = y
     if bias is not None:
-        # The transpose of this conversion rounds, waits until the rounded values are written, and sums
-        # in float32.
+        # Transposed, these lines sum the rounded gradient in float32. Without the barrier XLA would sum
+        # it # unrounded.
         wide = bias.astype(accumulator_dtype(y.dtype))
         along = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
         narrow = y + jax.lax.optimization_barrier(along)

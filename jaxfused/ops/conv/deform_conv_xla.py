@@ -60,9 +60,9 @@ def deform_conv(
 
 
 def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Samples x [B, H W, parts, D] at places [B, H', W', parts, taps]; the result has D as last axis."""
+    """Samples x [B, H W, parts, D] at rows `down`, columns `right` of [B, H', W', parts, taps]."""
     height, width = size
-    # Infinity is outside of x, where a difference of infinities would be NaN; NaN stays NaN.
+    # Infinite places become -2, also outside of x: inf - inf below would be NaN. NaN stays NaN.
     down, right = (jnp.where(jnp.isinf(place), -2, place) for place in (down, right))
     is_nan = jnp.isnan(down) | jnp.isnan(right)
     top, left = jnp.floor(down), jnp.floor(right)

@@ -53,7 +53,7 @@ def window_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> Window | str:
-    """Returns the window of a convolution of two or three axes, or the reason why no kernel has it."""
+    """Returns the window on two or three axes (one axis becomes two), or why no kernel supports it."""
     kernel = w.shape[:-2]
     if feature_group_count > 1:
         return f"x has {feature_group_count} groups of channels"
@@ -80,7 +80,7 @@ def window_of(
 
 
 class Simplification(Protocol):
-    """Rewrite of (x, w) as another convolution with the same result; compared by value."""
+    """Function of (x, w) that returns the operands of another convolution with the same result."""
 
     def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]: ...
 
@@ -107,7 +107,7 @@ class AsItIs:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Space-to-depth of an input with few channels: see `space_to_depth`."""
+    """Space-to-depth of images with few channels: the pixels of a row of the window are concatenated."""
 
     window: Window
 
@@ -131,8 +131,8 @@ def left_to_xla(
 ) -> LeftToXla | None:
     """Returns why XLA runs a call that names no implementation, or None if a kernel may be faster.
 
-    `options.window`, x and w are those after the rewrite by `simplified`; `window` is the call's. If no
-    reason is returned, each stage chooses its own implementation later.
+    `options.window`, x and w are those after the rewrite by `simplified`; `window` is the caller's. If
+    no reason is returned, forward, dgrad and wgrad each choose an implementation later.
     """
     dense = options.window
     if dense.is_pointwise:
@@ -172,7 +172,7 @@ def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iter
 
 
 TILE_FEATURES = 64
-"""Features of a tile; a result with a multiple of these leaves no lanes idle."""
+"""Features of a kernel's tile; a result with a multiple of these fills all of its tiles."""
 _LEAST_JOINED_PIXELS = 2**17
 """Fewest pixels of the result for which a kernel after space-to-depth is faster than XLA."""
 
@@ -236,9 +236,9 @@ class Convolved(NamedTuple):
 
     y: jax.Array
     x: jax.Array | None
-    """x itself if it was requested, else None."""
+    """The input x if `Request.hands_on`, else None."""
     statistics: tuple[jax.Array, jax.Array] | None
-    """Mean and variance of y [F], if a kernel computes them with the convolution."""
+    """Mean and variance [F] of y if the convolution's kernel computed them, else None."""
 
 
 @dataclass(frozen=True)
@@ -249,22 +249,22 @@ class Request:
     hands_on: bool = False
     """True to return x as a second result, whose cotangent is added to x's gradient."""
     rectified: bool = False
-    """True if x holds the values of a `Rectified`, whose gradient this call masks."""
+    """True if x is a relu's result (`Rectified`), whose mask the kernel of x's gradient applies."""
     statistics: bool = False
-    """True to return statistics of y, for a norm that follows. They have no gradient."""
+    """True to return mean and variance of y, for a norm that follows. They have no gradient."""
 
 
 class Residuals(NamedTuple):
     """Arrays that the forward saves for the gradient."""
 
     x: jax.Array
-    """The call's x. The backward simplifies it again, so that no simplified copy is kept for it."""
+    """The call's x. The backward repeats `Request.simplify`, so that no rewritten copy is saved."""
     w: jax.Array
     bias: jax.Array | None
     residual_like: jax.Array | None
     """Array without elements that has the residual's dtype."""
     z: jax.Array | None
-    """Activation's input, or y if the derivative follows from it; None without an activation."""
+    """Activation's input, or y if the derivative follows from y; None without an activation."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
@@ -274,7 +274,7 @@ def _conv(run: Runner, options: Options, request: Request, x, w, bias, residual)
 
 
 def _forward(run: Runner, options: Options, request: Request, x, w, bias, residual, *, saves: bool):
-    """Returns (y, z if it is saved, statistics of y or None)."""
+    """Returns y, the activation's input or None if it is not saved, and statistics of y or None."""
     operands = (*request.simplify(x, w), bias, residual)
     if request.statistics:
         y, mean, variance = run(ForwardWithStatistics(options), *operands)
@@ -291,7 +291,7 @@ def _conv_fwd(run: Runner, options: Options, request: Request, x, w, bias, resid
 
 
 def saved_of(options: Options, x, w, bias, residual, y, z) -> Residuals:
-    """Returns the residuals: the operands, and y if it gives the activation's derivative, else z."""
+    """Returns the operands, and y if the activation's derivative follows from y, else its input z."""
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
     return Residuals(x, w, bias, like, y if options.activation in SLOPE_OF_RESULT else z)
 
@@ -304,7 +304,7 @@ def _conv_bwd(run: Runner, options: Options, request: Request, saved: Residuals,
 
 
 def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
-    """Returns the gradients of the epilogue: (dz, dbias, dresidual)."""
+    """Returns (dz, dbias, dresidual), where dz is the gradient of the activation's input."""
     bias = saved.bias
     if saved.z is None:
         dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
@@ -317,7 +317,7 @@ def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
 
 
 def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed_back):
-    """Returns (dx, dw); dx includes a returned x's cotangent, and is masked where x is rectified."""
+    """Returns (dx, dw); dx includes `handed_back`, the gradient of the returned x, and a relu's mask."""
     y = x if request.rectified else None
     if request.simplify != AsItIs():
         # Without the barrier XLA keeps the forward's rewritten copy of x in memory, to use it here.

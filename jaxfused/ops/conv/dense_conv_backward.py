@@ -1,4 +1,4 @@
-"""Backward stages of dense conv: dgrad, dgrad plus another gradient of x, and wgrad."""
+"""Backward operations of dense conv: dgrad, dgrad plus another gradient of x, and wgrad."""
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -34,7 +34,7 @@ from pallas_kernels.gemm.cost import Work
 
 @dataclass(frozen=True)
 class InputGradient(Windowed):
-    """Computes (dx,) [B, *spatial, C] from dz and w: dgrad."""
+    """dgrad: computes (dx,) [B, *spatial, C] from w and dz, the gradient of y before its activation."""
 
     window: Window
     sizes: tuple[int, ...]
@@ -46,8 +46,8 @@ class InputGradient(Windowed):
 
     def axes(self, dz, w) -> Axes:
         letters = Letters(dz.ndim - 2)
-        # The features are summed, so they must not be split: partial sums would be rounded before they
-        # are added.
+        # The features are summed, so they stay unsharded: devices' sums would be rounded before they are
+        # # added.
         return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
 
     def call(self, device, dz, w, *others) -> pallas_conv.ConvCall:
@@ -126,7 +126,7 @@ class InputGradient(Windowed):
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """Computes (dw,) [*kernel, C, F] from x and dz, in float32: wgrad."""
+    """wgrad: computes float32 (dw,) [*kernel, C, F] from x and dz, the gradient before the activation."""
 
     window: Window
     precision: Any
@@ -170,8 +170,8 @@ class WeightGradient:
                 config=config,
             )
             return (dw,)
-        # The zeros vary over the same mesh axes as x. A replicated w would get a gradient summed over
-        # the devices of a `jax.shard_map`.
+        # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
+        # # would sum dw over the devices.
         options = Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
         (dw,) = jax.vjp(lambda w: reference(options, x, w), w)[1](dz)
@@ -183,9 +183,10 @@ class WeightGradient:
 
 @dataclass(frozen=True)
 class JoinedInputGradient(Windowed):
-    """Computes (dx,) from dz, w, another gradient of x, and x if it is a relu's result.
+    """dgrad plus `other`, a second gradient of x, with a relu's mask: y is x if x is a relu's result.
 
-    The last two may be None. A stage of its own keeps recorded timings of `InputGradient` valid.
+    `other` and y may be None. This is no option of `InputGradient`, so that its recorded timings stay
+    valid.
     """
 
     gradient: InputGradient
@@ -210,7 +211,7 @@ class JoinedInputGradient(Windowed):
         return self.gradient.call(device, dz, w)
 
     def product(self, device, dz, w, other, y) -> tuple[Work, float]:
-        """Returns the product of a window of one weight, and the time of XLA's passes."""
+        """Returns the matrix product of a 1 x 1 window, and microseconds of XLA's passes after it."""
         streams = self.streams(dz, other, y)
         work = self.call(device, dz, w).as_product(**streams)
         # XLA writes dgrad's result, and a second kernel adds the other gradient to it.
@@ -249,6 +250,6 @@ class JoinedInputGradient(Windowed):
 
 
 def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None) -> jax.Array:
-    """Returns the sum of two gradients of x, masked if x is the result y of a relu."""
+    """Returns dx plus `other`, masked if x is a relu's result y; `other` and y may be None."""
     dx = dx if other is None else dx + other.astype(dx.dtype)
     return dx if y is None else masked_gradient(dx, y)

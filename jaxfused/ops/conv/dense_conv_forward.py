@@ -1,4 +1,4 @@
-"""Forward stages of dense conv: of one array, of two arrays, and with statistics of the result."""
+"""Forward operations of dense conv: of one array, of two arrays, and with statistics of the result."""
 
 import functools
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -41,12 +41,12 @@ def why_unsupported(
 
 
 def images(x: Any) -> Any:
-    """Returns x [B, L, C] as images of one row; images stay as they are."""
+    """Returns x [B, L, C] as images of one row, [B, 1, L, C]; arrays of more axes are unchanged."""
     return x[:, None] if x is not None and has_one_axis(x) else x
 
 
 def weights_of_images(x: Any, w: Any) -> Any:
-    """Returns the weights for `images` of x, with one row if x has one spatial axis."""
+    """Returns w, with a leading axis of 1 added if x has one spatial axis."""
     return w[None] if has_one_axis(x) else w
 
 
@@ -57,7 +57,7 @@ def has_one_axis(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a convolution's stages."""
+    """Static arguments of a convolution's forward and backward."""
 
     window: Window
     activation: str | None
@@ -65,13 +65,13 @@ class Options:
 
     @property
     def keeps_preactivation(self) -> bool:
-        """True if the gradient reads the activation's input; relu's gradient reads the result."""
+        """True if the backward reads the activation's input; for relu it reads the result."""
         return self.activation not in (None, *SLOPE_OF_RESULT)
 
 
 @dataclass(frozen=True)
 class Letters:
-    """Letters for the axes of a convolution's operands, as `Axes` takes them."""
+    """One letter for each axis of a convolution's operands; equal letters are sharded alike (`Axes`)."""
 
     axes: int
 
@@ -99,9 +99,9 @@ class Letters:
 
 
 class AsProduct:
-    """A stage that is a product with an epilogue, whose kernel runs by `product_regimes`.
+    """Mixin for a matrix product with an epilogue; `product_regimes` estimates if its kernel is faster.
 
-    `product` returns the product, and the microseconds of XLA's passes after it.
+    Its method `product` returns the product, and the microseconds of XLA's passes after it.
     """
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
@@ -111,7 +111,7 @@ class AsProduct:
 
 
 class Windowed(AsProduct):
-    """A stage whose kernel runs by `dense_conv_regimes`, or as a product with a window of one weight."""
+    """Mixin for a convolution; `dense_conv_regimes` judges its kernel, except for 1 x 1 windows."""
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         call = self.call(device, *operands)
@@ -122,7 +122,7 @@ class Windowed(AsProduct):
 
 @dataclass(frozen=True)
 class Forward(Windowed):
-    """Computes (y, z) from x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
+    """Computes y, and z before the activation or None, from x [B, *spatial, C], w [*kernel, C, F]."""
 
     options: Options
     save_preactivation: bool
@@ -149,12 +149,12 @@ class Forward(Windowed):
         return call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
 
     def product(self, device, x, w, bias, residual) -> tuple[Work, float]:
-        """Returns the product of a window of one weight, and the time of XLA's passes."""
+        """Returns the matrix product of a 1 x 1 window, and microseconds of XLA's passes after it."""
         work = self.call(device, x, w).as_product(**self.streams(x, residual))
         return work, self._passes(x, bias, residual).time(work.m * work.n)
 
     def _passes(self, x, bias, residual) -> Passes:
-        """Returns the passes over memory that XLA adds after its product, for a window of one weight."""
+        """Returns the passes over memory that XLA adds after its product, for a 1 x 1 window."""
         streams = self.streams(x, residual)
         if bias is not None or self.options.activation is not None:
             return Passes(
@@ -228,7 +228,7 @@ class ForwardOfTwo(Windowed):
         return self.alone.why_not(device, whole, w, bias, residual)
 
     def product(self, device, first, second, w, bias, residual) -> tuple[Work, float]:
-        """Returns the product of a window of one weight, and the time of XLA's passes."""
+        """Returns the matrix product of a 1 x 1 window, and microseconds of XLA's passes after it."""
         whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
         work, passes = self.alone.product(device, whole, w, bias, residual)
         concatenation = Passes(bytes_of_element=2 * first.dtype.itemsize)
@@ -278,7 +278,7 @@ class ForwardWithStatistics(Windowed):
         return self._alone.call(device, x, w)
 
     def product(self, device, x, w, bias, residual) -> tuple[Work, float]:
-        """Returns the product of a window of one weight, and the time of XLA's passes."""
+        """Returns the matrix product of a 1 x 1 window, and microseconds of XLA's passes after it."""
         streams = self._alone.streams(x, residual)
         work = self.call(device, x, w).as_product(**streams)
         # XLA's statistics read the result once more; the kernel merges the statistics of its tiles.
@@ -314,7 +314,7 @@ class ForwardWithStatistics(Windowed):
 def call_of(
     device: dispatch.Device, window: Window, sizes, dtype, w, *, flipped: bool = False
 ) -> pallas_conv.ConvCall:
-    """Returns the kernel's call for x of these sizes, [B, *spatial], with w [*kernel, C, F]."""
+    """Returns the shapes, window and dtype of a convolution of x [*sizes, C] with w [*kernel, C, F]."""
     channels, features = w.shape[-2:]
     return pallas_conv.ConvCall(
         sizes=tuple(sizes),

@@ -1,4 +1,4 @@
-"""Regimes of a dense convolution, by its sizes: where cuDNN is faster than the kernels.
+"""Rules for where cuDNN's dense convolution is faster than this package's kernels, by sizes.
 
 The thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
 judges a change of them); `jaxfused.tune` measures what they leave open.
@@ -12,14 +12,15 @@ from pallas_kernels.conv.conv import ConvCall
 _FEW_CHANNELS = 48
 """Channels below which cuDNN is faster at images (not at volumes)."""
 _FEW_VALUES, _LONG_SUM = 2**16, 4096
-"""Values of a result up to which cuDNN, which splits sums, is faster if K (taps * channels) exceeds the
-second number in a dgrad of images (XLA need not transpose its weights), or twice it in a forward."""
+"""cuDNN, which splits sums among CTAs, is faster where a result has at most _FEW_VALUES values and each
+sums more than _LONG_SUM products (taps * channels) in a dgrad of images, or twice as many in a forward.
+"""
 _STRIDED_CHANNELS, _STRIDED_PRODUCTS = 64, 6e8
 """Channels of x, and multiplications, above which cuDNN's dgrad of a strided window is faster."""
 
 
 def rule(call: ConvCall, *, of_weights: bool = False) -> Rule:
-    """Returns which of Pallas and XLA comes first for a window of several weights.
+    """Returns which of Pallas and XLA is expected to be faster for a window of several weights.
 
     Args:
       call: shapes of the convolution, or of its dgrad if flipped.

@@ -38,7 +38,7 @@ def left_to_xla(
 ) -> LeftToXla | None:
     """Returns why XLA runs a call that names no implementation, or None if kernels are faster.
 
-    `of_sums` is `fft_conv`'s choice of direct sums, recorded so that `jaxfused.tune` measures it too.
+    `of_sums`, `fft_conv`'s decision for direct sums, is recorded so that `jaxfused.tune` times both.
     """
     why = depthwise_conv_regimes.why_xla(run.device, x, window)
     if why is None:
@@ -76,7 +76,7 @@ def window_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> Window | str:
-    """Returns the window of a two-axis depthwise convolution, or the reason why it is none."""
+    """Returns the window of a depthwise convolution of one or two axes, or why no kernel supports it."""
     channels, features = x.shape[-1], w.shape[-1]
     if not feature_group_count == channels == features:
         return (
@@ -115,7 +115,7 @@ def depthwise_conv(
     activation: str | None,
     hands_on: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, x or None), with y of x [B, *spatial, C], w [*kernel, 1, C] and the epilogue."""
+    """Convolves x [B, *spatial, C] with w [*kernel, 1, C]; returns y, and x if `hands_on`, else None."""
     images, weights, residual = _as_images(window, x, w, residual)
     letters = (_IMAGES, _WEIGHTS, "c", _RESULT)
     operands = sharding.align((images, weights, bias, residual), operand_axes=letters, whole=_WHOLE)
@@ -190,7 +190,7 @@ _WHOLE = "hwkjuv"
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (y, z) from x [B, H, W, C], w [kh, kw, C], bias and residual."""
+    """Computes y, and z before the activation or None, from x [B, H, W, C], w [kh, kw, C]."""
 
     options: _Options
     save_preactivation: bool
@@ -238,7 +238,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _InputGradient:
-    """Computes dx [B, H, W, C] from dz and w."""
+    """Computes dx [B, H, W, C] from w and dz, the gradient of y before its activation."""
 
     window: Window
     size: tuple[int, int]
@@ -289,7 +289,7 @@ class _InputGradient:
 
 @dataclass(frozen=True)
 class _JoinedInputGradient:
-    """Computes dx [B, H, W, C] from dz, w and another gradient of x."""
+    """Computes dx [B, H, W, C] as `_InputGradient` does, and adds another gradient of x to it."""
 
     gradient: _InputGradient
 
@@ -314,7 +314,7 @@ class _JoinedInputGradient:
 
 @dataclass(frozen=True)
 class _WeightGradient:
-    """Computes (dw [kh, kw, C], dbias [C]) from x and dz, in float32."""
+    """Computes float32 dw [kh, kw, C], dbias [C] from x and dz, y's gradient before its activation."""
 
     window: Window
 
@@ -340,8 +340,8 @@ class _WeightGradient:
                 multiprocessors=device.multiprocessors,
                 config=config or _default(device, x, self.window, of_weights=True),
             )
-        # The zeros vary over the same mesh axes as x. A replicated w would get a gradient summed over
-        # the devices of a `jax.shard_map`.
+        # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
+        # # would sum dw over the devices.
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
         (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
         dtype = accumulator_dtype(x.dtype)
@@ -354,7 +354,7 @@ class _WeightGradient:
 def _configs(
     implementation: str, device: dispatch.Device, x: Any, window: Window, **sums: bool
 ) -> list[Strips | Tile]:
-    """Returns the kernels that can convolve x [B, H, W, C], the fastest expected first."""
+    """Returns the CUDA configs for x [B, H, W, C], expected fastest first; [] if only strips can run."""
     images, height, width, channels = x.shape
     capability = device.compute_capability
     if implementation != "cuda" or capability is None:
@@ -376,7 +376,7 @@ def _configs(
 
 
 _USEFUL = 0.6
-"""Least share of useful results at which a tile is faster than strips."""
+"""Least share of a tile's results inside the output at which the tile is faster than strips."""
 
 
 def _default(device: dispatch.Device, x: Any, window: Window, **sums: bool) -> Strips | Tile:

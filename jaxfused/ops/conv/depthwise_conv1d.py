@@ -26,7 +26,7 @@ NO_PALLAS = "there is no Pallas kernel of a depthwise conv"
 
 
 def takes(window: Window) -> bool:
-    """Whether a kernel has this window, which must lie along the last axis of x [B, *spatial, C]."""
+    """Returns whether a kernel supports this window: along the last spatial axis, of stride 1."""
     along_one_axis = window.kernel[0] == 1 and window.padding[0] == (0, 0)
     return along_one_axis and window.stride == 1 and window.kernel[1] in depthwise_conv1d_cuda.TAPS
 
@@ -42,7 +42,7 @@ def depthwise_conv1d(
     activation: str | None,
     hands_on: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, x or None), with y of x [B, *spatial, C], w [*kernel, 1, C] and the epilogue."""
+    """Convolves x [B, *spatial, C] with w [*kernel, 1, C]; returns y, and x if `hands_on`, else None."""
     # The rows of images become separate lines.
     lines = [a if a is None else a.reshape(-1, *a.shape[-2:]) for a in (x, residual)]
     weights = w.astype(x.dtype).reshape(-1, w.shape[-1])
@@ -182,8 +182,8 @@ class _Backward:
             _, slope = value_and_slope(self.options.activation, z.astype(dtype))
             dz = (dy.astype(dtype) * slope).astype(dy.dtype)
         (dx,) = jax.vjp(lambda x: convolve(x, w), x)[1](dz)
-        # The zeros vary over the same mesh axes as x. A replicated w would get a gradient summed over
-        # the devices of a `jax.shard_map`.
+        # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
+        # # would sum dw over the devices.
         (dw,) = jax.vjp(lambda w: convolve(x, w), jnp.zeros_like(x, shape=w.shape))[1](dz)
         return (
             dx if other is None else dx + other,

@@ -119,7 +119,7 @@ def gradient(
         pieces=np.int64(pieces),
         activation=activation or "none",
     )
-    # Parts are sliced before they are summed: XLA would slice the sum in a separate kernel for each.
+    # The partial sums are sliced before they are added: to slice their sum, XLA runs a kernel for each.
     dw, dbias = jnp.sum(parts[:, :taps], axis=0), jnp.sum(parts[:, taps], axis=0)
     return dx, dw, dbias, None if residual is None else dz
 

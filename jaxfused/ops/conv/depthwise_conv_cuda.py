@@ -69,7 +69,7 @@ class Strips:
 
 @dataclass(frozen=True)
 class Tile:
-    """Division of the output for the kernels on tensor cores: a tile has 16 blocks of 8 columns."""
+    """Output tile of the tensor-core kernels: 16 blocks of 7 or 8 rows and 8 columns."""
 
     block_rows: int
     images: int
@@ -95,7 +95,7 @@ class Tile:
     def why_unfit(
         compute_capability: tuple[int, int] | None, channels: int, window: Window, dtype: Any
     ) -> str | None:
-        """Returns None if tensor cores can run what `why_unsupported` allows, else the reason."""
+        """Returns None if the tensor-core kernels can run this window, else the reason."""
         if compute_capability is None or compute_capability < (8, 0):
             return "it needs compute capability 8.0 or later"
         if dtype not in (jnp.bfloat16, jnp.float16):
@@ -133,7 +133,7 @@ class Tile:
         return images * height * width / computed
 
     def input_pairs(self, window: Window, height: int, out_height: int) -> int:
-        """Returns the pairs of columns in a tile's input, including those that only pad the matrices."""
+        """Returns the pairs of adjacent pixels in a tile's input, with those that only pad matrices."""
         rows = self.rows + window.kernel[0] - 1
         if self.blocks_down == 1 and out_height <= self.block_rows:
             # Rows of zeros above and below the image are left out.
@@ -147,9 +147,9 @@ _BLOCK_ROWS = (7, 8)
 _BLOCK_COLUMNS = 8
 _TILE_CHANNELS = 16
 _TILE_HEIGHTS = (5, 7)
-"""Rows of a window on tensor cores."""
+"""Window heights of the tensor-core kernels."""
 _MOST_TILE_COLUMNS = 9
-"""Largest number of columns of a window on tensor cores."""
+"""Largest window width of the tensor-core kernels."""
 
 
 def why_unsupported(
@@ -200,7 +200,7 @@ def candidates(
 ) -> list[Tile]:
     """Returns the tiles for x [images, height, width, channels], predicted fastest first.
 
-    With a residual, or z to be saved, sums stay `in_float32` for longer and take more room.
+    With `in_float32` (a residual, or a saved preactivation), sums pass through shared memory in float32.
     """
     out = window.result(height, width)
     roomy = compute_capability in ((8, 0), (9, 0), (10, 0))
@@ -226,7 +226,7 @@ def candidates(
 
 
 def _bytes_of(tile: Tile, window: Window, pixels: int, of_weights: bool) -> tuple[int, int]:
-    """Returns the bytes of shared memory of a channel's plane, and of a block with `pixels`."""
+    """Returns bytes of shared memory: of one channel's plane, and of a CTA whose input has `pixels`."""
     pitch = (tile.block_rows | 1) * 4 * _BLOCK_COLUMNS
     plane = _BLOCKS * pitch + 256
     taken = _TILE_CHANNELS * plane + pixels + _BLOCKS * tile.block_rows * 8 + 128
@@ -238,7 +238,7 @@ def _bytes_of(tile: Tile, window: Window, pixels: int, of_weights: bool) -> tupl
 def _cycles_of(
     tile: Tile, window: Window, pixels: int, of_weights: bool, in_float32: bool
 ) -> float:
-    """Returns the cycles for which a tile occupies the path to memory.
+    """Returns the estimated cycles for which a tile keeps an SM's load/store path busy.
 
     A pixel's request takes one cycle, and so does each row of 128 bytes in shared memory.
     """
@@ -251,11 +251,11 @@ def _cycles_of(
 
 _MOST_CANDIDATES = 8
 _AHEAD_PIXELS = 1536
-"""Largest number of pixels of a tile's input that a block of 7 rows can load during the previous
-tile."""
+"""Largest input of a tile, in pixels, that kernels of 7 rows a block load during the previous tile."""
 _BY_TWO = 0.85
-"""Factor on a tile's time if its blocks are processed two at a time or all at once, and not three at a
-time."""
+"""Factor on a tile's time if an SM runs two CTAs at a time, or all of its CTAs at once, in place of
+three.
+"""
 _TILE_CYCLES = 600
 """Cycles of a tile for barriers and waits."""
 _SHARED_BYTES = 226 * 1024
@@ -329,7 +329,7 @@ def weight_gradient(
     shape = (blocks, taps + 1, channels)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
     parts = call(x, dy, **_attributes(window, config))
-    # The parts are sliced before they are summed, because XLA slices a sum in a kernel for each slice.
+    # The partial sums are sliced before they are added: to slice their sum, XLA runs a kernel for each.
     dw = jnp.sum(parts[:, :taps], axis=0)
     return dw.reshape(*window.kernel, channels), jnp.sum(parts[:, taps], axis=0)
 

@@ -1,4 +1,4 @@
-"""Regimes of a depthwise convolution, by its window and lanes: where XLA is faster than the kernels.
+"""Rules for where XLA's depthwise convolution is faster than the kernels, by window and idle lanes.
 
 The thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
 judges a change of them); `jaxfused.tune` measures what they leave open.
@@ -10,14 +10,17 @@ from jaxfused import dispatch
 from jaxfused.ops.conv.depthwise_conv_cuda import Tile, Window
 
 _SMALL, _LARGE = 3, 7
-"""Window sizes: of the 3 x 3 kernel, and from which strips are faster than XLA at stride 1. Tiles on
-tensor cores are faster at all of their windows."""
+"""Width of the 3 x 3 window, and width from which the strip kernels are faster than XLA at stride 1. The
+tensor-core kernels are faster at every window that they support.
+"""
 _LEAST_USEFUL, _LEAST_USEFUL_OF_FLOAT32 = 0.7, 0.9
-"""Least share of useful results at which 3 x 3 kernels are faster. If all are useful, XLA takes 1.45
-times (16 bits) and 1.05 times (32 bits) as long without an activation."""
+"""Least share of a 3 x 3 kernel's results that lie inside the output if it is faster, in 16 and 32 bits.
+If all do, XLA takes 1.45 times (16 bits) and 1.05 times (32 bits) as long without an activation.
+"""
 _NARROWEST_BLOCK, _WIDEST_BLOCK, _STRIP_COLUMNS = 16, 64, 8
-"""Channels of a block of a 3 x 3 kernel, and columns of a warp's strip at stride 1, as in the CUDA
-code."""
+"""Fewest and most channels of a 3 x 3 kernel's block, and columns of a warp's strip at stride 1, as in
+CUDA.
+"""
 
 
 def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:

@@ -26,20 +26,20 @@ def padding_of(x: Any, window: Window) -> Padding:
 
 @dataclass(frozen=True)
 class Sums:
-    """Option that says whether XLA sums by Fourier transforms or directly."""
+    """Config of a convolution in XLA: by Fourier transforms, or by direct sums."""
 
     transformed: bool
 
 
 def choice(run: Runner, x: jax.Array, w: jax.Array, window: Window) -> dispatch.Choice | None:
-    """Returns the choice between transforms and direct sums, or None if only the latter can run."""
+    """Returns the decision for transforms or direct sums; None if the call leaves none to make."""
     if run.implementation is not None or _why_not(run.device, x, w, window) is not None:
         return None
     return run.choice(_Forward(window), x, w)
 
 
 def is_transformed(choice: dispatch.Choice) -> bool:
-    """Returns whether a choice selects the transforms."""
+    """Returns whether the decision is for Fourier transforms."""
     config = choice.config or choice.kernel.configs("xla", None, *choice.operands)[0]
     return bool(config.transformed)
 
@@ -70,7 +70,7 @@ def _why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window
 
 @dataclass(frozen=True)
 class _Forward:
-    """Convolves x and w in XLA, either way, for `jaxfused.tune` to measure."""
+    """Convolves in XLA by transforms or by direct sums, so that `jaxfused.tune` can time both."""
 
     window: Window
 
@@ -120,7 +120,7 @@ def fourier_conv(
     window: Window,
     activation: str | None,
 ) -> jax.Array:
-    """Returns the convolution of x [B, *spatial, C] with w [*kernel, 1, C], with its epilogue."""
+    """Convolves x [B, *spatial, C] with w [*kernel, 1, C] by Fourier transforms, with the epilogue."""
     transforms, direct = _times(x, w, window)
     why = f"transforms are XLA's, expected to take {transforms:.0f} us, and its sums {direct:.0f}"
     if choice.measured is not None:
@@ -162,4 +162,4 @@ each value. Direct sums: at least _LEAST; for each value _OF_RESULT, plus _OF_WE
 last two constants are those of short windows along one axis. XLA's direct wgrad takes a millisecond even
 for few values."""
 _MOST_VALUES = 2**28
-"""Largest number of values; their transforms take 4 GB."""
+"""Upper limit of the values to transform, zeros included; their transforms take 4 GB."""

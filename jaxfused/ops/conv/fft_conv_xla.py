@@ -74,12 +74,12 @@ class _Transform(NamedTuple):
     """Transformed axes, after the channels have moved to axis 1 for contiguous reads."""
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Returns the transform [B, C, *lengths] of [B, *spatial, C]; half of the last axis, plus 1."""
+        """Returns the transform [B, C, *lengths] of real x; the last axis has half its length plus 1."""
         x = jnp.moveaxis(x, -1, 1).astype(accumulator_dtype(x.dtype))
         return jnp.fft.rfftn(x, s=self._transformed, axes=self.axes)
 
     def of_window(self, w: jax.Array, padding: Padding) -> jax.Array:
-        """Returns the transform [1, C, *lengths] of the window w [*kernel, C], flipped."""
+        """Returns the transform [1, C, *lengths] of w [*kernel, C], flipped and padded with zeros."""
         return self.of(_around(w, padding, self.lengths_of_window(w))[None])
 
     def restored(self, product: jax.Array, sizes: Sequence[int]) -> jax.Array:
@@ -88,7 +88,7 @@ class _Transform(NamedTuple):
         return jnp.moveaxis(jax.lax.slice(y, (0,) * y.ndim, (*y.shape[:2], *sizes)), 1, -1)
 
     def lengths_of_window(self, w: Any) -> tuple[int, ...]:
-        """Returns the lengths to which each axis of the weights [*kernel, C] is filled with zeros."""
+        """Returns the length to which each spatial axis of w [*kernel, C] is padded with zeros."""
         return tuple(1 if k == 1 else n for n, k in zip(self.lengths, w.shape, strict=False))
 
     @property
@@ -125,10 +125,9 @@ def _is_fast(length: int) -> bool:
 
 
 def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array:
-    """Returns the window [*lengths, C], flipped and rolled: its last weight meets the first value.
+    """Returns w flipped, padded with zeros to [*lengths, C] and rolled by `_reach`.
 
-    A product of transforms pairs first value with first weight, but a window begins before its first
-    value.
+    A cyclic convolution with the window as it is would give each value `_reach` places late.
     """
     w, reach = jnp.flip(w, range(w.ndim - 1)), _reach(w, padding)
     zeros = [length - kernel for length, kernel in zip(lengths, w.shape, strict=False)]
@@ -137,5 +136,5 @@ def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array
 
 
 def _reach(w: jax.Array, padding: Padding) -> list[int]:
-    """Returns, for each axis of the flipped window, the number of weights before the first value."""
+    """Returns by how many places, on each axis, a cyclic convolution with the flipped w is late."""
     return [kernel - 1 - low for kernel, (low, _) in zip(w.shape, padding, strict=False)]

@@ -47,7 +47,7 @@ def block_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> tuple[int, ...] | None:
-    """Returns the block of pixels that each pixel of x makes, or None for any other convolution."""
+    """Returns the size of the block of output pixels of a pixel of x, or None for other convolutions."""
     kernel = tuple(w.shape[:-2])
     disjoint = kernel == tuple(input_dilation) and set(strides) == set(kernel_dilation) == {1}
     if not disjoint or math.prod(kernel) == 1 or feature_group_count > 1 or 0 in x.shape[1:]:
@@ -79,8 +79,8 @@ def enlarging_conv(
     activation: str | None,
     precision: Any,
 ) -> jax.Array:
-    """Returns `conv` of x [B, *spatial, C] with w [*block, C, F]."""
-    # Pixel i of a block is multiplied by weight k - 1 - i of the window.
+    """Returns the transposed convolution of x [B, *spatial, C] with w [*block, C, F], with epilogue."""
+    # The flip: pixel i of a block of k pixels is the product with weight k - 1 - i of the window.
     weights = weights_of_images(x, jnp.flip(w, range(w.ndim - 2)))
     letters = Letters(weights.ndim - 2)
     # JAX cannot merge a sharded feature axis with the pixels of a block.
@@ -164,7 +164,7 @@ _enlarging.defvjp(_enlarging_fwd, _enlarging_bwd)
 
 @dataclass(frozen=True)
 class _Enlarging(AsProduct):
-    """Computes `Forward` of w [*block, C, F], where each pixel of x becomes a block."""
+    """Computes a transposed convolution with w [*block, C, F], where each pixel of x becomes a block."""
 
     alone: Forward
 
@@ -190,7 +190,7 @@ class _Enlarging(AsProduct):
         return {"xla": None, "pallas": why_unsupported(device, x, w, residual)}
 
     def product(self, device, x, w, bias, residual) -> tuple[Work, float]:
-        """Returns the product, and the time of XLA's passes after it."""
+        """Returns the matrix product, and the microseconds of XLA's passes after it."""
         streams = self.alone.streams(x, residual)
         work = self._call(device, x, w).as_product(**streams)
         # XLA reads its product again to move the pixels, and applies the epilogue in that pass.

@@ -232,14 +232,14 @@ _WINDOW, _LEAST_PIXELS = 3, 2**14
 
 
 def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the number of channels that a weight of the window reads, and that of the result."""
+    """Returns the input channels of a group, and the output channels, of the weight matrix w."""
     return w.shape[0] // math.prod(size), w.shape[1]
 
 
 def _operands(
     op: str, x: Any, w: Any, kernel_size: int | Sequence[int], groups: int
 ) -> tuple[Any, QuantizedArray, Any, tuple[int, ...]]:
-    """Returns the checked operands, x's shape as float32, and the window's size."""
+    """Returns, checked, x, w, a float32 `jax.ShapeDtypeStruct` like x, and the window's size."""
     if not isinstance(w, QuantizedArray) or w.axis != -2 or w.ndim != 2:
         given = (
             f"axis {w.axis} and shape {w.shape}"

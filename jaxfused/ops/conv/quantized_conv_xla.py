@@ -56,7 +56,7 @@ def product(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> jax.Array:
-    """Returns the convolution in float32; of the stored numbers if each output channel has one scale."""
+    """Returns the float32 convolution, scaled after the sum if each output channel has one scale."""
     by_scales = w.groups == 1 and w.is_scaled and x.is_scaled and math.prod(x.scale.shape[1:]) == 1
     if by_scales:
         values, weights = x.unpacked(), w.unpacked()

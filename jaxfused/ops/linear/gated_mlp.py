@@ -193,7 +193,7 @@ class HiddenLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Layers:
-    """Gate and up, and their gradients, of rows x [..., D] and weights (w_gate, b_gate, w_up, b_up)."""
+    """Computes gate and up, and their gradients, from x [..., D] and (w_gate, b_gate, w_up, b_up)."""
 
     run: Runner
     options: Options
@@ -203,7 +203,7 @@ class Layers:
         return self.options.op
 
     def hidden(self, x, weights, *, saves: bool) -> tuple[jax.Array, HiddenLayer]:
-        """Returns the hidden layer, and what the backward reads of it."""
+        """Returns the hidden layer activation(gate) * up, and the arrays to save for the backward."""
         w_gate, b_gate, w_up, b_up = weights
         options = self.options
         keeps = saves and options.saves_preactivations
@@ -225,7 +225,7 @@ class Layers:
         return saved._replace(gate=gate, up=up)
 
     def gradient_stage(self, weights, saved: HiddenLayer) -> GatedHiddenGradient:
-        """Returns the stage of the hidden layer's gradient."""
+        """Returns the operation that computes the hidden layer's gradient."""
         _, b_gate, w_up, b_up = weights
         biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
         return GatedHiddenGradient(
@@ -233,7 +233,7 @@ class Layers:
         )
 
     def hidden_gradient(self, x, weights, w_down, saved: HiddenLayer, dy, *, joined: bool = False):
-        """Returns the cotangents of x's products, the hidden layer, and the biases' gradients."""
+        """Returns (dgate, dup) (or both concatenated), the hidden layer, and the biases' gradients."""
         saved = self.recomputed(x, weights, saved)
         stage = replace(self.gradient_stage(weights, saved), joined=joined)
         dgate, dup, h, *dbs = self.run(stage, dy, w_down, saved.gate, saved.up)
@@ -241,7 +241,7 @@ class Layers:
         return ((dgate,) if joined else (dgate, dup)), h, tuple(dbs)
 
     def input_gradient(self, dzs, weights, dtype, *, finds_joined: bool = False) -> jax.Array:
-        """Returns the gradient of x, whose dtype is that of its products' cotangents."""
+        """Returns the gradient of x from `dzs`, the gradients of gate and up, in their dtype."""
         del dtype
         dgate, dup = jnp.split(dzs[0], 2, axis=-1) if len(dzs) == 1 else dzs
         stage = GatedInputGradient(self.options.precision, finds_joined)

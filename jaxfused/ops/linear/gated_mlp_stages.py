@@ -1,4 +1,4 @@
-"""The stages of gated_mlp: its hidden layer, the gradients of both its products, and of the input."""
+"""Operations of gated_mlp: its hidden layer, the gradients of gate and up, and that of the input."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ from pallas_kernels.gemm.small_m import MAX_ROWS
 
 
 def gate_axis_of(w_up: jax.Array | None) -> str:
-    """Returns the letter of w_gate's last axis: "g" (not split over devices) if it has gate and up."""
+    """Returns the letter of w_gate's last axis: "g" (kept unsharded) if it holds both gate and up."""
     return "g" if w_up is None else "f"
 
 
 @dataclass(frozen=True)
 class GatedUnit(ProductStage):
-    """Computes (activation(gate) * up, gate, up) from x [M, D] and weights [D, F]; gate and up if saved.
+    """Computes activation(gate) * up, and gate and up if saved, from x [M, D] and weights [D, F].
 
     Without w_up, w_gate [D, 2 F] and b_gate [2 F] hold both.
     """

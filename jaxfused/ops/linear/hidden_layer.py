@@ -22,7 +22,7 @@ Save = Literal["hidden", "preactivation", "inputs"]
 
 
 def fp8_runner(op, implementation, device, x, words) -> Runner:
-    """Returns the Runner of products in float8. Dropout is refused."""
+    """Returns the `Runner` that chooses and calls float8 kernels; raises an error for dropout."""
     if words is not None:
         raise ValueError(
             f'{op}: dropout_rate is not 0 and precision is "fp8", but the pass that quantises the hidden'
@@ -102,7 +102,7 @@ def check_save(op: str, save: str) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a call, except for the Runner."""
+    """Static arguments of a call of mlp or gated_mlp."""
 
     op: str
     activation: str | None
@@ -129,10 +129,10 @@ class Options:
         return self.save == "hidden" and run.implementation != "cuda" and has_derivative
 
     def first_layer(self, x: jax.Array, *, activation: str | None, saves: bool) -> Layer:
-        """Returns the stage of the first layer."""
+        """Returns the first layer: a product with bias and activation."""
         return Layer(f"{self.op} first layer", activation, x.dtype, saves, self.precision)
 
     @property
     def last_layer(self) -> Layer:
-        """Stage of the last layer, with its bias and residual."""
+        """The last layer: a product with bias and residual."""
         return Layer(f"{self.op} last layer", None, self.out_dtype, False, self.precision)

@@ -1,4 +1,4 @@
-"""The gradient of a layer's input (dgrad): a product that XLA runs for many rows, a stage for few."""
+"""The gradient of a layer's input (dgrad): XLA's product, or for few rows a Pallas kernel if faster."""
 
 import math
 from collections.abc import Mapping

@@ -133,8 +133,8 @@ def _left_to_xla(
 ) -> LeftToXla | None:
     """Returns why XLA runs a layer without bias and activation, or None if a custom gradient is faster.
 
-    A custom gradient is faster if a kernel's wgrad is, or if XLA's product can add the residual in 16
-    bits, which needs one. Otherwise JAX differentiates the product itself, to every order.
+    A custom gradient is faster if a kernel's wgrad is. It also lets XLA's product add the residual in 16
+    bits. Otherwise JAX differentiates the product itself, to every order.
     """
     if why_symbolic(x, w) is not None or not sharding.is_in_one_piece(x, w):
         return LeftToXla(_WHY_BARE)
@@ -146,7 +146,7 @@ def _left_to_xla(
 
 
 def _stages(options: "_Options", x: Any, w: Any, residual: Any) -> Iterator[StageCall]:
-    """Yields the stages of a layer without bias and activation, wgrad last."""
+    """Yields the kernel calls of a layer without bias and activation, wgrad last."""
     dy = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype)
     yield options.forward(save_preactivation=False), (x, w, None, residual)
     if are_few(x):
@@ -203,10 +203,10 @@ class _Options:
     residual_dtype: Any
     precision: Any
     forward_in_xla: bool = False
-    """True if XLA runs the forward unless another was measured to be faster."""
+    """True if XLA runs the forward unless another implementation was measured to be faster."""
 
     def forward(self, *, save_preactivation: bool) -> "Layer":
-        """Returns the stage of the forward."""
+        """Returns the forward: a product with bias, activation and residual."""
         return Layer(
             "linear forward",
             self.activation,

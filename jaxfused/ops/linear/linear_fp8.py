@@ -1,4 +1,4 @@
-"""linear in float8: its gradient."""
+"""linear in float8, with its gradient."""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jaxfused.runtime.runner import Runner
 
 
 class Options(NamedTuple):
-    """Static arguments of a call, except for the Runner."""
+    """Static arguments of a call of linear in float8."""
 
     activation: str | None
     out_dtype: Any

@@ -1,4 +1,4 @@
-"""The stages of linear, and the limits, configs and times of products that other operators share."""
+"""Operations of linear, and limits and costs of products that other operators share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Layer(ProductStage):
         )
 
     def on_parts(self, names, call, x, w, bias, residual) -> Results:
-        """Sums the products of the devices' features before bias, activation and residual."""
+        """Multiplies each device's shard of features; sums over devices before bias and activation."""
         product = Layer(self.name, None, x.dtype, False, self.precision)
         z, _ = call(product, x, w, None, None)
         return linear_xla.finish(
@@ -110,7 +110,7 @@ class Layer(ProductStage):
         )
 
     def _passes(self, x, bias, residual) -> Passes:
-        """Returns XLA's passes over the result, for what its product cannot do."""
+        """Returns XLA's passes over memory for the part of the epilogue that its product cannot fuse."""
         in_product = linear_xla.sums_in_product(x, bias, residual, self.out_dtype)
         is_plain = self.activation is None and not self.save_preactivation
         if is_plain and (in_product or (bias is None and residual is None)):
@@ -196,7 +196,7 @@ def product_why_not(
     *,
     out_dtype: Any = None,
 ) -> dict[str, str | None]:
-    """Returns why each implementation cannot take a product with an epilogue.
+    """Returns why each implementation cannot run a product with an epilogue, or None if it can.
 
     Args:
       device: the device that it would run on.

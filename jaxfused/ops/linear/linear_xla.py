@@ -88,7 +88,7 @@ def add_residual(y: jax.Array, residual: jax.Array | None, out_dtype: Any) -> ja
     return (y if residual is None else y + residual.astype(y.dtype)).astype(jnp.dtype(out_dtype))
 
 
-# --- the stages of the gradient, which XLA may run next to kernels --------------------------------
+# --- operations of a custom gradient, which XLA may run next to kernels ----------------------------
 
 
 def layer(
@@ -186,8 +186,8 @@ def activation_gradient(
 ) -> jax.Array:
     """Returns the gradient of the preactivation z from that of activation(z), in float32.
 
-    XLA splits the sums of a small product, and its readers add the parts. After a barrier the backward
-    adds the parts again, in a separate kernel unless it adds a bias too.
+    XLA splits the sums of a small product, and each operation that reads z adds them. After a barrier
+    the backward adds them again, in a separate kernel unless it adds a bias too.
     """
     wide = accumulator_dtype(z.dtype)
     if has_bias or z.size > _SIZE_IN_PARTS:

@@ -172,7 +172,7 @@ class HiddenLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Layers:
-    """The first layer of an mlp and its gradients, of rows x [..., D] and weights (w1, b1)."""
+    """Computes the first layer of an mlp, and its gradients, from x [..., D] and weights (w1, b1)."""
 
     run: Runner
     options: Options
@@ -182,7 +182,7 @@ class Layers:
         return self.options.op
 
     def hidden(self, x, weights, *, saves: bool) -> tuple[jax.Array, HiddenLayer]:
-        """Returns the hidden layer, and what the backward reads of it."""
+        """Returns the hidden layer, and the arrays to save for the backward."""
         options = self.options
         if saves and options.saves_slope(self.run):
             stage = HiddenAndSlope(str(options.activation), options.precision)
@@ -194,7 +194,7 @@ class Layers:
         return h, HiddenLayer(named(preactivation, "mlp", "preactivation"), None)
 
     def hidden_gradient(self, x, weights, w2, saved: HiddenLayer, dy):
-        """Returns the cotangents of x's products, the hidden layer, and the biases' gradients."""
+        """Returns ((dz,), hidden layer, (db1,)), where dz is the gradient of x @ w1 + b1."""
         options, has_bias = self.options, weights[1] is not None
         if saved.value_and_slope is not None:
             h, slope = saved.value_and_slope

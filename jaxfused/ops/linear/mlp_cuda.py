@@ -1,4 +1,4 @@
-"""CUDA C half of mlp and gated_mlp next to linear_cuda.py: the gated unit, and both gradients.
+"""CUDA C implementation of mlp and gated_mlp: the gated unit, and gradients of the hidden layer.
 
 A backward recomputes the hidden layer h in the same pass that multiplies by the activation's derivative
 and sums the gradients of the biases. This pass reads preactivations and dh, and writes gradients and h.

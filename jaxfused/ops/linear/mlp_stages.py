@@ -1,6 +1,6 @@
-"""The stages of mlp: the hidden layer with the derivative of its activation, and its gradients.
+"""Operations of mlp: the hidden layer with the derivative of its activation, and its gradients.
 
-The functions at the end describe the products, also those of gated_mlp's stages.
+The functions at the end describe products, also for gated_mlp.
 """
 
 from collections.abc import Mapping
@@ -125,7 +125,7 @@ class HiddenGradient(ProductStage):
         return pallas_mlp.hidden_gradient(dy, w2, z, **self._options)
 
     def work(self, dy, w2, z) -> cost.Work:
-        # Two results per element, as with an activation, whose value is written next to dz.
+        # Counts two results per element, dz and activation(z), even where there is no activation.
         return replace(super().work(dy, w2, z), written_bytes=2 * z.dtype.itemsize)
 
     @property

@@ -103,7 +103,7 @@ def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
     return jnp.where(keep_rows(words, h.shape, rate), h / keep_probability(rate), 0)
 
 
-# --- the stages of the gradient, which XLA may run next to kernels --------------------------------
+# --- operations of a custom gradient, which XLA may run next to kernels ----------------------------
 #
 # The shapes are: rows x [..., D], dy [..., E], z, gate and up [..., F]; weights w1 [D, F] and w2 [F, E].
 # Rows keep the caller's axes: if shapes are the same in forward and backward, XLA computes no value

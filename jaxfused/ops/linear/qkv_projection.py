@@ -205,7 +205,7 @@ def _of_one_array(
     weights: Sequence[Any]
     biases: Sequence[Any]
     if sharding.is_in_one_piece(x, w):
-        # XLA multiplies by the whole array; a kernel's stage splits it into three.
+        # XLA multiplies by the whole array; for a kernel it is split into three.
         options, weights, biases = of_one, (w, None, None), (bias, None, None)
     else:
         # Queries are grouped by the keys that they share, so that devices can split all three alike.

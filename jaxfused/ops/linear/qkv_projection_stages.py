@@ -1,4 +1,4 @@
-"""The stages of qkv_projection: the forward, and the gradient of its input."""
+"""Operations of qkv_projection: the forward, and the gradient of its input."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -32,7 +32,7 @@ HEADS = ("ngh", "nkh", "nkh")
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a call, except for the Runner."""
+    """Static arguments of a call of qkv_projection."""
 
     head_size: int
     epsilon: float
@@ -40,8 +40,9 @@ class Options:
     interleaved: bool
     precision: Any
     one_array: tuple[int, int] | None = None
-    """Numbers of key heads, and of query heads that share one, if one array has all weights and one all
-    biases. They are passed as the queries' arrays, and None as those of keys and values."""
+    """(key heads, query heads of each) if one array holds all weights, and one all biases; else None.
+    These arrays are passed as those of the queries, with None for keys and values.
+    """
 
     @property
     def whole(self) -> str:
@@ -71,7 +72,7 @@ class Options:
         return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
 
     def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the shapes of `apart`'s results, by which an implementation is chosen."""
+        """Returns the shapes of the three arrays of q, k and v (weights or biases), without a split."""
         if self.one_array is None or arrays[0] is None:
             return shapes_of(arrays)
         groups, heads = self.one_array
@@ -81,7 +82,7 @@ class Options:
         ]
 
     def heads(self, w_q: Any, w_k: Any, w_v: Any, *others: Any) -> Heads:
-        """Returns the `Heads` (norms, rope) to compute for weights, biases, scales and tables.
+        """Returns the heads' widths, norms and rotation for weights, biases, scales and rope tables.
 
         With weights alone, the `Heads` have neither norm nor rotation.
         """
@@ -336,7 +337,7 @@ _WIDE_HEAD = 128
 """Columns of a head above which XLA is faster at small M with a norm or rotation, because one CTA
 computes a whole head, and from which it is faster at larger M if the sums are long."""
 _OF_PAIRS = 2
-"""Ratio of XLA's times to rotate interleaved pairs, read one by one, and halves."""
+"""XLA's time to rotate interleaved pairs, which it reads one by one, relative to that for halves."""
 
 
 def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> Work:
@@ -345,7 +346,7 @@ def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> Work:
 
 
 def operand_axes(operands: Sequence[Any]) -> Sequence[str]:
-    """Returns the letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
+    """Returns the axis letters of x, weights, biases, scales and rope tables, for `sharding.align`."""
     rows = sharding.leading_axes(operands[0].ndim - 1)
     cos = operands[-1]
     table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
@@ -356,5 +357,5 @@ def operand_axes(operands: Sequence[Any]) -> Sequence[str]:
 
 
 def _weight_axes(weights: Sequence[Any]) -> Sequence[str]:
-    """Returns the letters of three weights, or of one with all columns and two absent ones."""
+    """Returns the axis letters of three weights, or of one with all columns and two absent ones."""
     return ("dc", "", "") if weights[1] is None else tuple("d" + group for group in HEADS)

@@ -1,4 +1,4 @@
-"""Symmetric products, and products with their transposes, of batches: choice and gradients."""
+"""Batched symmetric products, and products together with their transposes, with gradients."""
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
@@ -101,7 +101,7 @@ _run.defvjp(_run_fwd, _run_bwd)
 
 @dataclass(frozen=True)
 class _Symmetric:
-    """Computes (Z [B, M, M],) from x, y [B, M, K], S [B, M, M], coefficients [3] and scales [B].
+    """Computes Z = a I + b S + c x y^T or s x y^T [B, M, M], for coefficients (a, b, c) and scales s.
 
     All but x may be None.
     """
@@ -153,7 +153,7 @@ class _Symmetric:
 
 
 def why_not_both_ways(device: dispatch.Device, shape: Sequence[int], dtype: Any) -> str | None:
-    """Returns None if kernels take wide matrices of a shape [B, M, N], else the reason."""
+    """Returns None if kernels can compute products [B, M, N] and their transposes, else the reason."""
     batch, rows, columns = shape
     for side, length in ((rows, columns), (columns, rows)):
         reason = symmetric.why_unsupported(

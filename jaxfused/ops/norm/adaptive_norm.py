@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm with parameters of each image, or with a gate before the residual.
+"""layer_norm and rms_norm with a scale and shift for each image, or a gate before the residual.
 
 In the adaLN modulation of a diffusion Transformer a conditioning network gives a scale and a shift to
 each image, and a gate multiplies a branch before it is added to the residual stream. The public
@@ -61,14 +61,14 @@ class Images(NamedTuple):
     """Parameters that may differ between images: [*leading, D] for x [*leading, ..., D], or None."""
 
     scale: jax.Array | None
-    """Offset of each image's factor from 1, [*leading, D]."""
+    """Scale of each image, [*leading, D]: the norm is multiplied by 1 + scale."""
     shift: jax.Array | None
     gate: jax.Array | None
     """Factor of the branch, [*leading, D], or [D] for all images."""
 
 
 class _Vectors(NamedTuple):
-    """Parameters in the form that the kernels take: [*leading, D] or None."""
+    """The kernels' parameters, with the images' modulation folded into them: [*leading, D] or None."""
 
     scale: jax.Array | None
     bias: jax.Array | None
@@ -156,7 +156,7 @@ def _vectors(
     images: Images,
     pre_bias: jax.Array | None,
 ) -> tuple[NormOptions, _Vectors]:
-    """Returns the parameters in one shape, with each image's modulation folded into scale and bias."""
+    """Returns options and parameters of one shape, with each image's modulation in scale and bias."""
     shape = max((array.shape for array in images if array is not None), key=len)
     wide = accumulator_dtype(x.dtype)
 
@@ -253,7 +253,7 @@ def _letters(image_axes: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (y, next_residual, mean, rstd) from x, residual [*images, M, D], vectors [*images, D]."""
+    """Computes (y, next_residual, mean, rstd) of x and residual [*images, rows, D]."""
 
     options: NormOptions
     image_axes: int
@@ -295,7 +295,7 @@ class _Forward:
         )
 
     def on_parts(self, names, call, x, residual, *vectors) -> Results:
-        """Runs XLA on one device's part of the features, and sums the statistics over the devices."""
+        """Runs XLA on one device's shard of the features; sums statistics over the mesh axes `names`."""
         del call
         scale, bias, pre_bias, gate = vectors
         found = layer_norm_xla.norm_and_statistics(
@@ -388,7 +388,7 @@ class _Backward:
         )
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Runs XLA on one device's part of the features."""
+        """Runs XLA on one device's shard of the features; its sums go over the mesh axes `names` too."""
         del call
         return self._gradients(layer_norm_xla.gradients, *operands, names=names)
 
@@ -447,7 +447,7 @@ def _tiled_shape(x: Any, image_axes: int) -> tuple[int, int, int]:
 
 
 def _why_not(kernel, device, x, residual, vectors) -> dict[str, str | None]:
-    """Returns why each implementation cannot run rows [*images, M, D], in either direction."""
+    """Returns why each implementation cannot run x [*images, rows, D], forward or backward, or None."""
     reason = pallas_layer_norm.why_unsupported(
         compute_capability=device.compute_capability,
         rows=x.size // x.shape[-1],
@@ -462,7 +462,7 @@ def _why_not(kernel, device, x, residual, vectors) -> dict[str, str | None]:
 
 
 def _norm_like(options, x, residual) -> layer_norm_regimes.Norm:
-    """Returns the traits of a norm of rows [*images, M, D] that decide the choice."""
+    """Returns the sizes and options of a norm that decide which implementation is faster."""
     return layer_norm_regimes.Norm(
         rows=x.size // x.shape[-1],
         features=x.shape[-1],

@@ -124,11 +124,11 @@ def run(
     statistics: tuple[jax.Array, jax.Array] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Any:
-    """Computes `batch_norm`, as layers and `fuse` call it, with two more arguments.
+    """Computes `batch_norm` for layers and `fuse`, with two more arguments.
 
     Args:
-      mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
-        taken to be masked: see `Rectified`.
+      mask_gradient: False if y is a relu's result and every operation that reads it applies the relu's
+          mask to the gradient that it returns (`Rectified`), so that none is applied here.
       statistics: in training, mean and variance of x [C], float32, where they are known already, as
         `conv.run` returns them. They are not taken again; the gradient is what it is without.
     """
@@ -199,7 +199,7 @@ def run(
 
 
 def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
-    """Returns why XLA runs a call of any shape, or None."""
+    """Returns why only XLA can run the call, whatever its shape, or None."""
     if not training:
         return "with mean and var it is arithmetic of single values, which XLA fuses by itself"
     if axis_name is not None:
@@ -215,7 +215,7 @@ def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
 def _over_batch(
     run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias, statistics
 ):
-    """Returns (y, mean, var) by group_norm's kernels, with x as one image and a group a channel."""
+    """Returns (y, mean, var) by group_norm's kernels: x is one image, with a group for each channel."""
     letters = sharding.leading_axes(x.ndim - 1) + "c"
     operands = (x, residual, scale, bias)
     x, residual, scale, bias = sharding.align(operands, operand_axes=(letters, letters, "c", "c"))
@@ -228,7 +228,7 @@ def _over_batch(
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
-    """Residual, or under relu the result y: see `group_norm.kept`."""
+    """Residual, or y if the activation is relu, whose mask follows from y; None if not needed."""
     residual_like: jax.Array | None
     mean: jax.Array
     """Mean [1, C] in float32."""
@@ -300,7 +300,7 @@ def _norm_bwd(
         return None if array is None else gradient.astype(array.dtype)
 
     dresidual = like(dresidual if passed is None else passed, residual_like)
-    # The gradient of x includes what reaches x through the statistics.
+    # Given statistics have no gradient: dx includes what reaches x through them.
     return dx, dresidual, like(dscale, scale), like(dbias, bias), None
 
 

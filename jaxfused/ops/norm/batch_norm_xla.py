@@ -79,7 +79,7 @@ def norm_and_statistics(
     epsilon: float,
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns (y, mean, rstd, variance) of [M, C]; the statistics are [C]."""
+    """Returns (y, mean, rstd, variance) of x [rows, C]; the statistics are [C]."""
     mean, variance = row_moments(x)
     statistics = mean, variance, jax.lax.rsqrt(variance + epsilon)
     mean, variance, rstd = settled(statistics, parts_of(*x.shape))
@@ -88,13 +88,13 @@ def norm_and_statistics(
 
 
 def row_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance [C] of [M, C], in one pass over x."""
+    """Returns mean and variance [C] of x [rows, C], in one pass over x."""
     wide = x.astype(accumulator_dtype(x.dtype))
     return shifted_moments(wide, wide[len(x) // 2], _mean_of_rows)
 
 
 def _mean_of_rows(values: jax.Array) -> jax.Array:
-    """Returns the mean [C] of [M, C].
+    """Returns the mean [C] of values [rows, C].
 
     Few rows are summed in parts, because XLA would use only a few SMs.
     """

@@ -137,11 +137,11 @@ def run(
     mask_gradient: bool = True,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    """Computes `group_norm`, as layers call it, with one more argument.
+    """Computes `group_norm` for layers, with one more argument.
 
     Args:
-      mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
-        taken to be masked: see `Rectified`.
+      mask_gradient: False if y is a relu's result and every operation that reads it applies the relu's
+          mask to the gradient that it returns (`Rectified`), so that none is applied here.
     """
     op = "group_norm"
     x, scale, bias, image_scale, image_shift, residual = as_arrays(
@@ -252,7 +252,7 @@ class Options:
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
-    """Residual, or under relu the result y: see `kept`."""
+    """Residual, or y if the activation is relu, whose mask follows from y; None if not needed."""
     residual_like: jax.Array | None
     """Array without elements that has the residual's dtype."""
     mean: jax.Array
@@ -311,7 +311,7 @@ def through_relu(
     residual: jax.Array | None,
     residual_like: jax.Array | None,
 ) -> tuple[Options, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (options, dy, residual, dresidual) for a backward of what `kept` saved.
+    """Applies a relu's mask to dy before the backward; returns its (options, dy, residual, dresidual).
 
     XLA fuses the gradient of the relu with the sum that usually makes dy. The kernel then reads one
     array less in each pass, and the masked dy is the residual's gradient.
@@ -330,21 +330,21 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 _IMAGES = "b" + ROWS + "gs"
-"""Letters of images [B, ..., G, S]: G groups of S channels each."""
+"""Axis letters of images [B, ..., G, S]: G groups of S channels each."""
 
 
 def _parameter(array: jax.Array | None) -> str:
-    """Returns the letters of a parameter: [G, S], or [B, G, S] if each image has its own."""
+    """Returns the axis letters of a parameter: [G, S], or [B, G, S] if each image has its own."""
     return "bgs" if array is not None and array.ndim == 3 else "gs"
 
 
 def _whole(x: jax.Array) -> str:
-    """Returns the letters of axes that must not be split: the pixels, and the channels of a group."""
+    """Returns the letters of axes that stay unsharded: the pixels, and the channels of a group."""
     return sharding.leading_axes(x.ndim - 3) + "s"
 
 
 def _spelt_axes(x, residual, scale, bias) -> Axes:
-    """Returns the letters of all operands and results."""
+    """Returns the axis letters of all operands and results, with one for each axis of pixels."""
     axes = Forward(Options("", 0.0, None), save_statistics=False).axes(x, residual, scale, bias)
     pixels = sharding.leading_axes(x.ndim - 3)
     return axes._replace(operands=[letters.replace(ROWS, pixels) for letters in axes.operands])
@@ -352,7 +352,7 @@ def _spelt_axes(x, residual, scale, bias) -> Axes:
 
 @dataclass(frozen=True)
 class Forward:
-    """Computes (y, mean, rstd, variance) from x, residual [B, ..., G, S], scale and bias."""
+    """Computes (y, mean, rstd, variance) from x and residual [B, ..., groups, channels], scale, bias."""
 
     options: Options
     save_statistics: bool
@@ -380,7 +380,7 @@ class Forward:
         return group_norm_regimes.rule(self.options.op, able, x, backward=False)
 
     def _slab(self, device, x, residual) -> group_norm_slab_cuda.Config | None:
-        """Returns the config of the slab kernel for [B, P, G, S], or None if it is slower."""
+        """Returns the config of the kernel that keeps x in shared memory, or None if it is slower."""
         images, pixels, groups, size = x.shape
         shape = (images, pixels, groups * size, x.dtype.itemsize)
         config = group_norm_slab_cuda.config_for(
@@ -607,7 +607,7 @@ def _merged(
 
 
 def _why_not(options: Options, device, x, residual) -> dict[str, str | None]:
-    """Returns why each implementation cannot run images [B, P, G, S], in either direction."""
+    """Returns why each implementation cannot run x [B, pixels, groups, channels] and its gradient."""
     images, pixels, groups, size = x.shape
     reason = group_norm_cuda.why_unsupported(
         compute_capability=device.compute_capability,
@@ -622,7 +622,7 @@ def _why_not(options: Options, device, x, residual) -> dict[str, str | None]:
 
 
 def _time_of_passes(device: dispatch.Device, x: Any, *, arrays: int, residual: bool) -> float:
-    """Returns the expected microseconds of the kernels that read images [B, P, G, S] once or twice."""
+    """Returns the expected microseconds of group_norm_cuda's kernels, which read x once or twice."""
     images, pixels, groups, size = x.shape
     shape = (images, pixels, groups * size, x.dtype.itemsize, arrays)
     run = dict(groups=groups, multiprocessors=device.multiprocessors)

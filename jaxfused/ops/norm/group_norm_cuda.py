@@ -30,7 +30,7 @@ class Config:
     slices: int
     """Slices of an image; each is one block."""
     chunk: int
-    """Images of a pass, or images in flight if they are read once."""
+    """Images of one launch, or images in flight at a time if each is read once."""
     once: bool = False
     """True if a slice stays in shared memory between the passes: group_norm_single_pass.cuh."""
 
@@ -91,8 +91,9 @@ def why_unsupported(
 _CACHED_BYTES = 28e6
 """Bytes that a pass reads and the next pass still finds in the L2."""
 _MOST_SUMS = 4096
-"""Largest number of sums in an image's slices that every block merges itself; more need a launch to
-merge them."""
+"""Largest number of partial sums of an image (slices * groups) that every block merges itself; a
+separate launch merges more.
+"""
 _LAUNCH = 7.0
 """Microseconds of a launch, including its first loads and a block's sums."""
 _MERGE_LAUNCH = 3.5
@@ -103,7 +104,8 @@ _CACHE_TERABYTES_A_SECOND = 10.0
 """TB/s at which the second pass reads from the L2; its writes are counted separately."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
 _TWO_PASSES = {1: 1.07, 2: 1.16}
-"""Factor on the time by the number of arrays read, because instructions take longer than the memory."""
+"""Factor on the time of both passes, by the number of arrays read: instructions take longer than memory.
+"""
 _CHUNK_GAIN = 0.9
 """Largest ratio of the time in chunks to the time in one chunk at which chunks are chosen."""
 
@@ -124,7 +126,8 @@ _ONCE_PIXEL_BYTES = 2048
 """Largest number of bytes of a pixel's channels; the forward's warps that sum read 16 bytes a thread."""
 _ONCE_GROUPS = 512
 _ONCE_SUMS = 8192
-"""Largest number of sums in an image's slices, because every block merges all of them."""
+"""Largest number of partial sums of an image (slices * groups), because every block merges all of them.
+"""
 
 
 def reads_once(compute_capability: tuple[int, int] | None) -> bool:
@@ -261,7 +264,7 @@ def _microseconds_once(
 
 
 def _block(pixels: int, channels: int, itemsize: int, multiprocessors: int) -> tuple[int, int]:
-    """Returns the pixels that a block takes at a time, and the blocks that the GPU runs at a time."""
+    """Returns the pixels that a block reads at a time, and the blocks that the GPU runs at a time."""
     columns = channels // vector_size(channels, itemsize)
     rows = max(1, min(_THREADS // columns, pixels))
     threads = 32 * math.ceil(rows * columns / 32)
@@ -286,7 +289,7 @@ def forward(
     once: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C].
+    """Returns (y, mean, rstd, variance) of x [B, pixels, C] with scale and bias [1 or B, C].
 
     The statistics are float32 [B, groups], or None if they are not wanted. `once` is the result of
     `reads_once` for the GPU.
@@ -332,7 +335,7 @@ def call_forward(
     save_variance: bool,
     **attributes: np.generic,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Calls a forward's handler on x [B, P, C], residual, scale and bias; returns what `forward` does.
+    """Calls a forward's FFI handler on x [B, pixels, C]; returns (y, mean, rstd, variance).
 
     `scratch` are arrays through which its blocks exchange data; `attributes` are its launch parameters.
     """
@@ -382,7 +385,7 @@ def backward(
     once: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (dx, dresidual, dscale, dbias) of x [B, P, C]; None for absent operands.
+    """Returns (dx, dresidual, dscale, dbias) of x [B, pixels, C]; None for absent operands.
 
     `dmean` and `dvariance` [B, groups] are the gradients of the forward's statistics. dscale and dbias
     are float32 [B, C] if `per_image` or if the images have parameters of their own, else [1, C].
@@ -409,7 +412,7 @@ def backward(
 
     shared = all(a is None or a.shape[0] == 1 for a in (scale, bias))
     rows = 1 if shared and not per_image else images
-    # In a single pass, a block keeps its sums for parameters that all images share over its images.
+    # In a single pass, a block adds the gradients of shared parameters over all of its images.
     keeps_sums = config.once and (rows == 1 or (scale is None and bias is None))
     call = jax.ffi.ffi_call(
         "jaxfused_group_norm_backward",
@@ -456,7 +459,7 @@ def backward(
 def _scratch(
     config: Config, images: int, groups: int, has_partials: bool = True
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns scratch arrays for sums of slices, merged sums and counters; empty where unneeded."""
+    """Returns the shapes of scratch for sums of slices, merged sums and counters; empty if unneeded."""
     partials = (images, config.slices, groups, 2)
     if config.once:
         partials = (images, groups, config.slices, 2)

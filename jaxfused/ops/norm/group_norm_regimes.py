@@ -1,4 +1,4 @@
-"""Regimes of norms over images, by the megabytes of x: where XLA is faster than the CUDA kernels.
+"""Rules for where XLA's norms over images are faster than the CUDA kernels, by the megabytes of x.
 
 The thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
 judges a change of them); `jaxfused.tune` measures what they leave open.
@@ -11,17 +11,18 @@ from typing import Any
 from jaxfused.runtime.estimate import KERNELS, MEGABYTE, Rule
 
 _SUMMED_IN_A_LOOP = 128
-"""Rows of a batch_norm up to which XLA is faster in both directions: a few threads sum in a loop."""
+"""Rows of a batch_norm up to which XLA is faster, forward and backward: few threads sum them in a loop.
+"""
 _SMALL = {"group_norm": 0.5, "batch_norm": 0.35}
 """Megabytes of x up to which XLA's kernels start and end sooner."""
 _RATHER_SMALL, _WIDE_GROUP, _FEW_IMAGES = 3.2, 256, 4
-"""Megabytes of x up to which XLA is faster in the forward of groups of at least the second number of
-channels, and in group_norm's backward of at most the third number of images, whose sums CUDA C
-merges."""
+"""Megabytes of x up to which XLA is faster in the forward, if a group has at least _WIDE_GROUP channels,
+and in group_norm's backward, if there are at most _FEW_IMAGES images, whose sums CUDA C has to merge.
+"""
 
 
 def rule(op: str, able: Collection[str], x: Any, *, backward: bool) -> Rule | None:
-    """Returns the order of implementations for x [B, P, G, S], or None if no kernel can run."""
+    """Returns which implementations to prefer for x [B, pixels, groups, channels], or None."""
     if "cuda" not in able:
         return None
     images, pixels, _, size = x.shape

@@ -76,7 +76,7 @@ def candidates(
 
 
 def _line_sums(config: Config) -> int:
-    """Returns the number of sums of a channel in a block's shared memory: one per warp if they fit."""
+    """Returns how many partial sums of a channel a block has in shared memory: one a warp if possible."""
     return THREADS // 32 if 32 % config.vectors == 0 else THREADS // config.vectors
 
 
@@ -95,7 +95,8 @@ _BLOCK, _NEXT_BLOCK = 5.0, 2.6
 _WAIT, _WAIT_FOR_PART = 1.0, 0.015
 """Microseconds that a block waits for the other parts of its image: in all, and for each part."""
 _MERGED, _SUMMED = 4.5e-4, 0.1
-"""Microseconds to merge the sum of another block, and to add one of its own in each of two rounds."""
+"""Microseconds to merge a sum of another block, and to add one of the block's own in each of two passes.
+"""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
 """Memory rates in TB/s: of independent blocks, and of blocks that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
@@ -103,8 +104,9 @@ _RESIDUAL = 2.2
 """Cost of the residual's bytes relative to those of x, because the result waits for them after the
 statistics."""
 _SHORT = {True: ((2, 2.0),), False: ((2, 2.8), (4, 1.2))}
-"""Factors on the transfer time of slabs with fewer vectors than the first number, by whether x is
-small."""
+"""(vectors, factor): factor on the transfer time of slabs with fewer vectors than that; by whether x has
+at most _SMALL_BYTES.
+"""
 _SMALL_BYTES = 4e6
 """Bytes of x up to which the L2 delivers pieces of two vectors as fast as longer ones."""
 
@@ -152,7 +154,7 @@ def forward(
     save_variance: bool = False,
     config: Config,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C]."""
+    """Returns (y, mean, rstd, variance) of x [B, pixels, C] with scale and bias [1 or B, C]."""
     images, _, channels = x.shape
     columns = config.vectors * cuda_library.VECTOR_BYTES // x.dtype.itemsize
     slabs = channels // columns

@@ -24,7 +24,7 @@ save_statistics = functools.partial(
 
 
 def saving_statistics(values: Any) -> Callable[..., Any]:
-    """Returns `save_statistics`, or the identity for norms over few values: see `FEW_VALUES`."""
+    """Returns the `jax.checkpoint` of a norm over so many values; the identity for `FEW_VALUES`."""
     return (lambda norm: norm) if is_few(values) else save_statistics
 
 
@@ -84,7 +84,7 @@ def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
 
 
 def statistics_in_one_pass(groups: jax.Array, epsilon: float) -> Statistics:
-    """Returns the statistics of [B, P, groups, S] in one pass, which cannot be differentiated."""
+    """Returns the statistics of [B, pixels, groups, channels] in one pass, which has no gradient."""
     images, pixels, num_groups, size = groups.shape
     # Groups of a few images are too few to occupy a GPU, so each is summed in parts.
     parts = parts_of(pixels, images * num_groups) if images <= _FEW_IMAGES else 1

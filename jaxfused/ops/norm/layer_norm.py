@@ -222,7 +222,7 @@ def _run(
 def _quantized(
     options, x, scale, bias, images, residual, pre_bias, row_dtype, implementation
 ) -> quantized_norm.QuantizedOutput:
-    """Computes `_run` of checked operands and quantises the rows of y."""
+    """Computes the norm of checked operands and quantises the rows of its result y."""
     row_dtype = check_row_dtype(options.op, "quantize_rows", row_dtype)
     device = dispatch.current_device(x, residual)
     has_vectors = all(array is None for array in images) and not _of_groups(scale, bias)
@@ -330,7 +330,7 @@ def _axes(x: jax.Array) -> str:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (y, next_residual, mean, rstd) from x, residual [M, D], scale, bias and pre_bias."""
+    """Computes (y, next_residual, mean, rstd) from x and residual [rows, D] and the vectors [D]."""
 
     options: NormOptions
     save_statistics: bool
@@ -376,7 +376,7 @@ class _Forward:
         return kernels.forward_candidates(*shape, matrices, _present(*vectors))
 
     def on_parts(self, names, call, x, residual, scale, bias, pre_bias) -> Results:
-        """Runs XLA on one device's part of the features, and sums the statistics over the devices."""
+        """Runs XLA on one device's shard of the features; sums statistics over the mesh axes `names`."""
         del call
         results = layer_norm_xla.norm_and_statistics(
             x, scale, bias, residual, pre_bias, **self.options.keywords(), names=names
@@ -400,7 +400,7 @@ class _Forward:
         return results[:4]
 
     def _by_xla(self, device, x, scale, bias, residual, pre_bias) -> Results:
-        """Runs XLA on rows with any leading axes, merged into a matrix."""
+        """Computes the forward in XLA, with the leading axes of x merged into one axis of rows."""
         norm = _norm_like(self.options, x, residual is not None, (scale, bias, pre_bias))
         dtype = None if residual is None else residual.dtype
         has_pallas = _why_not(self.options, device, x, dtype)["pallas"] is None
@@ -412,7 +412,7 @@ class _Forward:
             matrix, scale, bias, residual, pre_bias, **self.options.keywords()
         )
         if self.save_statistics and not shares:
-            # XLA computes y in one kernel only if no other operation reads its statistics.
+            # XLA fuses y into one kernel only if nothing else reads its statistics: compute them again.
             total, vector = (matrix, pre_bias) if next_residual is None else (next_residual, None)
             mean, rstd = layer_norm_xla.statistics(
                 jax.lax.optimization_barrier(total),
@@ -430,7 +430,7 @@ class _Forward:
 
 
 def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
-    """Returns [..., D] as [M, D]; with `tiled`, XLA reads the matrix several rows at a time.
+    """Returns [..., D] as [rows, D]; with `tiled`, XLA's norm reads several rows at a time.
 
     XLA's norm reads several rows at a time only if their number divides the last axis of rows in its
     operand. With 197 rows it reads single rows, which takes three times as long. A barrier makes the
@@ -506,7 +506,7 @@ class _Backward:
         return ()
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Runs XLA on one device's part of the features."""
+        """Runs XLA on one device's shard of the features; its sums go over the mesh axes `names` too."""
         del call
         keywords = self.options.keywords()
         return self._gradients(layer_norm_xla.gradient, *operands, names=names, **keywords)
@@ -562,7 +562,7 @@ class _Backward:
 
 
 def _why_not(options, device, x, residual_dtype, segments=1) -> dict[str, str | None]:
-    """Returns why each implementation cannot run rows [..., D], in either direction."""
+    """Returns why each implementation cannot run a norm of x [..., D], forward or backward, or None."""
     limits = dict(
         compute_capability=device.compute_capability,
         rows=x.size // x.shape[-1],
@@ -585,7 +585,7 @@ def _present(*arrays: Any) -> int:
 
 
 def _norm_like(options, x, has_residual, vectors) -> layer_norm_regimes.Norm:
-    """Returns the traits of a norm over rows [..., D] that decide the choice of implementation."""
+    """Returns the sizes and options of a norm of x [..., D] that decide which kernel is faster."""
     general = options.activation is not None or options.pre_activation not in (None, "relu")
     return layer_norm_regimes.Norm(
         rows=x.size // x.shape[-1],

@@ -30,8 +30,8 @@ class ForwardConfig:
     threads: int = 128
     """Largest number of threads of a block. Smaller blocks have fewer warps to exchange sums with."""
     run: int = -1
-    """Consecutive rows that a team takes; 0 if teams take turns row by row, -1 if the kernel may
-    choose."""
+    """Consecutive rows of a team of threads; 0 if teams take turns row by row, -1 if the kernel chooses.
+    """
 
     def __post_init__(self) -> None:
         if not 32 <= self.threads <= 128 or self.threads % 32:
@@ -160,7 +160,7 @@ def forward(
     activation: str | None,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (y, next_residual, mean, rstd) over the rows of x [M, D], with None for absent results."""
+    """Returns (y, next_residual, mean, rstd) for x [rows, D], with None for absent results."""
     cuda_library.register()
     rows = x.shape[0]
     save_mean = save_statistics and subtract_mean
@@ -222,7 +222,7 @@ def backward(
     activation: str | None,
     config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (dx, dscale, dbias, dpre_bias) over the rows of h [M, D].
+    """Returns (dx, dscale, dbias, dpre_bias) from dy and h, the norm's input, [rows, D].
 
     The last three are float32 [segments, D], with one entry for each of `segments` equal runs of rows,
     or None for a parameter that is None. With `dnext_residual`, h is the next residual, which includes

@@ -1,4 +1,4 @@
-"""Regimes of a norm, by its bytes, rows and alignment: which implementation comes first.
+"""Rules for which implementation of a norm over rows is faster, by bytes, rows and alignment.
 
 A kernel of this package starts later than XLA's, and moves the bytes of wide aligned rows faster. The
 thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
@@ -13,27 +13,32 @@ from jaxfused.runtime.estimate import MEGABYTE, Rule
 
 _LITTLE, _LITTLE_WITHOUT_PALLAS = 0.3, 8.0
 """Megabytes up to which XLA's forward ends sooner: where a Pallas kernel can run, and where only CUDA C
-can. The second also bounds x and y together in XLA's faster backwards."""
+can. The second also limits x and y together where XLA's backward is faster.
+"""
 _LITTLE_MISALIGNED = 1.0
-"""Megabytes of misaligned rows up to which XLA's norm without a mean ends sooner in both directions."""
+"""Megabytes of misaligned rows up to which XLA's norm without a mean is faster, forward and backward."""
 _NARROW, _WIDE = 32, 2048
 """Features of misaligned rows at which XLA's forward is faster: up to the first number if no statistics
 are saved, and above the second (above twice the second with a residual or saved statistics)."""
 _WARP_FEATURES = 1024
 """Features up to which one warp computes a row."""
 _RING, _MOST_OF_NARROW = 30.0, 100.0
-"""Megabytes above which CUDA C's ring buffer is faster than Pallas: for RMSNorm of one-warp rows; up to
-the second number, for any norm of half as many features. Wide rows need twice the first."""
+"""Megabytes above which CUDA C, with a ring buffer of rows, is faster than Pallas: for RMSNorm of at
+most _WARP_FEATURES; for any norm of half as many up to the second number. Wide rows need twice the
+first.
+"""
 _FEW_ROWS = 1024
 """Rows up to which CUDA C's backward may start sooner than Pallas's. From twice as many on, XLA sums
 over rows in the same kernel as dx."""
 _SHORT_BACKWARD, _SHORT_WIDE_BACKWARD = 2.2, 7.0
-"""Megabytes up to which CUDA C's backward is faster; the second where warps share a row and its mean."""
+"""Megabytes up to which CUDA C's backward is faster than Pallas's; the second for layer_norm of at least
+_WARP_FEATURES, where several warps share a row.
+"""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Traits of a norm's stage over [rows, features] that decide the choice of implementation."""
+    """Sizes and options of a norm of x [rows, features] that decide which implementation is faster."""
 
     rows: int
     features: int
@@ -69,7 +74,7 @@ class Norm:
 
     @property
     def is_wide(self) -> bool:
-        """True if the rows that are added are so long that the warps of a row stay busy."""
+        """True if a row, with its residual, has over 4,096 bytes, which keeps all of its warps busy."""
         return (1 + self.residual) * self._row_bytes > 2 * _WIDE
 
     @property
@@ -121,10 +126,10 @@ def backward(norm: Norm, able: Collection[str]) -> Rule:
 
 
 def of_images(norm: Norm, able: Collection[str], *, alone: bool = False) -> Rule | None:
-    """Returns the order for a stage of a norm of images with parameters of their own.
+    """Returns which implementation to prefer for a norm with a scale and shift for each image, or None.
 
-    XLA then reads one more array for each image, and is faster only for very few bytes. With `alone` the
-    stage is a forward that saves nothing.
+    XLA then reads one more array for each image, and is faster only for very few bytes. `alone` says
+    that it is a forward that saves nothing for a backward.
     """
     if "pallas" not in able:
         return None

@@ -135,7 +135,7 @@ def statistics(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _converted(total: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Converts to `dtype` three times: XLA keeps a norm in one kernel if values and statistics each do.
+    """Converts to `dtype` apart for values, mean and variance: XLA then fuses the norm into one kernel.
 
     The gradient is the remainder of a cancellation between the three, so it is summed in `dtype` and
     rounded to the dtype of `total` once.
@@ -243,7 +243,7 @@ def gradients(
     round_before_scale: bool = False,
     names: Sequence[str] = (),
 ) -> Gradients:
-    """Returns the gradients of rows [M, D] from the arrays that the forward saved.
+    """Returns the gradients of x [rows, D] and of the vectors from the arrays that the forward saved.
 
     With `dnext_residual`, h is the next residual; without it, h is x, to which pre_bias is still to be
     added. The vectors are [D], or [segments, D] for equal runs of rows; their gradients are float32
@@ -275,7 +275,8 @@ def gradients(
         projection = _mean(dnormalised * normalised, names)
         dh = dnormalised - normalised * projection - _mean(dnormalised, names)
     else:
-        # This mean does not depend on the mean in rstd's gradient, so XLA can take both in one kernel.
+        # Multiplied by rstd after the mean, this sum does not wait for rstd's own, so that XLA can #
+        # compute both in one kernel.
         projection = _mean(dnormalised * u, names) * rstd[..., None]
         dh = dnormalised - normalised * projection
     dh = dh * rstd[..., None] * slope_of_pre_activation

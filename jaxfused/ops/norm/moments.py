@@ -1,4 +1,4 @@
-"""Mean and variance in one pass over the values, for XLA's stages of norms over images.
+"""Mean and variance in one pass over the values, for norms over images in XLA.
 
 With the deviations d from a number near the mean, the variance is mean(d^2) - mean(d)^2. The number near
 the mean is one of the values, which XLA reads in the same kernel. If it lies k standard deviations from

@@ -80,7 +80,7 @@ def _norm_fwd(run: Runner, options: NormOptions, dtype: str, x, residual, scale,
 
 
 def _norm_bwd(run: Runner, options: NormOptions, dtype: str, saved, cotangents):
-    """Returns the gradients, which come through the next residual alone, a sum.
+    """Returns gradients of the next residual, the sum of x, pre_bias and residual.
 
     The quantised values have no gradient.
     """
@@ -104,7 +104,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (values, row scales, next_residual) from x, residual [M, D], scale, bias, pre_bias."""
+    """Computes (quantised y, row scales, next_residual) from x and residual [rows, D] and vectors [D]."""
 
     options: NormOptions
     dtype: str
