@@ -96,7 +96,7 @@ def _wide_sum_jvp(primals, tangents):
     narrow = y
     if bias is not None:
         # Transposed, these lines sum the rounded gradient in float32. Without the barrier XLA would sum
-        # it # unrounded.
+        # it unrounded.
         wide = bias.astype(accumulator_dtype(y.dtype))
         along = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
         narrow = y + jax.lax.optimization_barrier(along)

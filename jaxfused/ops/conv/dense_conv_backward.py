@@ -47,7 +47,7 @@ class InputGradient(Windowed):
     def axes(self, dz, w) -> Axes:
         letters = Letters(dz.ndim - 2)
         # The features are summed, so they stay unsharded: devices' sums would be rounded before they are
-        # # added.
+        # added.
         return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
 
     def call(self, device, dz, w, *others) -> pallas_conv.ConvCall:
@@ -126,7 +126,7 @@ class InputGradient(Windowed):
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """wgrad: computes float32 (dw,) [*kernel, C, F] from x and dz, the gradient before the activation."""
+    """wgrad: computes float32 (dw,) [*kernel, C, F] from x and dz, y's gradient before activation."""
 
     window: Window
     precision: Any
@@ -171,7 +171,7 @@ class WeightGradient:
             )
             return (dw,)
         # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
-        # # would sum dw over the devices.
+        # would sum dw over the devices.
         options = Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
         (dw,) = jax.vjp(lambda w: reference(options, x, w), w)[1](dz)

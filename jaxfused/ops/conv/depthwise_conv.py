@@ -341,7 +341,7 @@ class _WeightGradient:
                 config=config or _default(device, x, self.window, of_weights=True),
             )
         # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
-        # # would sum dw over the devices.
+        # would sum dw over the devices.
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
         (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
         dtype = accumulator_dtype(x.dtype)

@@ -183,7 +183,7 @@ class _Backward:
             dz = (dy.astype(dtype) * slope).astype(dy.dtype)
         (dx,) = jax.vjp(lambda x: convolve(x, w), x)[1](dz)
         # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
-        # # would sum dw over the devices.
+        # would sum dw over the devices.
         (dw,) = jax.vjp(lambda w: convolve(x, w), jnp.zeros_like(x, shape=w.shape))[1](dz)
         return (
             dx if other is None else dx + other,

@@ -1,4 +1,4 @@
-"""Low-rank adapters, of which each row of a batch has one."""
+"""Low-rank adapters (LoRA), a different one for each row of a batch."""
 
 import math
 

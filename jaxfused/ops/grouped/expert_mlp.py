@@ -114,7 +114,7 @@ def expert_mlp(
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Static arguments of the experts."""
+    """Static arguments of the experts' perceptrons and of their weighted sum."""
 
     activation: str | None
     weight_on: WeightOn
@@ -130,7 +130,7 @@ class ExpertOptions:
         experts: tuple[jax.Array | None, jax.Array | None, jax.Array],
         capacity: int | None = None,
     ) -> jax.Array:
-        """Returns the weighted sums of the experts [T, D] in float32, for x [T, D] with k choices."""
+        """Returns each token's weighted sum of its k experts' results, float32 [T, D], for x [T, D]."""
         k = indices.shape[1]
         order = order_of(indices, experts[2].shape[0], capacity)
         shares = weights.astype(accumulator_dtype(x.dtype))
@@ -143,7 +143,7 @@ class ExpertOptions:
         return self.sum_of_choices(returned(results, order), shares)
 
     def perceptrons(self, rows: jax.Array, experts: Any, sizes: jax.Array) -> jax.Array:
-        """Returns the experts' results for rows in the order of the experts."""
+        """Returns the experts' results for rows sorted by expert, of which expert e has sizes[e]."""
         w_gate, w_up, w_down = experts
         return ragged_mlp(
             rows,
@@ -190,16 +190,15 @@ def check_experts(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> 
 
 
 class Order(NamedTuple):
-    """Order of rows by their experts.
+    """Permutation that sorts rows, one for each choice of an expert, by expert.
 
-    A choice is one of the k experts of one of T tokens; all first choices come before all second
-    ones.
+    T tokens have k choices each; unsorted, all first choices come before all second ones.
     """
 
     choice: jax.Array
-    """Index of the choice whose row is at each place, [k T]."""
+    """Index of the choice at each place of the sorted order, [k T]."""
     place: jax.Array
-    """Place of each choice's row, [k T]."""
+    """Place of each choice in the sorted order, [k T]: the inverse permutation."""
     sizes: jax.Array
     """Number of rows of each expert, [E]; rows of no expert come after all others."""
 

@@ -146,7 +146,7 @@ def expert_parallel_mlp(
 
 
 def _rows_spec(axis_name: AxisName, spec: P | None, mesh: Any, x: jax.Array) -> P:
-    """Returns how the tokens' axes are split: by `axis_name` too, their first axis if not another."""
+    """Returns the tokens' PartitionSpec: `axis_name` splits the first axis unless it splits another."""
     if x.ndim < 2:
         raise ValueError(
             f"{_OP}: x has shape {x.shape}, which is one token; pass x of shape [..., features] with an"
@@ -206,7 +206,7 @@ def _all_gather(options, axis_name, x, weights, indices, experts) -> jax.Array:
 
 
 class _Slots(NamedTuple):
-    """Map between rows, sorted by expert, and the n C slots of the buffers sent to the devices."""
+    """Map between rows, sorted by expert, and the slots of the buffers sent to all devices."""
 
     row: jax.Array
     """Index of each slot's row; the number of rows where it has none."""

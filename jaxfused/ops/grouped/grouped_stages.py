@@ -1,4 +1,4 @@
-"""The stages of `ragged_dot` and `ragged_mlp`: products of groups of rows, and gradients of weights."""
+"""Operations of `ragged_dot` and `ragged_mlp`: grouped products, and their gradients of weights."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,21 +24,21 @@ def equal_sizes(rows: int, sizes: Any) -> jax.Array:
 
 
 class _Grouped(OneByOne):
-    """A stage whose kernel is the GroupedProduct of `product`; sizes and offset are last operands."""
+    """Base of operations that one grouped kernel runs; group sizes and offset are the last operands."""
 
     estimate = kernels_first(_GROUPS_AT_ONCE)
 
     @property
     def results(self) -> Sequence[str]:
-        """Names of the product's results, in the order of the stage's results."""
+        """Names of the kernel's outputs, in the order in which `run` returns them."""
         raise NotImplementedError
 
     def product(self, *operands: Any) -> grouped.GroupedProduct:
-        """Returns the product of the stage's operands, which may be arrays or only their shapes."""
+        """Returns the kernel's product for these operands, which may be arrays or only their shapes."""
         raise NotImplementedError
 
     def in_xla(self, *operands: Any) -> Results:
-        """Computes the stage in XLA."""
+        """Computes the results in XLA."""
         raise NotImplementedError
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
@@ -80,7 +80,7 @@ class _Grouped(OneByOne):
 
 @dataclass(frozen=True)
 class GroupedProduct(_Grouped):
-    """Computes (y [M, N],) from lhs [M, K], rhs, group_sizes [G] and the offset [1]."""
+    """Computes (y [M, N],): the rows of each group of lhs [M, K] times the group's matrix of rhs."""
 
     name: str
     options: Options
@@ -93,7 +93,7 @@ class GroupedProduct(_Grouped):
         return Axes(("mk", rhs, "g", "o"), ("mn",), whole="mego", parts="k")
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Adds up the products of the devices' features in float32."""
+        """Sums, in float32, the products of devices that each hold a shard of the summed features."""
         wide = replace(self, options=replace(self.options, out_dtype=jnp.dtype(jnp.float32)))
         [y] = call(wide, *operands)
         return (jax.lax.psum(y, tuple(names)).astype(self.options.out_dtype),)
@@ -122,7 +122,7 @@ class HiddenLayer(_Grouped):
 
     options: ragged_mlp_xla.Options
     saves: bool
-    """Flag: the preactivations are returned; without it they are None."""
+    """True to return the preactivations; else they are None."""
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ class InputGradient(_Grouped):
         return Axes(("mf", "mf", weights, weights, "g", "o"), ("md",), whole="mdego", parts="f")
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Adds up the products of the devices' hidden features in float32."""
+        """Sums, in float32, the products of devices that each hold a shard of the hidden features."""
         [dx] = call(replace(self, out_dtype=jnp.dtype(jnp.float32)), *operands)
         return (jax.lax.psum(dx, tuple(names)).astype(self.out_dtype),)
 
@@ -197,7 +197,7 @@ class InputGradient(_Grouped):
 
 @dataclass(frozen=True)
 class GroupedWeights(OneByOne):
-    """Computes (dw [E, K, N],) from x [M, K], dy [M, N], group_sizes [G] and the offset [1]."""
+    """Computes (dw [E, K, N],): x^T @ dy over the rows of each group, of x [M, K] and dy [M, N]."""
 
     op: str
     options: Options

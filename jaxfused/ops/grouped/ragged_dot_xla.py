@@ -144,7 +144,7 @@ def _over_tiles(
 
 
 def row_bounds(rows: int, groups: int, sizes: jax.Array, offset: jax.Array) -> jax.Array:
-    """Returns the first row of the first group that has a matrix, and the ends of all of them."""
+    """Returns the first row of each group that has a matrix, and the end of the last: [groups + 1]."""
     sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows).astype(jnp.int32)
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
@@ -161,7 +161,7 @@ def tile_height(rows: int, groups: int) -> int:
 
 
 def _padded(x: jax.Array, groups: int) -> jax.Array:
-    """Returns x, padded to the rows of a tile if the number of rows is symbolic."""
+    """Returns x with a tile's rows of zeros after it if its number of rows is symbolic."""
     if not is_symbolic(x):
         return x
     return jnp.pad(x, ((0, tile_height(x.shape[0], groups)), (0, 0)))
@@ -181,7 +181,7 @@ def rows_product(
     sizes: jax.Array,
     offset: jax.Array,
 ) -> jax.Array:
-    """Computes `ragged_dot`, with JAX's own gradient."""
+    """Computes `ragged_dot` without its gradient rule: JAX would differentiate the loop over tiles."""
     rows, groups = lhs.shape[0], rhs.shape[0]
     width = rhs.shape[1 if options.transpose_rhs else 2]
     if 0 in (*lhs.shape[1:], *rhs.shape) or (not is_symbolic(lhs) and rows == 0):

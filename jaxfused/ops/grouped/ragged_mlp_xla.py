@@ -1,4 +1,4 @@
-"""The perceptrons of groups of rows in XLA, and the stages of their gradient."""
+"""The perceptrons of groups of rows in XLA, and the operations of their gradient."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of the perceptrons."""
+    """Static arguments of ragged_mlp."""
 
     op: str
     activation: str | None
@@ -28,7 +28,7 @@ class Options:
 
 
 def ragged_mlp(options: Options, x, w_first, w_second, w_down, sizes, offset) -> jax.Array:
-    """Computes `ragged_mlp`, with a gradient in both modes and to any order."""
+    """Computes `ragged_mlp`, with gradients in forward and reverse mode and of any order."""
     of_rows = options.product(x.dtype)
 
     def product(rows: jax.Array, w: jax.Array) -> jax.Array:
@@ -52,7 +52,7 @@ def _activated(options: Options, z: list[jax.Array]) -> tuple[jax.Array, ...]:
     return h.astype(z[0].dtype), *z
 
 
-# --- stages, which XLA may run next to kernels ----------------------------------------------------
+# --- operations, which XLA may run next to kernels ------------------------------------------------
 
 
 def hidden_layer(

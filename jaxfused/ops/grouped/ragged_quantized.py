@@ -1,4 +1,4 @@
-"""Grouped products with quantised matrices: choice of implementation, stage, gradient of the rows."""
+"""Grouped products with quantised matrices: choice of implementation, kernel, gradient of the rows."""
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
@@ -148,7 +148,7 @@ class Weights:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """Letters of the axes of lhs, values, scales, zero points, sizes and offset."""
+        """Axis letters of lhs, values, scales, zero points, group sizes and offset."""
         values = "enk" if self.layout == "columns" else "ekn"
         return "mk", values, "ejn", "ejn", "g", "o"
 
@@ -161,7 +161,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class QuantizedProduct(OneByOne):
-    """Computes (y [M, N],) from lhs [M, K], the arrays of rhs, group_sizes [G] and the offset [1]."""
+    """Computes (y [M, N],): the rows of each group of lhs [M, K] times the group's quantised matrix."""
 
     options: Options
     weights: Weights

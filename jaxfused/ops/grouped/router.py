@@ -184,8 +184,8 @@ def _scores(score: Score, z: jax.Array) -> jax.Array:
         return jax.nn.softmax(z, axis=-1)
     if score == "sigmoid":
         return jax.nn.sigmoid(z)
-    # The root's derivative is not finite where softplus rounds to 0; below -40 the root is exp(z / 2)
-    # in all digits.
+    # The root's derivative is not finite where softplus rounds to 0; below -40 the root equals exp(z /
+    # 2) to full precision.
     root = jnp.sqrt(jax.nn.softplus(jnp.maximum(z, -40.0)))
     return jnp.where(z < -40.0, jnp.exp(0.5 * z), root)
 

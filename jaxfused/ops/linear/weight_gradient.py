@@ -1,4 +1,4 @@
-"""Gradients of weights and biases: products and sums over all rows, a stage of several operators."""
+"""Gradients of weights (wgrad) and biases: products and sums over all rows, for several operators."""
 
 import functools
 import math
@@ -75,7 +75,7 @@ def weight_gradients(
     piece: int | None = None,
     joined: bool = False,
 ) -> tuple[list[jax.Array], list[jax.Array] | None]:
-    """Returns the transpose of x [..., D] times each dy [..., F], and if asked float32 sums of each dy.
+    """Returns the transpose of x [..., D] times each dy [..., F], and float32 sums of the dys or None.
 
     Args:
       run: the operator's Runner.
@@ -101,18 +101,19 @@ def weight_gradients(
         piece,
     )
     if sharding.is_explicit(x, *dys):
-        # Devices add their parts before rounding. The sums of dy are taken separately: devices that
-        # split x's features would each add the same ones.
+        # The devices' products are added before rounding. The sums of dy are taken apart: devices with
+        # different features of x would each add the same sums.
         alone = replace(kernel, dtype=jnp.dtype(jnp.float32), sums_rows=False)
         sums = [sum_rows(dy, jnp.float32) for dy in dys] if sums_rows else []
         results = (*run(alone, x, *dys), *sums)
     elif in_one_piece:
         results = run(kernel, x, *dys)
     elif _would_run_on_rows(run, kernel, x, dys):
-        # Devices may split the columns too, so that a named kernel might not fit a shard.
+        # No implementation is forced: columns may be sharded too, and a named kernel may not fit a
+        # shard.
         results = replace(run, implementation=None)(kernel, x, *dys)
     else:
-        # XLA's partitioner can split a product, and may leave each device its part of the sums.
+        # XLA's partitioner can split this product, and leave dw as partial sums of each device.
         results = kernel.in_xla(x, *dys)
     count = 1 if kernel.joined else len(dys)
     dws = [dw.astype(dtype) for dw in results[:count]]
@@ -162,7 +163,7 @@ def _is_product_with_ones(rows: int, dy: Any) -> bool:
 
 _ROWS_OF_SLOW_SUMS = 2**14
 _SPLIT_ROWS = 256
-"""Divisor of the rows: XLA splits wgrad along them, and pads a copy if they do not divide."""
+"""Divisor of the rows: XLA splits the product along rows, and copies to pad other numbers of rows."""
 _SIZE_OF_SLOW_SUMS = 2**20
 _TILE_ROWS = 8
 """Rows of the smallest tile of a product."""
@@ -170,7 +171,7 @@ _TILE_ROWS = 8
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Computes x^T @ dy and the row sums of each dy, from x [M, D] and several dys [M, F].
+    """Computes x^T @ dy, and dy summed over its rows, for x [rows, D] and each of several dys.
 
     The products have `dtype`. The sums are float32, and computed if `sums_rows`.
     """
@@ -186,7 +187,7 @@ class WeightGradients:
     joined: bool = False
     """True if all products are one concatenated result, and the sums too."""
     piece: int | None = None
-    """Columns of each piece in which XLA concatenates the dys; None for whole dys."""
+    """Columns of the pieces that XLA concatenates, such as a head's; None to concatenate whole dys."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""softmax_cross_entropy: validation, choice, class weights, classes on several devices.
+"""softmax_cross_entropy: validation, choice of implementation, class weights, sharded classes.
 
 A row of logits is read once for its statistics, from which its loss follows. The gradient needs the
 logits again, unless the cotangent of the loss is known in advance: then the forward's kernel writes the
@@ -172,8 +172,7 @@ def softmax_cross_entropy(
     if expected is None:
         losses = losses_of(aligned_statistics(run, options, logits, classes, soft), counts, options)
         return reduce_losses(losses, counts, weights, reduction)
-    # JAX computes the losses' cotangents by the same formula, so that the expected ones equal them in
-    # all bits.
+    # The same formula as that of `reduce_losses`: expected and actual cotangents are equal bit for bit.
     shares, total = shares_of(counts, weights, reduction)
     coefficients = jnp.asarray(expected / total, jnp.float32) * shares
     losses = losses_ahead(
@@ -223,7 +222,7 @@ def _classes_here(
     options: Options,
     axis_name: Hashable | tuple[Hashable, ...] | None,
 ) -> jax.Array:
-    """Returns `classes_of` for this device's classes, and `ELSEWHERE` for those of other devices."""
+    """Returns labels as indices of this device's classes, and `ELSEWHERE` for other devices' classes."""
     if axis_name is None:
         return classes_of(labels, features, options)
     shards = lax.psum(1, axis_name)
@@ -239,7 +238,7 @@ def _classes_here(
 
 
 def is_one_term(labels: jax.Array, options: Options) -> bool:
-    """Whether a token's loss has the term of one class alone, whose weight multiplies the loss."""
+    """Returns whether a loss is the term of its label's class alone, which a class weight multiplies."""
     return not (options.label_smoothing or options.z_loss or is_soft(labels))
 
 
@@ -255,7 +254,7 @@ def weights_of_labels(
     features = len(class_weights)
     classes = _classes_here(labels, features, options, axis_name)
     is_here = (classes >= 0) & (classes < features)
-    # A sum over the classes works with any sharding of either, unlike a gather.
+    # A sum over one-hot classes works with any sharding of labels or weights, unlike a gather.
     axes = tuple(range(classes.ndim))
     every_class, class_weights = (
         jnp.expand_dims(vector, axes)
@@ -265,7 +264,7 @@ def weights_of_labels(
     picked = jnp.sum(jnp.where(is_class, class_weights, 0.0), axis=-1)
     if axis_name is not None:
         picked = lax.psum(jnp.where(is_here, picked, 0.0), axis_name)
-        # Unlike a device's own classes, these are the same on all of them.
+        # Classes counted over all devices are the same on each device, as the result must be.
         features *= lax.psum(1, axis_name)
         classes = classes_of(labels, features, options)
     return jnp.where((classes < 0) | (classes >= features), 1.0, picked)
@@ -279,7 +278,7 @@ def weighed_losses(
     labels: jax.Array,
     class_weights: jax.Array,
 ) -> jax.Array:
-    """Returns the losses [...] with each class's term times its weight.
+    """Returns the losses [...], each class's term multiplied by its class weight.
 
     The losses follow from the statistics that kernels compute for unweighted losses. A target that is
     spread over all classes needs one more weighted sum of the logits.

@@ -25,8 +25,9 @@ class ForwardConfig:
     """Launch parameters of the forward that writes a gradient."""
 
     cluster: int = 0
-    """Blocks that share a row in shared memory: 1, 2, 4 or 8; 0 if the kernel may choose, -1 for rows
-    that are read twice."""
+    """CTAs of a cluster that keep a row in shared memory: 1, 2, 4 or 8; 0 if the kernel chooses, -1 to
+    read each row twice instead.
+    """
     threads: int = 512
     """Largest number of threads of a block."""
 
@@ -113,7 +114,7 @@ def backward(
     soft_cap: float | None,
     in_place: bool = False,
 ) -> jax.Array:
-    """Returns dlogits for `pulls` float32 [N, 3], the fields of cross_entropy_xla.Pulls."""
+    """Returns dlogits from float32 `pulls` [N, 3], each row's coefficients (cross_entropy_xla.Pulls)."""
     cuda_library.register()
     call = jax.ffi.ffi_call(
         "jaxfused_cross_entropy_backward",
@@ -130,7 +131,7 @@ def backward(
 
 
 def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
-    """Returns x [N, V] times factors float32 [N], in place; if all factors are 1, x is not even read."""
+    """Multiplies rows of x [N, V] by float32 factors [N] in place; does not read x if all are 1."""
     cuda_library.register()
     call = jax.ffi.ffi_call(
         "jaxfused_scale_rows",

@@ -1,4 +1,4 @@
-"""The gradients of softmax_cross_entropy: by kernels, ahead in the forward, and by XLA."""
+"""Gradients of softmax_cross_entropy: by kernels in the backward or in the forward, and by XLA."""
 
 import functools
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from jaxfused.runtime.stated_gradient import stated_gradient
 
 
 def aligned(logits, classes, soft, coefficients=None):
-    """Returns the operands with the sharding of the logits' rows, before a custom_vjp."""
+    """Reshards the operands like the logits' rows, as a custom_vjp under Explicit axes needs."""
     rows = sharding.leading_axes(logits.ndim - 1)
     return sharding.align(
         (logits, classes, soft, coefficients),
@@ -33,7 +33,7 @@ def aligned(logits, classes, soft, coefficients=None):
 
 
 def aligned_statistics(run: Runner | None, options, logits, classes, soft) -> Statistics:
-    """Returns the statistics of rows, for losses that JAX differentiates; by XLA if `run` is None."""
+    """Returns the `Statistics` of rows with a gradient to the logits; by XLA if `run` is None."""
     logits, classes, soft, _ = aligned(logits, classes, soft)
     if run is None:
         return _reference_statistics(options, logits, classes, soft)
@@ -59,7 +59,7 @@ def _statistics_fwd(run: Runner, options: Options, logits, classes, soft):
 
 
 def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) -> Pulls:
-    """Returns the coefficients of the logits' gradient from the statistics' cotangents, sharded as rows.
+    """Returns the coefficients of the logits' gradient from cotangents of statistics, sharded as rows.
 
     JAX's zeros for an unused statistic are replicated on all devices, but `jnp.stack` takes arrays of
     one sharding. So a zero that is sharded like the rows is added to each.
@@ -97,12 +97,12 @@ class _AheadResiduals(NamedTuple):
     dlogits: jax.Array
     coefficients: jax.Array
     of_labels: tuple[jax.Array, jax.Array, Statistics] | None
-    """Logits, soft labels and statistics, if soft labels have a gradient too."""
+    """(logits, soft labels, statistics) for the soft labels' gradient; None for integer labels."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="softmax_cross_entropy")
 def losses_ahead(run: Runner, options: Options, logits, classes, soft, coefficients):
-    """Returns the losses [...], whose cotangents are expected to be `coefficients`."""
+    """Returns the losses [...]; the forward computes dlogits for expected cotangents `coefficients`."""
     del coefficients
     _, statistics = run(Forward(options), logits, classes, soft, None)
     return losses_of_rows(statistics, classes, options)
@@ -134,7 +134,7 @@ def corrections(cotangents: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def losses_of_rows(statistics: jax.Array, classes: jax.Array | None, options: Options) -> jax.Array:
-    """Returns the losses of rows, from their statistics in one array."""
+    """Returns the losses of rows from their statistics [..., 5], the array that kernels write."""
     counts = jnp.ones(statistics.shape[:-1], bool) if classes is None else classes != IGNORED
     return losses_of(unpacked(statistics), counts, options)
 

@@ -1,4 +1,4 @@
-"""The stages of softmax_cross_entropy: forward, backward, and a gradient's correction."""
+"""Operations of softmax_cross_entropy: forward, backward, and rescaling of a gradient."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ def joined(classes: jax.Array | None, soft: jax.Array | None) -> jax.Array:
 
 
 def unpacked(statistics: jax.Array) -> Statistics:
-    """Returns the statistics of rows from the array that kernels write."""
+    """Returns the fields of `Statistics` from the array [..., 5] that kernels write."""
     return Statistics(*jnp.unstack(statistics, axis=-1))
 
 
 _SHORT_ROW_BYTES = 512
 """Bytes of a row below which XLA's program, in which a thread has several rows, is faster."""
 _FEW_BYTES = 2**22
-"""Bytes of all logits below which small kernels around ours cost more than passes over the logits."""
+"""Bytes of all logits below which XLA's few kernels take less time than the launches around ours."""
 
 
 def _estimate(kernel, device, able, logits, *others) -> Estimate:
-    """Implements `HasEstimate.estimate` for the logits [N, V] of all stages."""
+    """Returns which implementation is expected to be faster for logits [N, V], forward and backward."""
     del kernel, device, able, others
     rows, features = logits.shape
     row_bytes = features * logits.dtype.itemsize
@@ -50,9 +50,9 @@ def _estimate(kernel, device, able, logits, *others) -> Estimate:
 
 @dataclass(frozen=True)
 class Forward:
-    """Computes (dlogits, statistics [N, 5]) from logits [N, V], classes or soft labels, coefficients.
+    """Computes (dlogits or None, statistics [N, 5]) from logits [N, V], classes or soft labels.
 
-    The gradient is that of the sum of coefficients * losses; without coefficients there is none.
+    dlogits is the gradient of the sum of coefficients * losses; without coefficients it is None.
     """
 
     options: Options
@@ -100,7 +100,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Computes (dlogits,) from logits [N, V], classes or soft labels, statistics, `Pulls` [N, 3]."""
+    """Computes (dlogits,) from logits [N, V], labels, statistics and coefficients (`Pulls`) [N, 3]."""
 
     soft_cap: float | None
 

@@ -18,8 +18,9 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 IGNORED = -1
 ELSEWHERE = -2
-"""Values in place of a class: for a token that does not count, and for a class whose logits are on
-another device."""
+"""Values in place of a class index: for a token that does not count, and for a class whose logits are on
+another device.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,21 @@ class Options:
 
 
 class Statistics(NamedTuple):
-    """Numbers, [...] each, by which a row of (capped) logits determines its loss.
+    """Statistics of rows of (capped) logits, [...] each, from which the rows' losses follow.
 
-    The maximum is a field of its own, because the difference of a large logit and a large sum would have
-    few correct digits. All other numbers are relative to the maximum, which is a constant in the
-    gradient, because the loss does not depend on it.
+    All others are relative to the maximum, because the difference of a large logit and a large sum would
+    lose accuracy to cancellation. It is a constant in the gradient: the loss does not depend on it.
     """
 
     maximum: jax.Array
     log_sum: jax.Array
     """Logarithm of the sum of exp(logits - maximum)."""
     picked: jax.Array
-    """Sum of labels * (logits - maximum)."""
+    """Sum of labels * (logits - maximum): for integer labels, the label's logit - maximum."""
     mean: jax.Array
-    """Mean of logits - maximum, or 0 if nothing reads it."""
+    """Mean of logits - maximum over the classes; 0 without label smoothing, which alone reads it."""
     total: jax.Array
-    """Sum of the labels: 1, or 0 for a class that is elsewhere."""
+    """Sum of the labels: 1 for a class; 0 for a class on another device."""
 
     def log_probabilities(self, logits: jax.Array) -> jax.Array:
         """Returns the logarithms of the softmax of logits that are already capped."""
@@ -60,7 +60,7 @@ class Statistics(NamedTuple):
 
 
 class Pulls(NamedTuple):
-    """Coefficients of a row's gradient, [...] each: the cotangents of the statistics."""
+    """Coefficients of the gradients of rows of logits, [...] each: cotangents of `Statistics`."""
 
     pull: jax.Array
     """Cotangent of `log_sum`, which multiplies the softmax."""
@@ -71,12 +71,12 @@ class Pulls(NamedTuple):
 
 
 def is_soft(labels: jax.Array) -> bool:
-    """Whether labels are distributions over the classes, rather than one class for each token."""
+    """Returns whether labels are distributions over the classes, and not one class for each token."""
     return jnp.issubdtype(labels.dtype, jnp.floating)
 
 
 def counted(labels: jax.Array, options: Options) -> jax.Array:
-    """Returns which tokens count, [...]: all but those whose label is `ignore_index`."""
+    """Returns a mask [...] of the tokens that count: all but those whose label is `ignore_index`."""
     if options.ignore_index is None or is_soft(labels):
         return jnp.ones(labels.shape[: labels.ndim - is_soft(labels)], bool)
     return labels != options.ignore_index
@@ -90,13 +90,13 @@ def classes_of(labels: jax.Array, features: int, options: Options) -> jax.Array:
 
 
 def capped(logits: jax.Array, cap: float | None) -> jax.Array:
-    """Returns the logits in the dtype of their sums, kept within (-cap, cap)."""
+    """Returns logits in float32 (float64), within (-cap, cap) by tanh if there is a cap."""
     logits = logits.astype(accumulator_dtype(logits.dtype))
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def row_statistics(logits: jax.Array, labels: jax.Array, options: Options) -> Statistics:
-    """Returns the statistics of logits [..., V] for classes as of `classes_of`, or soft labels."""
+    """Returns the statistics of logits [..., V] for soft labels or classes (`classes_of` labels)."""
     logits = capped(logits, options.logits_soft_cap)
     lowest = jnp.finfo(logits.dtype).min
     # If all logits are -inf, their distances to this maximum are -inf and not NaN.
@@ -208,8 +208,7 @@ def _as_classes(labels: jax.Array, features: int, options: Options) -> jax.Array
     return labels if is_soft(labels) else classes_of(labels, features, options)
 
 
-# Under a `jax.jit` with static options, a loop's steps compile once; elsewhere they are new functions
-# in each call.
+# Under this `jax.jit` the loop's body compiles once for its options; without it, in every call.
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
@@ -290,6 +289,6 @@ def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def binary_token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the cross-entropy of two classes; the second has logit `logits` and share `targets`."""
-    # For a certain and right prediction only the last term is left, without cancellation.
+    """Returns the binary cross-entropy of logits and targets (0 to 1), element by element."""
+    # For a confident correct prediction only the last term is left, without cancellation.
     return (jnp.maximum(logits, 0.0) - targets * logits) + jax.nn.softplus(-jnp.abs(logits))

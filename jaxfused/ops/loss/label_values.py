@@ -19,7 +19,7 @@ _FEWEST_PIXELS = 16
 
 
 def _seen(labels: jax.Array) -> np.ndarray | None:
-    """Returns the values if reading them waits for no device, else None."""
+    """Returns the labels' values as NumPy, or None if they are traced, on a GPU or empty."""
     values = readable_values(labels)
     return values if values is not None and values.size else None
 

@@ -1,4 +1,4 @@
-"""linear_softmax_cross_entropy: validation, choice, gradient.
+"""linear_softmax_cross_entropy: validation, choice of implementation, gradient.
 
 The logits of a language model are its largest array. Here only one chunk of tokens has logits at a time.
 If the kernels of softmax_cross_entropy run and the loss's cotangent is known in advance, a chunk's
@@ -213,7 +213,7 @@ _IN_CHUNKS = "a kernel writes the loss and the gradient of a chunk of logits in 
 
 @dataclass(frozen=True)
 class _Constants:
-    """Static arguments of a call."""
+    """Static arguments of a call of linear_softmax_cross_entropy."""
 
     options: Options
     chunk_size: int | None
@@ -222,7 +222,7 @@ class _Constants:
 
 
 def _aligned(x, w, bias, classes, shares=None, *scalars):
-    """Returns the operands with the sharding of x's rows, before a custom_vjp."""
+    """Reshards the operands like x's rows, as a custom_vjp under Explicit axes needs."""
     rows = sharding.leading_axes(x.ndim - 1)
     return sharding.align(
         (x, w, bias, classes, shares, *scalars),
@@ -252,7 +252,7 @@ class _AheadResiduals(NamedTuple):
 def _loss_ahead(
     run: Runner, constants: _Constants, x, w, bias, classes, shares, total, expected
 ) -> jax.Array:
-    """Returns the sum of shares * losses / total, whose cotangent is expected to be `expected`."""
+    """Returns sum(shares * losses) / total; the forward computes gradients for cotangent `expected`."""
     del expected
     statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)
     return jnp.sum(losses_of_rows(statistics, classes, constants.options) * shares) / total
@@ -335,7 +335,7 @@ def _reference_losses(options, chunk_size, x, w, bias, labels):
 
 
 def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
-    """Returns the tokens of a chunk of x [..., D], for weights w [D, V], in the reference.
+    """Returns the number of tokens of a chunk of x [..., D] in XLA, for weights w [D, V].
 
     Chunks are equal by default, so that the last one needs little padding.
     """
@@ -350,7 +350,7 @@ def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
 
 @dataclass(frozen=True)
 class _LossesOfLogits:
-    """Computes the losses [N] of a chunk from its logits, with class weights or spread classes."""
+    """Computes the losses [N] of a chunk's logits with class weights, or with classes sharded."""
 
     options: Options
     axis_name: Hashable | tuple[Hashable, ...] | None
@@ -434,8 +434,9 @@ sums would be read and written more often, and the products would be too short t
 _NARROW_ROWS = 2048
 """Least number of rows of a default chunk if w's gradient is summed in w's 16-bit dtype."""
 _NARROW_CHUNKS = 3
-"""Largest number of default chunks of 16-bit sums. The error of so few roundings is well below the
-tolerance of tests/support, if the terms of different chunks do not cancel."""
+"""Largest number of default chunks of 16-bit sums. So few roundings add little error, well below the
+tolerance of tests/support, if the terms of different chunks do not cancel.
+"""
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 """Rows and columns of a product's tile in cuBLAS."""
 _UNROLLED_CHUNKS = 8
@@ -444,9 +445,9 @@ _UNROLLED_CHUNKS = 8
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (statistics [N, 5], dx, dw, dbias) from x [N, D], w, bias, classes, coefficients [N].
+    """Computes (statistics [N, 5], dx, dw, dbias) from x [N, D], w, bias and classes, by chunks.
 
-    The gradients are those of the sum of coefficients * losses; without coefficients there are none.
+    Gradients are those of the sum of coefficients [N] * losses; without coefficients they are None.
     """
 
     constants: _Constants
@@ -514,7 +515,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """Computes (dx, dw, dbias) from x [N, D], w, bias, classes, statistics [N, 5] and pulls [N, 3]."""
+    """Computes (dx, dw, dbias), for coefficients (`Pulls`) [N, 3] of each row's gradient of logits."""
 
     constants: _Constants
 
@@ -574,7 +575,7 @@ def _why_not(device, x, w) -> dict[str, str | None]:
 
 
 class _Sums(NamedTuple):
-    """Sums over chunks."""
+    """Gradients of w and bias, summed over the chunks so far."""
 
     dw: jax.Array
     dbias: jax.Array | None
@@ -628,7 +629,7 @@ class _Layer:
         return sums.dw.astype(self.w.dtype), sums.dbias
 
     def over_chunks(self, step: Callable[..., Any], rows: tuple[Any, ...]) -> Any:
-        """Returns the sums and the rows' results of `step(layer, chunk, sums)` over all chunks."""
+        """Calls `step(layer, chunk, sums)` on each chunk; returns the sums and all rows' results."""
         size = self._chunk_rows()
         whole = self.rows // size
 
@@ -676,11 +677,11 @@ class _Layer:
         return self.rows <= _NARROW_CHUNKS * (self.constants.chunk_size or self._most_rows())
 
     def _most_rows(self) -> int:
-        """Returns the rows whose logits fill the memory of float32 sums for dw; at least _CHUNK_ROWS."""
+        """Returns how many rows of logits take as many bytes as a float32 dw; at least _CHUNK_ROWS."""
         return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
 
     def _waves(self, size: int) -> int:
-        """Returns the waves of dgrad, the product with few tiles, over all chunks of `size` rows."""
+        """Returns the waves of dgrad, the product with the fewest tiles, over chunks of `size` rows."""
 
         def waves(rows: int) -> int:
             tiles = math.ceil(rows / _TILE_ROWS) * math.ceil(self.w.shape[0] / _TILE_COLUMNS)

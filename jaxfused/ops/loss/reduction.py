@@ -9,7 +9,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def check_reduction(op: str, reduction: str) -> None:
-    """Checks that `reduction` is one of those of losses."""
+    """Checks that `reduction` is "mean", "sum" or "none"."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
             f"{op}: reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'."
@@ -25,7 +25,7 @@ def reduce_losses(
 ) -> jax.Array:
     """Returns the sum or the mean of the losses of the tokens that count, or all losses weighted.
 
-    `of_labels` are class weights that are already in the losses, and still count for the mean.
+    `of_labels` are class weights that the losses already include; a mean divides by them too.
     """
     shares, total = shares_of(counts, weights, reduction, losses.dtype)
     if of_labels is not None:
@@ -40,7 +40,7 @@ def reduce_losses(
 def shares_of(
     counts: jax.Array, weights: jax.Array | None, reduction: str, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Returns each loss's weight in the sum, and the divisor of the sum."""
+    """Returns each loss's weight, 0 for tokens that do not count, and the divisor of their sum."""
     shares = counts.astype(dtype)
     if weights is not None:
         shares = shares * weights.astype(dtype)
@@ -51,7 +51,7 @@ def shares_of(
 
 
 def times(weights: jax.Array | None, others: jax.Array | None) -> jax.Array | None:
-    """Returns the products of weights, where None stands for ones."""
+    """Returns weights * others, where None means ones."""
     if weights is None or others is None:
         return others if weights is None else weights
     return weights * others

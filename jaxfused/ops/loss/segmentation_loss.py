@@ -1,4 +1,4 @@
-"""segmentation_loss: validation, choice, gradient.
+"""segmentation_loss: validation, choice of implementation, gradient.
 
 The loss of an image is computed from a few sums over its pixels. Kernels compute the sums, and the
 gradient to the logits from the sums' cotangents; JAX does the rest. If the losses of many masks are
@@ -222,7 +222,7 @@ class _Residuals(NamedTuple):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="segmentation_loss")
 def _sums(run: Runner, options: PixelOptions, logits, labels, weights) -> Sums:
-    """Returns the sums over the pixels of logits [B, N, C]."""
+    """Returns the `Sums` over the N pixels of each image of logits [B, N, C]."""
     (packed,) = run(_Forward(options), logits, labels, weights)
     return _split(packed)
 
@@ -290,7 +290,7 @@ _ONE_PASS = "a kernel reads the logits once for all terms of the loss"
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (sums [B, 2 + 3 C],), in `Sums`' order, from logits [B, N, C], labels, weights [B, N]."""
+    """Computes sums over pixels [B, 2 + 3 C], the fields of `Sums`, from logits [B, pixels, C]."""
 
     options: PixelOptions
 
@@ -326,7 +326,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """Computes (dlogits,) from logits [B, N, C], labels, weights and the cotangents of the sums."""
+    """Computes (dlogits,) from logits [B, pixels, C] and the cotangents of the sums [B, 2 + 3 C]."""
 
     options: PixelOptions
 
@@ -362,7 +362,7 @@ class _Backward:
 
 @dataclass(frozen=True)
 class _Masks:
-    """Computes (losses [B], dlogits) from logits [B, N, 1] and labels [B, N].
+    """Computes (losses [B], dlogits) of binary masks, logits [B, pixels, 1], in one kernel.
 
     The gradient is that of `scale` times the sum of the losses.
     """
@@ -384,7 +384,7 @@ class _Masks:
         return _why_not(device, logits)
 
     def run(self, implementation, device, logits, labels) -> Results:
-        # A device's shard may have too few images for the kernel.
+        # A device's shard may have too few images for the kernel of losses and gradient.
         if implementation == "cuda" and _why_not_at_once(device, logits, labels, None) is None:
             return segmentation_loss_cuda.losses_and_gradient(
                 logits,
@@ -417,7 +417,7 @@ def _why_not_at_once(device: dispatch.Device, logits, labels, weights) -> str | 
 
 
 def _split(packed: jax.Array) -> Sums:
-    """Returns `Sums` of packed sums [B, 2 + 3 C]."""
+    """Returns the fields of `Sums` from one array [B, 2 + 3 C]."""
     return Sums(packed[:, 0], packed[:, 1], *jnp.split(packed[:, 2:], 3, axis=-1))
 
 

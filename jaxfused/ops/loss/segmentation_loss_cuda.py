@@ -20,8 +20,8 @@ MAX_IMAGES = 65535
 MAX_PIXELS = 2**30
 
 _CLUSTER = 8
-"""Number of blocks that share an image of a mask, on GPUs with clusters, where they add up their own
-sums."""
+"""CTAs of a cluster that share an image of a binary mask and add up their sums, on GPUs with clusters.
+"""
 _FEW_CLASSES = 24
 _PIXELS_OF_BLOCK = 1024
 
@@ -134,8 +134,8 @@ def losses_and_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the losses [B] of masks, and dlogits of their sum times `scale`.
 
-    `constants` are the loss's by name: cross_entropy_weight, dice_weight, smooth, tversky_alpha,
-    tversky_beta and tversky_rest.
+    `constants` has cross_entropy_weight, dice_weight, smooth, tversky_alpha, tversky_beta and
+    tversky_rest.
     """
     cuda_library.register()
     call = jax.ffi.ffi_call(
@@ -158,7 +158,7 @@ def losses_and_gradient(
 def _have_clusters(
     images: int, compute_capability: tuple[int, int] | None, multiprocessors: int
 ) -> bool:
-    """Returns whether each image of a mask gets a cluster of blocks."""
+    """Returns whether each image of a binary mask gets a cluster of CTAs."""
     clusters = compute_capability is not None and compute_capability >= (9, 0)
     return clusters and images * _CLUSTER >= multiprocessors
 

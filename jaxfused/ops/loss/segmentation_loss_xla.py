@@ -20,7 +20,7 @@ class PixelOptions:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Constants of a loss that follows from the sums."""
+    """Constants with which an image's loss follows from its `Sums`."""
 
     cross_entropy_weight: float = 1.0
     dice_weight: float = 1.0
@@ -48,11 +48,11 @@ class Sums(NamedTuple):
     losses: jax.Array
     """Sums [B] of the cross-entropies, or focal losses."""
     overlap: jax.Array
-    """Sums [B, C] of the probabilities of the pixels' own classes."""
+    """Sums [B, C] of the class's probability over the pixels whose label is the class."""
     predicted: jax.Array
-    """Sums [B, C] of the probabilities of all classes."""
+    """Sums [B, C] of the probabilities of each class."""
     present: jax.Array
-    """Sums [B, C] of 1 for the pixels' own classes."""
+    """Sums [B, C] of 1 for each pixel whose label is the class."""
 
 
 SHARE_TOLERANCE = 1e-3
@@ -94,7 +94,7 @@ def image_sums(
         targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
         misses = 1.0 - jnp.exp(-losses)
     if options.focal_gamma:
-        # The gradient of the power is undefined at 0, so that 1 replaces the base there.
+        # The derivative of the power is undefined at base 0, so that 1 replaces the base there.
         hits_wholly = misses <= 0.0
         factors = jnp.where(hits_wholly, 1.0, misses) ** options.focal_gamma
         losses = jnp.where(hits_wholly, 0.0, factors * losses)

@@ -1,4 +1,4 @@
-"""sigmoid_cross_entropy: validation and reduction. XLA makes one kernel of it, forward and backward."""
+"""sigmoid_cross_entropy: validation and reduction. XLA fuses it into one kernel in each direction."""
 
 import jax
 import jax.numpy as jnp

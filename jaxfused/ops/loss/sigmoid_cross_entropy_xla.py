@@ -34,7 +34,7 @@ def losses(logits: jax.Array, labels: jax.Array, options: Options) -> jax.Array:
         if options.focal_gamma:
             hits = jax.nn.sigmoid(logits)
             misses = hits + targets - 2.0 * hits * targets
-            # The gradient of the power is undefined at 0, so that 1 replaces the base there.
+            # The derivative of the power is undefined at base 0, so that 1 replaces the base there.
             hits_wholly = misses <= 0.0
             factors = jnp.where(hits_wholly, 1.0, misses) ** options.focal_gamma
             result = jnp.where(hits_wholly, 0.0, factors * result)

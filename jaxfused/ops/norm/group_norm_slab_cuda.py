@@ -76,7 +76,7 @@ def candidates(
 
 
 def _line_sums(config: Config) -> int:
-    """Returns how many partial sums of a channel a block has in shared memory: one a warp if possible."""
+    """Returns how many partial sums a channel has in a block's shared memory: one a warp if possible."""
     return THREADS // 32 if 32 % config.vectors == 0 else THREADS // config.vectors
 
 

@@ -275,7 +275,7 @@ def gradients(
         projection = _mean(dnormalised * normalised, names)
         dh = dnormalised - normalised * projection - _mean(dnormalised, names)
     else:
-        # Multiplied by rstd after the mean, this sum does not wait for rstd's own, so that XLA can #
+        # Multiplied by rstd after the mean, this sum does not wait for rstd's own, so that XLA can
         # compute both in one kernel.
         projection = _mean(dnormalised * u, names) * rstd[..., None]
         dh = dnormalised - normalised * projection

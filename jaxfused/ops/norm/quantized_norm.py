@@ -104,7 +104,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (quantised y, row scales, next_residual) from x and residual [rows, D] and vectors [D]."""
+    """Computes (quantised y, row scales, next_residual) from x, residual [rows, D] and vectors [D]."""
 
     options: NormOptions
     dtype: str

@@ -18,12 +18,14 @@ BlockSize = Literal[32, 64, 128]
 
 
 class BlockList(NamedTuple):
-    """Kept blocks in the order of the columns of blocks, or of the rows."""
+    """List of the kept blocks by column of blocks, or by row of blocks; a line is one of these."""
 
     starts: jax.Array
-    """First entry of each line, and at the end the number of entries, int32 [lines + 1]."""
+    """Index of the first entry of each line, then the number of entries, int32 [lines + 1]."""
     entries: jax.Array
-    """Block index and place in its line of each entry, int32 [2, kept]."""
+    """Index of each entry's block, and its row of blocks (in the list by row, its column), int32 [2,
+    kept].
+    """
 
 
 @serializable
@@ -190,7 +192,7 @@ class BlockSparse:
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:
-        """Row and column of blocks of each block, both int32 [kept]."""
+        """Row of blocks, and column of blocks, in which each kept block is, both int32 [kept]."""
         return places_of(self.by_column), places_of(self.by_row)
 
     def to_dense(self) -> jax.Array:
@@ -232,7 +234,7 @@ def block_lists(
 
 
 def _lines(lines: jax.Array, places: jax.Array, count: int) -> BlockList:
-    """Returns the blocks sorted by line, and by place within a line.
+    """Returns the list of blocks sorted by line (column or row of blocks), then by place in the line.
 
     Blocks beyond the matrix are in the last line's list, at a place beyond its end.
     """
@@ -243,6 +245,6 @@ def _lines(lines: jax.Array, places: jax.Array, count: int) -> BlockList:
 
 
 def places_of(listed: BlockList) -> jax.Array:
-    """Returns each block's place in its line."""
+    """Returns each block's row of blocks, given the list by column; its column, given that by row."""
     indices, places = listed.entries
     return jnp.zeros_like(places).at[indices].set(places)

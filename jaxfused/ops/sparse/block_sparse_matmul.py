@@ -131,14 +131,14 @@ def block_sparse_matmul(
 
 
 _LISTS = ("nbc", "p", "qn", "r", "qn")
-"""Letters of the axes of the blocks, and of their lists by column and by row."""
+"""Axis letters of the blocks, and of the two arrays of each list, by column and by row."""
 _WHOLE = "kfnbcpqr"
 _LETTERS = _WHOLE
 
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a product."""
+    """Static arguments of a block-sparse product."""
 
     dtype: Any
     """Dtype in which x and the blocks are multiplied."""
@@ -189,7 +189,7 @@ _block_sparse_matmul.defvjp(_fwd, _bwd)
 
 @dataclass(frozen=True)
 class BlockSparseProduct:
-    """Computes (x @ w,) from x [M, D], the blocks and their lists; or (x @ w^T,) from x [M, F]."""
+    """Computes (x @ w,) from x [M, D], blocks and lists; if `transposed`, (x @ w^T,) from x [M, F]."""
 
     options: Options
     transposed: bool = False
@@ -339,7 +339,7 @@ class KeptBlocks(OneByOne):
 
 
 def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
-    """Returns the order by the share of the matrix that is kept; XLA multiplies all of it."""
+    """Returns which of Pallas and XLA is faster by the share of blocks kept; XLA multiplies all."""
     if not is_modelled(device):
         return UNMODELLED
     first = "pallas" if kept <= most else "xla"

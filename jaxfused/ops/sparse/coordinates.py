@@ -31,7 +31,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Container:
-    """A sparse matrix's class and structure, to make a matrix with other values."""
+    """Makes sparse matrices with the class and indices of `like` and other values."""
 
     like: Any
 
@@ -47,7 +47,7 @@ class Container:
 
 
 def check_dense(op: str, name: str, matrix: Any) -> None:
-    """Checks that `matrix` is no sparse one."""
+    """Checks that `matrix` is not one of JAX's sparse matrices."""
     if isinstance(matrix, JAXSparse):
         raise ValueError(
             f"{op}: {name} is a {type(matrix).__name__}, but one factor of the product is sparse and the"

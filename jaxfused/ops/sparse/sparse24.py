@@ -185,7 +185,7 @@ def _check_matrix(op: str, weight: jax.Array) -> None:
 
 
 def greatest_places(weight: jax.Array) -> jax.Array:
-    """Returns the ordered places of the two greatest of each four numbers, int32 [D / 4, 2, F]."""
+    """Returns the places of the two greatest magnitudes of each four, ascending, int32 [D / 4, 2, F]."""
     groups = jax.lax.stop_gradient(weight).reshape(-1, GROUP, weight.shape[1])
     magnitudes = jnp.abs(groups)
     # NaN counts as the greatest, so that it stays visible in results.
@@ -202,7 +202,7 @@ def greatest_places(weight: jax.Array) -> jax.Array:
 
 @functools.partial(stated_gradient, linear=(0,))
 def taken(weight: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the numbers of a matrix [D, F] at their places in groups of four: [F, D / 2]."""
+    """Returns the numbers of a matrix [D, F] at `places` of each four along D: [F, D / 2]."""
     groups = weight.reshape(-1, GROUP, weight.shape[1])
     kept = jnp.take_along_axis(groups, places, axis=1, mode="clip")
     return kept.reshape(-1, weight.shape[1]).T

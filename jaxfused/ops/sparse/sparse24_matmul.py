@@ -124,7 +124,7 @@ _WHOLE = "kfcstw"
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a product."""
+    """Static arguments of sparse24_matmul."""
 
     precision: Any
 

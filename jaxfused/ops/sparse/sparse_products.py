@@ -1,4 +1,4 @@
-"""Stages of sparse_matmul and sampled_matmul: sparse times dense, and a dense product at some places."""
+"""Operations of sparse_matmul and sampled_matmul: sparse @ dense, and dense products at some places."""
 
 import functools
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from jaxfused.runtime.vmap import OneByOne, is_batched
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a product."""
+    """Static arguments of sparse_matmul or sampled_matmul."""
 
     op: str
     rows: int
@@ -197,9 +197,10 @@ class SampledProduct(OneByOne):
 
 
 _LEAST_NUMBERS, _LEAST_UNSORTED = 2**20, 2**24
-"""Numbers of the matrix, zeros included, from which on the kernel is faster; the second if entries must
-be sorted for the kernel alone."""
+"""Elements of the matrix, zeros included, from which the kernel is faster; the second number if it has
+to sort the entries first and XLA's dense product does not.
+"""
 _WITHOUT_TF32 = 7
 """Factor by which a dense float32 product is slower if it may not use TF32."""
 _DENSE = 64
-"""XLA multiplies by the dense matrix if at least one in this many of its numbers is an entry."""
+"""XLA multiplies by a dense copy of the matrix if at least 1 in _DENSE of its elements is an entry."""

@@ -34,13 +34,13 @@ def dense_product(
     out_dtype: Any,
     precision: Any,
 ) -> jax.Array:
-    """Returns the product of `sparse_product` by a dense copy of the matrix."""
+    """Computes `sparse_product` as a dense product with a copy of the matrix that has its zeros."""
     shape = (rows, b.shape[0])
     if places.is_unique:
         at = _without_negative(places, shape)
     else:
         at, data = _with_sums(data, places, shape)
-    # A scatter that adds has no order on a GPU.
+    # Entries of one place were added before: a scatter-add on a GPU has no fixed order.
     a = jnp.zeros(shape, b.dtype).at[at].set(data.astype(b.dtype), mode="drop")
     return product("mk,kn->mn", a, b, dtype=b.dtype, out_dtype=out_dtype, precision=precision)
 
@@ -48,7 +48,7 @@ def dense_product(
 def repeatable_product(
     data: jax.Array, places: Coordinates, b: jax.Array, *, rows: int, out_dtype: Any
 ) -> jax.Array:
-    """Returns `sparse_product` summed in a fixed order, as its scatter on a GPU is not."""
+    """Computes `sparse_product` with sums in a fixed order, which a scatter on a GPU does not have."""
     wide = accumulator_dtype(b.dtype)
     # Negative rows stay negative, so that sorted entries stay sorted.
     at, (_, columns) = places.rows, _without_negative(places, (rows, b.shape[0]))
