@@ -14,8 +14,8 @@
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kInfinity = INFINITY;
-// Log-sum-exp of a row that attends to nothing: -0.7 times the largest float32, as in the
-// reference.
+// Log-sum-exp of a row that attends to nothing: -0.7 times the largest float32, as in the XLA
+// implementation.
 constexpr float kEmptyLse = -2.3819763e38f;
 // Queries and keys in a block, the unit in which segments' bounds are counted.
 constexpr int kSegmentBlock = 32;
@@ -26,7 +26,8 @@ struct Bounds {
   int start, full_start, full_stop, stop;
 };
 
-// An optional operand [B or 1, N or 1, T or 1, S or 1]. Axes of length 1 have stride 0.
+// An optional operand [batch, heads, queries, keys] that broadcasts: axes of length 1 have stride
+// 0.
 struct LogitsOperand {
   const void* data;
   int64_t strides[4];
@@ -95,7 +96,7 @@ struct Owner {
   }
 };
 
-// Window side without a limit, and most offset of queries: sums of both and two lengths fit int.
+// An unlimited side of a window, and the largest query offset: sums with two lengths fit an int.
 constexpr int kNoLimit = 1 << 29;
 
 // Lengths of a batch entry, and the position of its queries among its keys.
@@ -293,7 +294,7 @@ __device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Exten
   }
 }
 
-// --- dropout: the bits of jaxfused.ops.attention.attention_xla.keep ------------------------------
+// --- dropout: the same bits as jaxfused.ops.attention.attention_xla.keep -------------------------
 
 __device__ __forceinline__ uint32_t murmur(uint32_t x, uint32_t tweak = 0) {
   x ^= x >> 16;

@@ -29,7 +29,8 @@ struct Statistics {
 struct BackwardArgs : AttentionArgs {
   const void* dout;              // [B, T, N, V]
   const Statistics* statistics;  // [B, N, T padded]
-  // Corrected delta less the sum of the gradients of a row's logits, [B, N, T padded].
+  // Added to the sum of the gradients of a row's logits, it gives the corrected delta, [B, N, T
+  // padded].
   const float* missing;
   Statistics* corrected;  // statistics with the corrected delta, [B, N, T padded]
   int statistics_rows;

@@ -63,8 +63,8 @@ __device__ __forceinline__ Statistics statistics_of(const Args& args, int image,
   return {shared.statistics, args.statistics_size > kSums ? table : nullptr};
 }
 
-// Applies the steps from `first` until `last`; with kUntilStatistics it stops before the step that
-// needs statistics.
+// Applies steps `first` to `last` - 1; with kUntilStatistics it stops before the step that needs
+// statistics.
 template <bool kFinite, bool kUntilStatistics, typename Where, int kChannels>
 __device__ __forceinline__ void run(const Shared<kChannels>& shared, int first, int last,
                                     const Statistics& statistics, const Where& where,

@@ -79,11 +79,11 @@ struct Args {
   int64_t bytes;   // bytes of all images
   bool has_words;  // whether each quad of an image's pixels starts at a multiple of 4 bytes
   const void* x;
-  const float* maps;        // [images, kMapSize]
-  const float* rows;        // [images, steps, kStepSize]
+  const float* maps;        // position maps, [images, kMapSize]
+  const float* rows;        // operation and values of each step, [images, steps, kStepSize]
   const float* statistics;  // [images, statistics_size], or nullptr if no step needs statistics
   int statistics_size;
-  const float* blurs;  // [images, 2 reach_y + 1 + 2 reach_x + 1], or nullptr
+  const float* blurs;  // weights or a factor, [images, 2 reach_y + 1 + 2 reach_x + 1], or nullptr
   void* y;             // [images, out_height, out_width, channels]
   // The sum of gray, and least and largest values of three channels, before the step that needs
   // statistics: [images, tiles, kSums], or nullptr.
@@ -91,7 +91,7 @@ struct Args {
   int* counts;  // number of pixels of each level, [images, colours, 256], or nullptr
 };
 
-// An image's map in shared memory.
+// An image's map, from positions in the result to those in the image, in shared memory.
 struct Map {
   const float* values;
 

@@ -40,7 +40,7 @@ struct MomentumArgs {
   void* tall;  // transposes of `wide`
   float* partial;
   float* squares;
-  bool rounds;  // whether to round to tf32
+  bool rounds;  // whether to round `wide` and `tall` to tf32
   MomentumLeaf leaves[kMaxLeaves];
 };
 static_assert(sizeof(MomentumArgs) <= 32764);

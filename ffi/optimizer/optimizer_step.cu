@@ -30,8 +30,8 @@ enum Stream {
   kSecondScale
 };
 static_assert(kSecondScale + 1 == kMaxStreams);
-constexpr int kMostRead = kCopy;         // streams below this one have values that are read
-constexpr int kMostWritten = kCopy + 1;  // streams below this one have values that are written
+constexpr int kMostRead = kCopy;         // arrays before this one have values that are read
+constexpr int kMostWritten = kCopy + 1;  // arrays before this one have values that are written
 
 // The scalars in the order of memory, which jaxfused/ops/optimizer/optimizer_step_cuda.py repeats.
 struct alignas(16) Scalars {
@@ -53,7 +53,8 @@ constexpr int kScalars = sizeof(Scalars) / sizeof(float);
 // LAMB takes two passes, because the norms of a whole leaf are needed between the moments and the
 // parameters. The second pass recomputes the direction. kLambWrite takes the moments that
 // kLambMoments has written in float32. kLambWhole, after kLambNorms, starts from the gradient,
-// since a second moment rounded to 0 in 16 bits would give another direction than the norms are of.
+// since a second moment rounded to 0 in 16 bits would give a direction other than that of the
+// norms.
 enum class Rule { kAdam, kAdam8Bit, kLion, kSgd, kLambMoments, kLambWrite, kLambNorms, kLambWhole };
 
 __host__ __device__ constexpr bool takes_norms(Rule rule) {
@@ -139,7 +140,7 @@ struct StepArgs {
   const Scalars* scalars;
   const float* stats;        // [2]: sum of squares of all gradients; non-zero if any is not finite
   const float2* norms;       // squared norms of each leaf's parameter and update direction
-  float2* partial_norms;     // the same for each warp and tile
+  float2* partial_norms;     // squared norms of each warp's part of each tile
   const LeafRandom* random;  // seeds of each leaf, if anything is rounded at random
   uint32_t rounded;          // bits of the bfloat16 streams that are rounded at random
   bool clips;

@@ -140,8 +140,8 @@ class Copies {
     }
   }
 
-  // Starts the copies of one step for each sum warp. Zero points are single bytes, which cp.async
-  // cannot copy: they wait in registers until store_zero_points.
+  // Starts the copies of one step (kStep features) for each warp that sums. Zero points are single
+  // bytes, which cp.async cannot copy: they wait in registers until store_zero_points.
   __device__ __forceinline__ void start(int first_step, int slot) {
     uint8_t* stage = memory_ + slot * place_.stage_bytes;
     const uint32_t shared = shared_address(stage);

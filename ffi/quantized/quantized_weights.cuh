@@ -147,7 +147,7 @@ struct Converter<T, Weights::kFloat8> {
   }
 };
 
-// The weights that a warp copies and multiplies in a step.
+// The weights that a warp copies and multiplies in a step of kStep features.
 template <Weights kWeights>
 struct WarpWeights {
   static constexpr int kRowBytes = kWeights == Weights::kInt4 ? kStep / 2 : kStep;

@@ -12,13 +12,13 @@
 #include "common/rows.cuh"
 
 constexpr int kMaxClusterBlocks = 8;
-// A thread's vectors that are copied to shared memory as a group, and groups in flight.
+// Vectors of a thread that one group of async copies brings, and groups in flight.
 constexpr int kGroup = 4;
 constexpr int kGroups = 3;
 constexpr int kMinBlockThreads = 256;
 constexpr int kMaxBlockThreads = 1024;
 constexpr int kMaxBlockWarps = kMaxBlockThreads / kWarpSize;
-// Threads of all blocks that share a row.
+// Most threads, over all its blocks, that share a row.
 constexpr int kMaxRowThreads = 2048;
 
 // Distribution of a row's vectors over blocks and threads.

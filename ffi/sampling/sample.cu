@@ -21,7 +21,7 @@
 namespace {
 
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr int kNone = -1;  // the token of a row without a distribution
+constexpr int kNone = -1;  // token of a row whose logits are all -inf or include NaN
 // Expected number of words in a list, which is Poisson distributed, and a list's capacity.
 constexpr float kExpected = 24.0f;
 constexpr int kMostListed = 64;
@@ -77,7 +77,7 @@ struct Best {
     if (other.score > score || (other.score == score && other.word < word)) *this = other;
   }
 
-  // Returns the best of a warp.
+  // Returns the best of the warp's lanes.
   __device__ __forceinline__ Best of_lanes() const {
     const uint32_t key = static_cast<uint32_t>(ordered(score)) ^ 0x80000000u;
     const uint32_t most = largest_of_warp(key);
@@ -90,7 +90,7 @@ struct Best {
   }
 };
 
-// A block's words of the list, in no order. `count` includes words that did not fit.
+// A block's part of the list of words, unordered. `count` includes words that did not fit.
 struct List {
   Place words[kMostListed];
   int count;
@@ -138,8 +138,8 @@ class Row {
         inverse_temperature_(inverse_temperature),
         scale_(fminf(inverse_temperature * kLog2e, FLT_MAX)) {}
 
-  // Makes the first pass; returns the sum of the weights, which is not above 0 for a row without a
-  // distribution.
+  // Makes the first pass; returns the sum of the weights: 0 if all logits are -inf, NaN if one is
+  // NaN.
   __device__ __forceinline__ float begin() {
     const RowWeight sum = weight_of_row(slice_, join_, scale_);
     maximum_ = sum.maximum;
@@ -171,12 +171,12 @@ class Row {
     return words[0].word;
   }
 
-  // Returns the kept word with the highest score.
+  // Returns the word with the highest score of those that the filters keep.
   __device__ __forceinline__ int best_kept(const Filters& filters, int features) {
     const bool counts = filters.top_k < features;
     int low = ordered(-INFINITY);
     float kept_weight = counts && filters.share < 1.0f ? 0.0f : weight_;  // 0 until it is computed
-    Place end = {-INFINITY, INT_MAX};  // a kept word is before this
+    Place end = {-INFINITY, INT_MAX};  // the result comes before this one
     float weight_before = weight_;
     for (;;) {
       Best words[kPivots];
@@ -238,7 +238,7 @@ class Row {
   template <bool kAll>
   __device__ __forceinline__ void list_words(float least_logit, float lowest) {
     if (is_listed_) {
-      join_.wait();  // until all blocks have read the last list
+      join_.wait();  // until all blocks have read the previous list
       if (threadIdx.x == 0) list_->count = 0;
       __syncthreads();
     }
@@ -270,7 +270,7 @@ class Row {
   }
 
   // Returns the word with the highest score of those before `end`, with exponents of at least
-  // `least`. This takes longer than a list.
+  // `least`. It takes longer than finding it in the list.
   __device__ __forceinline__ Best best_before(Place end, float least) {
     const float least_of_logits = fmaxf(least_logit(least), end.logit);
     Best best;

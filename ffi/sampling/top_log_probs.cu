@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int kNone = -1;  // the token of a row without a distribution
+constexpr int kNone = -1;  // token of a row whose logits are all -inf or include NaN
 
 struct TopArgs {
   const void* logits;  // [rows, features]
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kMaxBlockThreads) top_log_probs_rows(TopArgs a
     slice.template for_each<false>([&](int column, const float (&z)[kVec]) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        // Values beyond the row are no words.
+        // Values beyond the row are padding, not words.
         const bool is_word = column + i >= 0 && column + i < args.features;
         const Place place = {finite(z[i]), column + i};
         if (is_word && place.is_after(last.logit, last.word)) next.join({place});

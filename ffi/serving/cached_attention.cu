@@ -46,7 +46,7 @@ struct CacheArgs {
   int tokens;
   int key_heads;
   int group;
-  int row_tiles;  // units of a key head
+  int row_tiles;  // units (tiles of query rows) of a key head
   int unit_rows;  // rows of a unit that are stored
   float scale;
   float cap;  // soft cap of the logits, 0 for none
@@ -55,7 +55,7 @@ struct CacheArgs {
 
   __device__ __forceinline__ int units() const { return key_heads * row_tiles; }
   __device__ __forceinline__ int rows() const { return tokens * group; }
-  // Index of a row of a key head in query and output.
+  // Index in query and output of a key head's row, which is a token's query head.
   __device__ __forceinline__ int64_t place_of(int sequence, int head, int row) const {
     const int token = row / group;
     return (static_cast<int64_t>(sequence * tokens + token) * key_heads + head) * group +

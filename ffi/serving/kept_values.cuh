@@ -77,7 +77,7 @@ __device__ __forceinline__ void load_words(const uint8_t* from, uint32_t* to, bo
 template <typename V, int kHead>
 struct KeyTile {
   static constexpr int kChunks = kHead * kKeptBytes<V> / 64;
-  static constexpr int kValues = 16 / kKeptBytes<V>;  // of a chunk
+  static constexpr int kValues = 16 / kKeptBytes<V>;  // values of a chunk
   static constexpr int kSteps = kValues / 4;          // products over 16 columns that a chunk gives
 
   uint32_t rows[2][kChunks * 4];
@@ -119,7 +119,7 @@ struct ValueTile {
   static constexpr int kChunkBytes = kHead * kKeptBytes<V> / 8 < 16 ? 8 : 16;
   static constexpr int kChunks = kHead * kKeptBytes<V> / 8 / kChunkBytes;
   static constexpr int kWords = kChunkBytes / 4;
-  static constexpr int kValues = kChunkBytes / kKeptBytes<V>;  // of a chunk
+  static constexpr int kValues = kChunkBytes / kKeptBytes<V>;  // values of a chunk
 
   uint32_t rows[2][2][kChunks * kWords];
 

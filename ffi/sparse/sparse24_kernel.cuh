@@ -99,8 +99,8 @@ struct Tile {
   int row;      // index of the tile of rows
 };
 
-// Returns tile number `item`. Tiles come in bands of rows of tiles; within a band, features vary
-// slowest.
+// Returns tile number `item`. Tiles are ordered in bands of kBand rows of tiles; in a band,
+// features vary slowest.
 __device__ __forceinline__ Tile tile_at(int item, const Args& args) {
   const int across = args.feature_tiles;
   const int band = item / (kBand * across);

@@ -179,7 +179,7 @@ class _Policy(Transform):
         raise NotImplementedError
 
     def _most(self, size: jax.Array) -> dict[str, Any]:
-        """Returns the largest amounts by name of the warp, of colour factors, of Posterize's bits."""
+        """Returns the largest amount for each warp's name, "factor" (colours) and "bits" (Posterize)."""
         raise NotImplementedError
 
     def _layer(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:

@@ -90,7 +90,7 @@ def checked(images: Any) -> Batch:
 
 
 def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
-    """Returns the images' sizes; traced ones are clipped to the array's, as no pixel is outside."""
+    """Returns the images' sizes; traced ones are clipped to the array's, so that reads stay inside."""
     values = readable_values(sizes)
     if values is not None:
         wrong = ((values < 0) | (values > np.array(most))).any(-1)
@@ -349,7 +349,8 @@ class _State:
     def _rows(
         self, draws: Draws, pointwise: Sequence[int], channels: int
     ) -> tuple[jax.Array, steps_xla.Steps]:
-        """Returns each pointwise step's operation and values, [B, steps, 1 + width], and all `Steps`."""
+        """Returns each step's operation and values, [B, steps, 1 + width], and its possible
+        operations."""
         wide = steps_xla.width(channels)
         is_uint8, steps = self.batch.images.dtype == jnp.uint8, []
         rows = []

@@ -22,7 +22,7 @@ _ROUNDED = (jnp.bfloat16, jnp.float16)
 """Result dtypes for which 15-bit interpolation weights suffice: the error is 1/16 of a rounding."""
 DTYPES = (jnp.uint8, *cuda_library.DTYPES)
 _IN_PLACE = Reading((0, 0), "bilinear", is_upright=True, drops=True, fill=(0.0,), widest=1.0)
-"""Reading for a pass without a resampling, where each pixel stays in its place."""
+"""Options passed to the kernel where nothing is resampled: each pixel stays in its place."""
 
 
 def why_spec_unfit(spec: Pass, channels: int) -> str | None:

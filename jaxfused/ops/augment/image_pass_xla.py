@@ -15,7 +15,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class Blur:
-    """A blur of uint8 images after a pass, and steps after it, each rounded like a pass of its own."""
+    """A blur of uint8 images after a pass, and steps after it; both read values rounded to uint8."""
 
     reach: tuple[int, int]
     """Number of pixels on each side that a value depends on, along columns and along rows."""
