@@ -58,7 +58,7 @@ struct AttentionArgs {
   uint32_t dropout_threshold;
   float keep_probability;
   int tiles;           // tiles of rows
-  int heads_together;  // heads whose tiles alternate in the order of CTAs
+  int heads_together;  // number of heads whose tiles alternate in the order of CTAs
   bool descending;     // whether the last tile belongs to the first CTA
 
   // Whether position and length alone decide which keys a query attends to, and no other option is

@@ -29,8 +29,7 @@ struct Statistics {
 struct BackwardArgs : AttentionArgs {
   const void* dout;              // [B, T, N, V]
   const Statistics* statistics;  // [B, N, T padded]
-  // Added to the sum of the gradients of a row's logits, it gives the corrected delta, [B, N, T
-  // padded].
+  // Added to the sum of a row's logits' gradients, it gives the corrected delta, [B, N, T padded].
   const float* missing;
   Statistics* corrected;  // statistics with the corrected delta, [B, N, T padded]
   int statistics_rows;
@@ -226,7 +225,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
     const uint32_t own_other_lane = own_lane + (own_other_smem - own_smem);
     const auto advance = [&](Visit& one) {
       ++one.block;
-      // A CTA that owns queries has one head; one that owns keys goes on to the next.
+      // A CTA that owns queries has one head; one that owns keys visits its query heads in turn.
       if (kTransposed && one.block == stop) one = {one.head + 1, start};
     };
     for (int step = 0; step < visits; ++step, advance(visit)) {

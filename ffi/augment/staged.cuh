@@ -90,7 +90,7 @@ __device__ inline bool fits(const Args& args, float left, float top, float right
   box->top = static_cast<int>(top);
   box->width = static_cast<int>(right) - box->left + 1;
   box->height = static_cast<int>(bottom) - box->top + 1;
-  // A pitch of an odd multiple of 8 words keeps bank conflicts between four rows few.
+  // With a pitch of an odd multiple of 8 words, reads of four rows have few bank conflicts.
   box->pitch = ((box->width + 7) & ~15) + 8;
   if (int64_t{box->pitch} * box->height > args.room.box) box->pitch = (box->width + 3) & ~3;
   return int64_t{box->pitch} * box->height <= args.room.box;

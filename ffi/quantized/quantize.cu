@@ -673,7 +673,7 @@ constexpr int kLargestThreads = 1024;
 
 struct LargestArgs {
   Sources sources;
-  float* maxima;  // maximum of each block
+  float* maxima;  // [blocks], each block's maximum
   Activation activation;
   float least;
 };

@@ -193,7 +193,7 @@ class Copies {
   const float* scale_;
   const int8_t* zero_point_;
   int groups_of_step_;
-  int x_copy_, first_row_, pass_rows_, x_offset_;  // the thread's part of x
+  int x_copy_, first_row_, pass_rows_, x_offset_;  // the thread's copies of x
   const T* x_;
   int8_t zeros_[kPasses] = {};
 };

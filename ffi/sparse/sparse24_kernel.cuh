@@ -198,7 +198,8 @@ struct Consumer {
     stage.advance();
   }
 
-  // Computes the sums of a tile. A step's register of metadata is kept until its WGMMAs end.
+  // Computes the sums of a tile. Metadata registers alternate: WGMMAs in flight read the previous
+  // one.
   __device__ __forceinline__ void sum(float (&d)[128]) {
     uint32_t even, odd;
     int previous = stage.index;

@@ -7,7 +7,7 @@
 
 #include "common/ptx.cuh"
 
-// Hopper's code, compiled for sm_90a; no later GPU has these instructions.
+// Code for Hopper alone, compiled for sm_90a; no later GPU has these instructions.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define JAXFUSED_SM90A(...) __VA_ARGS__
 #else

@@ -349,8 +349,7 @@ class _State:
     def _rows(
         self, draws: Draws, pointwise: Sequence[int], channels: int
     ) -> tuple[jax.Array, steps_xla.Steps]:
-        """Returns each step's operation and values, [B, steps, 1 + width], and its possible
-        operations."""
+        """Returns each step's (operation, values), [B, steps, 1 + width], and possible operations."""
         wide = steps_xla.width(channels)
         is_uint8, steps = self.batch.images.dtype == jnp.uint8, []
         rows = []

@@ -127,7 +127,7 @@ def shift_at(shift: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, j
 
 
 Pixels = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Function of an image [H, W, C], columns and rows that returns the pixels there."""
+"""Function f(image [H, W, C], columns, rows) that returns the pixels at these positions."""
 
 
 def resample(x: jax.Array, reading: Reading, map: Map, pixels: Pixels | None = None) -> jax.Array:
