@@ -1,4 +1,4 @@
-"""The choice of an operator's implementation, and the reasons against the others.
+"""Chooses an operator's implementation, and says why others cannot run.
 
 An operator gives `choose` one reason for each implementation, in order of preference: None if the
 implementation can run, or a sentence that says why it cannot. `jaxfused.runtime.runner` then prefers
@@ -116,7 +116,7 @@ class Choice(NamedTuple):
     """The basis of the choice: the caller's name, the operator's rule ("model"), or the autotuning table
     at these shapes or at near ones. None for a choice that does not depend on shapes."""
     config: Any = None
-    """The table's config, or None for the implementation's default."""
+    """The config from the autotuning table, or None for the implementation's default."""
     kernel: Any = None
     """The `jaxfused.runtime.runner.Stage` that runs, or None if the call is plain jax.numpy."""
     estimate: Estimate = None
@@ -165,7 +165,7 @@ def record(choice: Choice) -> None:
 
 @contextlib.contextmanager
 def recorded(*, alone: bool = False) -> Iterator[list[Choice]]:
-    """Yields a list, to which all choices made while tracing in this context are added.
+    """Yields a list, to which each `Choice` made while tracing in this context is added.
 
     With `alone`, as for a trial, these choices are not added to the lists of outer contexts, nor those
     of other threads to this list.

@@ -117,7 +117,7 @@ def _shapes(arrays: Iterable[tuple[Any, Sequence[int]]]) -> str:
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Reports for each call of an operator in `f(*args, **kwargs)` what runs each of its stages.
+    """Reports for each operator called in `f(*args, **kwargs)` which implementation runs each stage.
 
     The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
     those that a kernel sees: after `jax.vmap`, on one device's shard. Each stage comes with what

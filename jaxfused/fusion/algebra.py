@@ -291,7 +291,7 @@ class Mean(NamedTuple):
     argument: Value
     axes: tuple[int, ...]
     placed: tuple[int, ...]
-    """Axes at which the viewed value has the remaining axes of `argument`, in order."""
+    """For each axis of `argument` that remains after the mean, the axis of the viewed value."""
 
     @property
     def is_in_place(self) -> bool:
@@ -359,7 +359,7 @@ def is_reshape(node: Node) -> bool:
 
 
 def at_dtype(value: Value, dtype: object) -> Value | None:
-    """Returns the earliest of the value's `stages` that has this dtype, or None."""
+    """Returns the earliest form of the value, before its casts, that has this dtype, or None."""
     return next((v for v in reversed(stages(value)) if v.dtype == dtype), None)
 
 

@@ -15,7 +15,7 @@ class Arrangement:
 
     layout: Layout
     images: tuple[int, ...]
-    """Parts (see `frame`) of the axes that count images; each image has its own moments."""
+    """Indices of the `Frame`'s parts that count images; each image has its own mean and variance."""
     pixels: Layout
     """Parts of each axis that is averaged over."""
     channels: tuple[int, ...]

@@ -24,7 +24,7 @@ class Plan:
     graph: Graph
     steps: list[Step]
     bodies: dict[Node, tuple["Plan", ...]]
-    """Plans of the bodies of operations in which something is replaced."""
+    """Plans of the bodies of each loop, branch or checkpoint in which something is replaced."""
 
     @property
     def changes(self) -> bool:

@@ -1,4 +1,4 @@
-"""Each feature of a value as a sum of features of x, times numbers from tables such as cosines.
+"""Reads each feature of a value as a sum of features of x, times numbers from tables of cosines.
 
 Rotations are written in many ways: by halves or interleaved pairs, sliced or reshaped, reversed and
 negated, as complex numbers. All of them give the same sums here, because every operation of the program

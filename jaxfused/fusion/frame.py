@@ -98,7 +98,7 @@ class Frame:
 
 
 def frame(value: Value) -> Frame:
-    """Returns the frame of an array, with the parts into which its axes and earlier reshapes cut it."""
+    """Cuts an array's axes into parts, as finely as the reshapes before the array need."""
     sizes = [size for size in value.shape if size != 1]
     while True:
         stages = _stages(value, sizes)

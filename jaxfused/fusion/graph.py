@@ -88,7 +88,7 @@ class Value:
 
 
 class Call:
-    """A call of `jax.jit` or another plain call, which the graph looks through."""
+    """A call of `jax.jit` or another plain call, whose operations the graph holds like its own."""
 
     __slots__ = ("eqn", "ins", "items", "outs", "parent")
 

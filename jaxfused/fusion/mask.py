@@ -1,4 +1,4 @@
-"""Reads a program's attention masks, and turns them into arguments of the operator.
+"""Reads a program's attention masks, and turns them into arguments of dot_product_attention.
 
 Masks are conjunctions of parts. A part that does not depend on the arguments is evaluated: it may be
 the causal mask, a window, or any other. The other parts are arrays of the program. A query without keys
@@ -35,7 +35,7 @@ class Layout:
     """
 
     sizes: dict[str, int]
-    """Size of each atom."""
+    """Length of each atom, a named part of an axis."""
     batch: tuple[str, ...]
     heads: tuple[str, ...]
     """Atoms of the heads: key heads and, last, the query heads that share a key head."""
@@ -43,7 +43,7 @@ class Layout:
     key: str
 
     def spread(self, array, axes: tuple[int | None, ...], logits: Sequence[tuple[str, ...]]):
-        """Returns an array, given its `axes` among those of the logits, broadcastable to [B, N, T, S].
+        """Reshapes an array, whose axes are `axes` of the logits, to broadcast to [B, N, T, S].
 
         The array may be NumPy's or JAX's.
         """
@@ -228,12 +228,12 @@ _BOUNDED: dict[str, Callable[..., float]] = {
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), lambda x, *_: x),
     **dict.fromkeys(("convert_element_type", "copy", "name"), lambda x: x),
 }
-"""Functions whose values at the corners of the operands' bounds bound the result of an operation."""
+"""Operations that are monotonic in each operand, so that the operands' bounds bound the result."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The constant part of a mask."""
+    """The part of a mask that does not depend on the program's arguments."""
 
     is_causal: bool
     window: tuple[int, int] | None

@@ -159,7 +159,7 @@ _VIEWS = frozenset(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Returns whether an operator refuses a site by this error, so that the program stays as it is."""
+    """Returns whether an operator refuses its operands by this error, so that it replaces nothing."""
     # The error of axes that types split (Explicit) has no public name in JAX 0.11.
     return isinstance(error, TypeError | ValueError) or type(error).__name__ == "ShardingTypeError"
 

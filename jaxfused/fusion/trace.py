@@ -50,7 +50,7 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ]
     graphdef, state = nnx.split(objects) if objects else (None, None)
     state_leaves, state_tree = jax.tree.flatten(state)
-    # `flat` assigns the output tree when it is traced.
+    # The trace of `flat` assigns these.
     out_tree: Any = None
     out_slots: list[Any] = []
     changed: list[int] = []

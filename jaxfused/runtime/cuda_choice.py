@@ -1,4 +1,4 @@
-"""The choice of CUDA C kernels in operators that have Pallas kernels too.
+"""Decides where CUDA C kernels run in operators that have Pallas kernels too.
 
 Unless named, they run only on GPUs that the Pallas kernels do not support, at sizes where they measured
 faster than XLA.

@@ -74,7 +74,7 @@ TARGETS = (
 
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-"""Dtypes that every kernel takes."""
+"""Dtypes that every kernel supports."""
 
 
 def why_unfit(

@@ -69,7 +69,7 @@ class kernel_gradient:
         return self.function(*static, *_in_reverse_of(refusal, operands))
 
     def _once(self, static: Arrays, operands: Any) -> None:
-        """Makes a second derivative raise: any derivative of these operands of a forward or backward.
+        """Makes JAX raise an error if it differentiates these operands of a forward or backward again.
 
         The operands stay the caller's own arrays, so that a loop whose steps save them keeps one copy.
         """

@@ -15,8 +15,8 @@ from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _SHARE, _RAGGED_SHARE, _LINE = 0.08, 0.24, 32
-"""Time of XLA's extra passes over its product's time from which a kernel is faster: in general, and if a
-row length is no multiple of _LINE. XLA runs a wgrad of up to _LINE rows or columns without passes."""
+"""Share of XLA's extra passes in its product's time from which a kernel is faster: in general, and if a
+row length is no multiple of _LINE. XLA runs a wgrad with a side up to _LINE that needs no passes."""
 _LARGE, _SMALLEST = 8_000_000, 500_000
 """Elements of a result: it has many tiles from the first number on, and below the second XLA is faster
 at a single product, because it splits sums where few tiles leave SMs idle."""

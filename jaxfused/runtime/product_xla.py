@@ -1,4 +1,4 @@
-"""The matrix product of every reference: narrow operands, wide accumulators, also in the gradient.
+"""The matrix product in plain jax.numpy: narrow operands, wide accumulators, also in the gradient.
 
 The forward of `jnp.einsum` with 16-bit operands and float32 results is right. Its gradient, however,
 multiplies a float32 cotangent by a 16-bit operand, which costs a float32 product, and rounds the
@@ -223,7 +223,7 @@ _NARROW = 256
 def unshared(
     x: jax.Array, other: jax.Array, *, converted: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns both factors of a product, kept from being merged with others of x unless that is faster.
+    """Keeps XLA from merging the product of x and `other` with others of x, unless that is faster.
 
     XLA merges products that share an operand into one of concatenated operands, and slices its result.
     The copies take longer than the merging saves, unless there are few rows, or the copied operand is

@@ -373,7 +373,7 @@ def _integer(op: str, name: str, number: Any) -> int:
 
 
 def _codebook(op: str, codebook: Any) -> tuple[float, ...]:
-    """Returns a codebook's numbers as float32 holds them."""
+    """Returns a codebook's numbers rounded to float32."""
     try:
         numbers = np.asarray(codebook, np.float64)
     except (TypeError, ValueError):
@@ -567,7 +567,7 @@ def _check_groups_are_clear(op: str, array: QuantizedArray) -> None:
 def blocks_that_fit_too(
     scale: tuple[int, ...], shape: tuple[int, ...], axis: int
 ) -> tuple[int, int] | None:
-    """Returns (axis, size) of usual blocks that have as many scales as equal groups have, or None."""
+    """Returns (axis, size) of usual blocks that fit the scales as well as equal groups do, or None."""
     for split in (axis, -1) if axis == -2 else (axis,):
         entries, values = scale[split], shape[split]
         for side in _USUAL_SIDES:

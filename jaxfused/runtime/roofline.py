@@ -11,7 +11,7 @@ from jaxfused.runtime.estimate import Rule
 
 _HOPPER = 9
 _OPERATIONS, _BYTES, _LAUNCH = 7e8, 3.8e6, 1.5
-"""Operations of 16 bits and bytes, both per microsecond; microseconds of a launch (H200)."""
+"""16-bit operations per microsecond, bytes per microsecond, and microseconds of a launch (H200)."""
 _EVALUATION = 1.5e-6
 """Microseconds per element in which XLA evaluates gelu_tanh, the derivative of an activation or a part
 of a sum; gelu_erf takes twice as long."""

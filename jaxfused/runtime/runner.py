@@ -68,7 +68,7 @@ class Axes(NamedTuple):
 
 
 class Stage(Protocol):
-    """The work of one kernel in an operator, such as its forward, with all its implementations.
+    """One kernel's work in an operator, such as the forward, with all implementations of it.
 
     A stage is a frozen dataclass of its static parameters, and equal stages compute the same function.
     Operands and results may be None.
@@ -161,14 +161,14 @@ class HasExamples(Protocol):
     def examples(
         self, random: Callable[..., Any], device: dispatch.Device, *operands: Any
     ) -> Operands:
-        """Returns operands of the given shapes and dtypes to measure the stage with.
+        """Returns operands of the given shapes and dtypes to time the kernels with.
 
         `random(operand)` returns a random array of an operand's shape and dtype.
         """
 
 
 StageCall = tuple[Stage, Sequence[Any]]
-"""A stage, and its operands or their shapes."""
+"""A `Stage`, and its operands or their shapes."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def _choice_of_shapes(
 
 
 def forget() -> None:
-    """Clears the caches of choices and traces, for tests that replace what a choice reads."""
+    """Clears the caches of chosen implementations and of traces, for tests that change what decides."""
     _choice_of_shapes.cache_clear()
     cast(Any, _traced).clear_cache()
     traced_once.forget()
@@ -539,7 +539,7 @@ def _row_axes(operands: Sequence[Any], axes: Axes) -> int:
 def _flatten_rows(
     operands: Operands, axes: Sequence[str]
 ) -> tuple[tuple[int, ...], list[jax.Array | None]]:
-    """Returns the shape of the rows, and the operands with the rows' axes merged into one."""
+    """Returns the sizes of the leading axes, and the operands with these axes merged into one."""
     rows: tuple[int, ...] = ()
     flat = []
     for operand, letters in zip(operands, axes, strict=True):

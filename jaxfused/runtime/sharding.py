@@ -271,7 +271,7 @@ def align(
     whole: str = "",
     parts: str = "",
 ) -> tuple[jax.Array | None, ...]:
-    """Returns the operands with one sharding where their types state it, ahead of a custom_vjp.
+    """Returns the operands, resharded alike where their types state a sharding, for a custom_vjp.
 
     A custom_vjp must return gradients of its operands' exact types. JAX differentiates this step by its
     own rules: gradients return to the sharding of the caller's arrays and, in a `jax.shard_map`, those

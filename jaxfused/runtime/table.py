@@ -44,7 +44,7 @@ the number of operands before each addition, and the new operand's position."""
 SHIPPED = Path(__file__).parent / "tables"
 
 FARTHEST = 0.1
-"""Largest distance of a neighbour: the sum over the axes of |log2| of the ratio of the sizes.
+"""Largest distance of shapes that share times: the sum over axes of |log2| of the ratio of sizes.
 
 All sizes together then differ by 7 % at most. Farther away the number of waves differs, and the cost
 model is better than a neighbour: benchmarks/LAB.md has the figures.
@@ -71,9 +71,9 @@ class Key(NamedTuple):
     """Key of a table's entry: a kernel's name, static parameters and operands."""
 
     kernel: str
-    """Name of the stage, such as "layer_norm forward"."""
+    """Name of the kernel, such as "layer_norm forward"."""
     statics: str
-    """The stage's static parameters as JSON, without the fields that have their default.
+    """The kernel's static parameters as JSON, without the fields that have their default.
 
     So an entry still matches after a field with a default is added. A field whose default changes needs
     another name, because entries without the field were measured with the old default.
@@ -161,7 +161,7 @@ class File(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A ranking, and whether it was measured at exactly these shapes."""
+    """A ranking of implementations and configs, and whether it was measured at exactly these shapes."""
 
     ranking: tuple[Ranked, ...]
     exact: bool

@@ -42,7 +42,7 @@ class Traced(NamedTuple):
 
 
 def apply(call: Call, traced: Any, operands: Arrays) -> tuple[jax.Array | None, ...]:
-    """Returns the results of a call, and records its choices.
+    """Returns the results of a call, and records the implementations chosen in it.
 
     Args:
       traced: the trace, by `jax.jit`, of the function that computes the call's `Traced`.

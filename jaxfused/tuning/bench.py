@@ -74,7 +74,7 @@ class Bench(Protocol):
 
 @dataclass
 class GpuBench:
-    """The bench on JAX's default GPU. It lowers in the calling thread and compiles in others."""
+    """Measures on JAX's default GPU. It lowers in the calling thread and compiles in others."""
 
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(os.cpu_count() or 1)

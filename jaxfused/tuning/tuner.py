@@ -27,7 +27,7 @@ not."""
 _SHARE = 0.005
 """Fraction of all kernels' time below which only the default configs of a kernel are measured."""
 _CONFIGS_A_ROUND = 2
-"""Number of configs that are measured of each kernel before the next one, so that all get time."""
+"""Number of configs of each kernel that are measured per round, so that all kernels get time."""
 _RESERVE = 1.3
 """Factor by which the time per candidate may grow from one round of measurements to the next."""
 

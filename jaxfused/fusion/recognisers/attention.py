@@ -330,7 +330,7 @@ def _by_number(node: Node) -> bool:
 
 
 def _unscaled(value: Value) -> tuple[Value, float]:
-    """Returns the value before it is multiplied by numbers, and their product."""
+    """Returns the value before it is multiplied by numbers, and the product of these numbers."""
     factor = 1.0
     while True:
         inner = core(value)

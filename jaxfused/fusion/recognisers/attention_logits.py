@@ -45,7 +45,7 @@ class Masking:
 
     parts: tuple[mask.Part, ...]
     number: float
-    """Value of masked logits."""
+    """The number that masked logits become, or that is added to them."""
     is_added: bool
     """True if the number is added to the logits, which then still get a gradient."""
     as_bias: tuple[View, "Axes", bool] | None = None

@@ -148,7 +148,7 @@ def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
 
 
 def followed_by(book: Book, node: Node, result: Value, channel: int) -> Followed:
-    """Follows the operations after a convolution that the operator can do itself."""
+    """Follows the operations after a convolution that the operator `conv` can include."""
     found = _steps(book, result, channel)
     added = residual_of(book, found.value)
     if added is not None and added.value.dtype == result.dtype:

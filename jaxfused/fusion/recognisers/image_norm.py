@@ -35,7 +35,7 @@ class Match:
 
     @property
     def x(self) -> Stage:
-        """The normalised array in the result's dtype, and in its layout if there is such a stage."""
+        """The normalised array in the result's dtype, and if possible with its axes in that order."""
         stages = [s for s in self.moments.frame.stages if s.value.dtype == self.value.dtype]
         alike = [stage for stage in stages if stage.layout == self.arrangement.layout]
         return (alike or stages)[-1]

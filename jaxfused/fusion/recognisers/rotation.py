@@ -30,7 +30,7 @@ class Table:
     part: str
     """One of PARTS: "real" or "imag" of a complex table, else ""."""
     columns: np.ndarray
-    """Indices of the columns, one for each pair."""
+    """Indices of the table's columns, one for each pair of features."""
     sign: int
 
     def array(self, table: jax.Array, rank: int) -> jax.Array:
@@ -136,7 +136,7 @@ def _steps_to(value: Value) -> list[Node]:
 
 
 def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
-    """Yields, last first, values with all of the result's features that several operations read."""
+    """Yields, last first, values that may be rotated: with all features, read by several operations."""
     readers = Counter(value for node in nodes for value in set(node.ins))
     split = {node.ins[0] for node in nodes if node.name == "split"}
     rows = result.ndim - 1
@@ -249,7 +249,7 @@ def differs_along(found: Rotation, axis: int) -> bool:
 def tables_of_rows(
     found: Rotation, cos: jax.Array, sin: jax.Array, rows: tuple[int, ...], heads: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the tables as [T, R/2], or [*rows, R/2] if they vary by more than the position.
+    """Returns the tables as [length, pairs], or [*rows, pairs] if they vary by more than the position.
 
     They are the same for all heads, which are the axis `heads` of the rotated array.
     """
