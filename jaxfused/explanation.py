@@ -101,7 +101,7 @@ def _figures(choice: dispatch.Choice) -> str | None:
 
 
 def _compared(chosen: str, microseconds: Mapping[str, float]) -> str:
-    """Returns each implementation's time, and how much longer than the chosen one the others take."""
+    """Describes each implementation's time, and by how much the others exceed the chosen one's."""
     least = microseconds[chosen] or math.inf
     others = sorted((time, name) for name, time in microseconds.items() if name != chosen)
     return ", ".join(

@@ -1,4 +1,4 @@
-"""Cuts an array's axes into parts that make up the axes of all arrays of a formula.
+"""Splits an array's axes into parts, from which the axes of all arrays in a formula are made up.
 
 A norm over groups views an array [B, H, W, C] as [B, H, W, G, S]. Its statistics are [B, G] and become
 [B, 1, 1, C] again, and another library has the same as [B, C, H, W]. The axes of all these arrays

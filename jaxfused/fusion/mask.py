@@ -95,7 +95,7 @@ class Part:
 
 
 def truth(value: Value) -> Value:
-    """Returns the booleans behind conversions to numbers and comparisons with 0."""
+    """Returns the booleans from which casts to numbers and comparisons with 0 compute a mask."""
     while value.node is not None:
         node = value.node
         if node.name == "convert_element_type" and value.dtype != np.bool_:

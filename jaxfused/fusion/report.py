@@ -10,7 +10,7 @@ from jaxfused.fusion.site import Miss
 
 @dataclass(frozen=True)
 class Found:
-    """An operator in place of operations of the program."""
+    """One replacement: an operator that runs in place of operations of the program."""
 
     label: str
     """Label such as "layer_norm#3", for the argument `without` of `fuse`."""

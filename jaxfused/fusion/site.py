@@ -160,7 +160,7 @@ _VIEWS = frozenset(
 
 def is_refusal(error: Exception) -> bool:
     """Returns whether an operator refuses its operands by this error, so that it replaces nothing."""
-    # The error of axes that types split (Explicit) has no public name in JAX 0.11.
+    # JAX 0.11 has no public name for the errors of Explicit mesh axes.
     return isinstance(error, TypeError | ValueError) or type(error).__name__ == "ShardingTypeError"
 
 

@@ -21,7 +21,7 @@ _LIBRARIES = (
 
 @cache
 def _folders() -> tuple[str, ...]:
-    """Returns the folders of JAX and of libraries of layers, whose lines a user does not look for."""
+    """Returns the folders of JAX and of libraries of layers, whose lines are not reported."""
     folders = []
     for name in _LIBRARIES:
         found = importlib.util.find_spec(name)

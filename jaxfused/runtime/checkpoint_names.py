@@ -25,5 +25,5 @@ def name_of(operator: str, what: What) -> str:
 
 
 def named(value: Any, operator: str, what: What) -> Any:
-    """Names the arrays of a tree; None stays None."""
+    """Gives the arrays of a tree a checkpoint name; returns None for None."""
     return checkpoint_name(value, name_of(operator, what))

@@ -88,7 +88,7 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 def python_number_fields(module: Any) -> Any:
-    """Makes a linen module check its fields as `python_numbers` checks options."""
+    """Makes a Linen module check its fields against their annotations, like `python_numbers`."""
     types = get_type_hints(module)
     checks = _checks({name: types[name] for name in module.__dataclass_fields__})
     finish = module.__post_init__

@@ -16,7 +16,7 @@ _EVALUATION = 1.5e-6
 """Microseconds per element in which XLA evaluates gelu_tanh, the derivative of an activation or a part
 of a sum; gelu_erf takes twice as long."""
 UNMODELLED = Rule(("xla",), "kernels of products are timed on Hopper GPUs only")
-"""The order on a device for which `is_modelled` is false."""
+"""The rule for devices whose times are not modelled: XLA first."""
 
 
 def is_modelled(device: dispatch.Device) -> bool:

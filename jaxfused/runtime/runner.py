@@ -61,7 +61,7 @@ class Axes(NamedTuple):
     the caller names another implementation, the contracted axes are gathered for it."""
 
     def split(self, implementation: str | None) -> tuple[str, str]:
-        """Returns (whole, parts) for the implementation that the caller named; None if none was."""
+        """Returns the axes not to be split, and the contracted ones that may be, for a named one."""
         if implementation in (None, self.parts_by) or self.parts_by is None:
             return self.whole, self.parts
         return self.whole + self.parts, ""
@@ -273,7 +273,7 @@ class Runner:
         )
 
     def _named(self, reasons: Mapping[str, str | None]) -> str | None:
-        """Returns the implementation that was named, "xla" if it lacks this stage, or None."""
+        """Returns the caller's implementation, or "xla" if that has no kernel here; None if none is named."""
         named = self.implementation
         return "xla" if named is not None and named not in reasons else named
 
@@ -420,7 +420,7 @@ _traced = jax.jit(_Call.run, static_argnums=0)
 
 @dataclass(frozen=True)
 class _OnShard:
-    """A call on a device's shards of the operands."""
+    """Runs a kernel call on one device's shards of the operands."""
 
     call: _Call
     in_own_module: bool

@@ -255,7 +255,7 @@ def entries_of(stages: Sequence[TunedStage]) -> dict[table.Key, tuple[table.Rank
 def stages_of(
     f: Callable[..., Any], args: Sequence[Any], device: dispatch.Device
 ) -> list[TunedStage]:
-    """Returns a program's distinct kernels, by shapes too, that have more than one candidate."""
+    """Returns a program's kernels with several candidates, once for each set of operand shapes."""
     stages: dict[table.Key, TunedStage] = {}
     choices: list[tuple[dispatch.Choice, int]] = []
     for left_or_run, runs in traced(f, *args)[0]:

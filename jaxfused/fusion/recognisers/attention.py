@@ -35,7 +35,7 @@ from jaxfused.fusion.site import Book, Site
 
 
 def find(book: Book) -> None:
-    """Finds all attentions of the graph and adds them to the book."""
+    """Finds all attentions of the graph and records their replacements."""
     for node in book.graph.nodes:
         softmax = softmax_of(node)
         if softmax is None:

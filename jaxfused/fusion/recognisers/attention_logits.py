@@ -98,7 +98,7 @@ def regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
 
 
 def walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
-    """Returns the product before the logits and the operations between the two in order, or None."""
+    """Returns the product that logits come from and the operations after it, in order, or None."""
     path: list[Node] = []
     while value.node is not None and len(path) < limit:
         node = value.node

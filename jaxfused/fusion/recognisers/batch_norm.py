@@ -16,7 +16,7 @@ from jaxfused.ops.norm.batch_norm import run
 
 
 def find(book: Book) -> None:
-    """Finds all batch norms that compute statistics of the batch, and adds them to the book."""
+    """Finds all batch norms that compute statistics of the batch, and records their replacements."""
     image_norm.find(book, _site, of_batch=True)
 
 

@@ -28,7 +28,7 @@ from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
-    """Finds all convolutions that nothing in the book replaces yet, and adds them to the book."""
+    """Finds all convolutions that nothing in the book replaces yet, and records their replacements."""
     for node in book.graph.nodes:
         if node.name == "conv_general_dilated" and node not in book.owner and _is_dense(node):
             why = _why_not(node)
@@ -85,7 +85,7 @@ class Followed:
 
 
 def _steps(book: Book, result: Value, first: int) -> Followed:
-    """Follows `Step`s after a convolution's result, to the last value in the result's dtype.
+    """Follows scales and biases after a convolution, to the last value in the result's dtype.
 
     The channels are the axis `first` of the result.
     """

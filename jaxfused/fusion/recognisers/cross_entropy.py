@@ -36,7 +36,7 @@ class _Loss:
 
 
 def find(book: Book) -> None:
-    """Finds losses whose logits are the result of a product, and adds them to the book."""
+    """Finds losses whose logits are the result of a product, and records their replacements."""
     by_result = None
     for node in book.graph.nodes:
         if node.name != "log":
@@ -83,7 +83,7 @@ def _logits_of(node: Node) -> Value | None:
 
 
 def _loss(node: Node, logits: Value) -> _Loss | None:
-    """Returns the loss that is computed with the logarithm, or None."""
+    """Returns the cross entropy of `logits` that the program computes with their log-sum-exp, or None."""
     value = node.out
     # The exponentials are of logits minus their maximum, which is added to the logarithm
     # (`is_whole`) or subtracted from the logits (`is_log_softmax`).
@@ -138,7 +138,7 @@ def _is_shifted(value: Value, logits: Value) -> bool:
 
 
 def _gathered(value: Value, logits: Value) -> Value | None:
-    """Returns the classes [...] if a value is their logits, gathered, or None."""
+    """Returns the labels [...] if a value is the logits gathered at them, or None."""
     for _ in range(6):
         value = core(value)
         node = value.node
@@ -172,7 +172,7 @@ def _gathered(value: Value, logits: Value) -> Value | None:
 
 
 def _one_hot(value: Value) -> Value | None:
-    """Returns the classes [...] if a value is their one-hot array, or None."""
+    """Returns the labels [...] if a value is their one-hot array, or None."""
     value = core(value)
     node = value.node
     if node is None or node.name != "convert_element_type" or node.ins[0].made_by != "eq":

@@ -15,7 +15,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 
 def find(book: Book) -> None:
-    """Finds all group norms of the graph and adds them to the book."""
+    """Finds all group norms of the graph and records their replacements."""
     image_norm.find(book, _site, of_batch=False)
 
 

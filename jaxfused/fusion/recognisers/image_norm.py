@@ -48,7 +48,7 @@ class Match:
         return between(self.value, leaves)
 
     def operand(self, name: str, array: jax.Array) -> jax.Array:
-        """Returns an operand as the operator takes it: channels last."""
+        """Arranges an operand of the program as the operator takes it: with the channels last."""
         frame, arrangement = self.moments.frame, self.arrangement
         if name == "x":
             return frame.arranged(array, self.x.layout, arrangement.operand)

@@ -10,7 +10,7 @@ from jaxfused.ops.pool.max_pool import max_pool
 
 
 def find(book: Book) -> None:
-    """Finds all max pools of channels-last images and adds them to the book."""
+    """Finds all max pools of channels-last images and records their replacements."""
     for node in book.graph.nodes:
         if node.name == "reduce_window_max" and node not in book.owner and _is_pool(node):
             book.add(_site(node))

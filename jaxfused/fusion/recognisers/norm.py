@@ -54,7 +54,7 @@ class Statistics:
 
 
 def find(book: Book) -> None:
-    """Finds all norms of the graph and adds them to the book."""
+    """Finds all norms of the graph and records their replacements."""
     for node in book.graph.nodes:
         if is_root(node) and node.out.uses and node not in book.owner:
             _find_at(book, node)

@@ -17,7 +17,7 @@ from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
-    """Finds all convolutions that cut their input into patches, and adds them to the book."""
+    """Finds all convolutions that cut their input into patches, and records their replacements."""
     for node in book.graph.nodes:
         if node.name == "conv_general_dilated" and node not in book.owner and _cuts(node):
             book.add(_site(book, node))

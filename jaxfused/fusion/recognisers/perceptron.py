@@ -20,7 +20,7 @@ from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
-    """Finds all MLPs of the graph and adds them to the book."""
+    """Finds all MLPs of the graph and records their replacements."""
     found = projections(book)
     by_result = {p.result: p for p in found}
     by_input: dict[Value, Projection] = {}

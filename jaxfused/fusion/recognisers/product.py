@@ -27,9 +27,9 @@ class Projection:
     w: Value
     """The matrix before casts, unless it has to be transposed."""
     contracted: tuple[int, ...]
-    """Axes of w that make up D, in the order of the trailing axes of x that do."""
+    """Axes of w that are summed over, in the order of the last axes of x that they are summed with."""
     result: Value
-    """The product [..., *features], after a transposition to this order."""
+    """The result [..., *features], after the program's transposition to this order, if any."""
     covered: frozenset[Node]
 
     @property

@@ -43,7 +43,7 @@ class _Branch:
 
 
 def find(book: Book) -> None:
-    """Finds the products that compute the operands of each attention, and adds them to the book."""
+    """Finds the products that compute the operands of each attention, and records their replacements."""
     attentions = [s for s in book.sites if s.operator == "dot_product_attention"]
     by_result: dict[Value, tuple[Projection, Biased]] = {}
     if attentions:

@@ -66,7 +66,7 @@ class _Taps:
 
 
 def find(book: Book) -> None:
-    """Finds all sums of shifted products in the graph and adds them to the book."""
+    """Finds all sums of shifted products in the graph and records their replacements."""
     tried: set[Node] = set()
     for node in book.graph.nodes:
         if node.name != "mul" or node in tried or node in book.owner:

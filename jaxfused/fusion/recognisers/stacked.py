@@ -19,7 +19,7 @@ from jaxfused.fusion.site import Book
 from jaxfused.runtime.shapes import reshaped
 
 Move = Callable[[jax.Array], jax.Array]
-"""Function that applies an operation on features to an array's columns; the array's first axis stays."""
+"""Function that slices, reshapes or transposes the feature axes of an array: all but its first axis."""
 
 
 @dataclass(frozen=True, eq=False)
