@@ -332,7 +332,7 @@ def check(device: dispatch.Device) -> int:
 
 
 def report(device: dispatch.Device) -> str:
-    """Returns the command's report: each operator's stages at one shape, forward and backward."""
+    """Returns the command's report: each operator's kernels at one shape, forward and backward."""
     lines = [
         f"versions      {versions()}",
         f"device        {describe(device)}",

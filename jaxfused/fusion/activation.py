@@ -257,7 +257,7 @@ def _rounded_constants(covered: set[Node]) -> dict[Value, float]:
 
 
 def _full(constant: Value) -> jax.Array:
-    """Returns the array of a constant that is one number."""
+    """Returns the array of a constant all of whose elements are equal."""
     number, struct = scalar(constant), constant.struct
     assert number is not None
     return jax.lax.full(struct.shape, number, struct.dtype, sharding=struct.sharding)

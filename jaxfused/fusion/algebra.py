@@ -122,7 +122,7 @@ class Term(NamedTuple):
     factor: float
     view: View
     slack: float = 0.0
-    """Largest relative rounding error of the factor: see `rounding`."""
+    """Largest relative rounding error of `factor`, as `rounding` returns it."""
 
 
 @dataclass
@@ -208,7 +208,7 @@ class Product:
     constant: float = 1.0
     powers: dict[View, float] = field(default_factory=dict)
     slack: float = 0.0
-    """Largest relative rounding error of the constant: see `rounding`."""
+    """Largest relative rounding error of `constant`, as `rounding` returns it."""
 
     def multiply(self, view: View, power: float) -> None:
         self.powers[view] = self.powers.get(view, 0.0) + power

@@ -29,7 +29,7 @@ class Arrangement:
 
     @property
     def is_of_batch(self) -> bool:
-        """True if each channel has moments over all images, as in BatchNorm."""
+        """True if each channel has a mean and variance over all images, as in BatchNorm."""
         if self.images or self.groups != self.channels:
             return False
         return self.layout[0] not in ((), self.channels)
@@ -71,7 +71,7 @@ def arrangements(moments: Moments, layout: Layout) -> Iterator[Arrangement]:
 
 
 def is_of_rows(moments: Moments) -> bool:
-    """Returns whether the moments are over the last axis alone."""
+    """Returns whether mean and variance are over the last axis alone."""
     last = next((parts for parts in reversed(moments.frame.source.layout) if parts), ())
     return moments.reduced == set(last)
 

@@ -22,7 +22,7 @@ Layout = tuple[tuple[int, ...], ...]
 
 
 class _Cut(NamedTuple):
-    """A part that has to be cut in two, because a reshape does so."""
+    """A part that has to be cut in two, because a reshape cuts it."""
 
     part: int
     outer: int

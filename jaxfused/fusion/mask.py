@@ -88,7 +88,7 @@ class Part:
     seen: View
     """The program's array and its axes among those of the logits."""
     logits: tuple[tuple[str, ...], ...]
-    """Names of the atoms that make up each axis of the masked logits; see `Layout`."""
+    """Names of the parts (atoms) that make up each axis of the masked logits, as in `Layout`."""
     constant: np.ndarray | None
     """The array with the logits' rank, True where not masked; None if it depends on arguments."""
     negated: bool

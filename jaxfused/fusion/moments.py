@@ -129,7 +129,7 @@ class Moments:
 
 
 def statistics(root: Node) -> Moments | None:
-    """Returns the moments whose variance is the square root's argument, or None."""
+    """Returns the array and axes whose variance a square root takes, or None."""
     sums = list(_sums_before(root))
     for node in sums:
         square = core(node.ins[0]).node
@@ -147,7 +147,7 @@ def statistics(root: Node) -> Moments | None:
 
 
 def _of_deviations(summed: Node, squared: Value) -> Moments | None:
-    """Returns the moments if the variance is the mean of squared deviations, or None."""
+    """Returns the array and axes of a variance that is a mean of squared deviations, or None."""
     node = core(squared).node
     if node is None or node.name != "sub" or node.ins[0].shape != squared.shape:
         return None
@@ -157,7 +157,7 @@ def _of_deviations(summed: Node, squared: Value) -> Moments | None:
 
 
 def _of_two_means(summed: Node, squared: Value, sums: Sequence[Node]) -> Moments | None:
-    """Returns the moments if the variance is E[x^2] - E[x]^2, or None."""
+    """Returns the array and axes of a variance E[x^2] - E[x]^2, or None."""
     moments = _moments(summed, squared)
     source = moments.frame.source.value
     stages = {stage.value for stage in moments.frame.stages}
@@ -284,7 +284,7 @@ def deviation_of(products: list[Product]) -> Product | None:
 def scaled(
     moments: Moments, earlier: Value, at: Layout, value: Value, layout: Layout
 ) -> Affine | None:
-    """Returns the value as an earlier one, of layout `at`, times factors plus summands, or None."""
+    """Returns the value as `earlier`, of layout `at`, times factors plus summands, or None."""
     start = moments.frame.look(earlier, at)
 
     def look(value: Value, axes: tuple[Any, ...] | None = None) -> View:

@@ -26,7 +26,7 @@ class Site:
     covered: set[Node]
     """Operations of the program that the operator replaces."""
     detail: str
-    """The call in words."""
+    """Description of the call for reports."""
     label: str = ""
     parts: tuple["Site", ...] = ()
     """Sites found earlier that this site replaces."""

@@ -255,7 +255,7 @@ def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
 
 
 def _as_operand(op: str, name: str, value: Any, *, optional: bool) -> Any:
-    """Returns the value if it can be an array, or is None and may be."""
+    """Returns the value if it can be an array, or if it is None and optional."""
     if (value is None and not optional) or isinstance(value, str):
         raise ValueError(
             f"{op}: {name} is {said(value)}, but it is an array of numbers; pass one"

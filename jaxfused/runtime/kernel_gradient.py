@@ -49,7 +49,7 @@ class kernel_gradient:
     def defvjp(
         self, fwd: Callable[..., Any], bwd: Callable[..., Any], symbolic_zeros: bool = False
     ) -> None:
-        """Takes what `jax.custom_vjp.defvjp` takes."""
+        """Sets forward and backward, with the arguments of `jax.custom_vjp.defvjp`."""
 
         @functools.wraps(fwd)
         def once_forward(*args: Any) -> Any:

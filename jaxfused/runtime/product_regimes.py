@@ -15,8 +15,8 @@ from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _SHARE, _RAGGED_SHARE, _LINE = 0.08, 0.24, 32
-"""Share of XLA's extra passes in its product's time from which a kernel is faster: in general, and if a
-row length is no multiple of _LINE. XLA runs a wgrad with a side up to _LINE that needs no passes."""
+"""Least ratio of the time of XLA's extra passes to its product's for a kernel to be faster, and that for
+rows of no multiple of _LINE elements. XLA runs a wgrad with a side up to _LINE that needs no passes."""
 _LARGE, _SMALLEST = 8_000_000, 500_000
 """Elements of a result: it has many tiles from the first number on, and below the second XLA is faster
 at a single product, because it splits sums where few tiles leave SMs idle."""
@@ -69,7 +69,7 @@ def estimate(
     too_long = converts and work.m <= 2 * MAX_ROWS and work.k > SPLIT_SUM
     is_fit = not too_long and (several or not too_small)
     spares = is_fit and share >= (_RAGGED_SHARE if is_ragged else _SHARE)
-    # cuBLASLt's gelu costs no more than its product, unless it writes the preactivation too.
+    # In cuBLASLt a product takes no longer with gelu, unless it writes the preactivation too.
     gelu_alone = work.activations > 0 and work.written_bytes <= work.itemsize
     fast_in_cublaslt = not spares or (gelu_alone and work.k >= SPLIT_SUM)
     if in_cublaslt and fast_in_cublaslt and share >= _SHARE:

@@ -19,7 +19,7 @@ class ProductStage:
     """Names of the `FusedProduct`'s results in the stage's order; one not computed becomes None."""
 
     def product(self, *operands: Any) -> FusedProduct:
-        """Returns the product of the stage's operands, which may be arrays or only their shapes."""
+        """Returns the `FusedProduct` of these operands, which may be arrays or only their shapes."""
         raise NotImplementedError
 
     def work(self, *operands: Any) -> Work:

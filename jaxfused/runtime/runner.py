@@ -273,7 +273,7 @@ class Runner:
         )
 
     def _named(self, reasons: Mapping[str, str | None]) -> str | None:
-        """Returns the caller's implementation, or "xla" if that has no kernel here; None if none is named."""
+        """Returns the named implementation, or "xla" if that has no kernel here; None if none is."""
         named = self.implementation
         return "xla" if named is not None and named not in reasons else named
 

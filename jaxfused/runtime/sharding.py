@@ -604,7 +604,7 @@ def names_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _explicit_places(
     operands: Sequence[jax.Array], axes: Sequence[str], whole: str, parts: str
 ) -> Places:
-    """Returns `_places` from the shardings that the operands' types state, of Explicit axes only."""
+    """Returns the mesh axes that split each letter's axis, as the operands' types state (Explicit)."""
     return _places(
         [jax.typeof(operand).sharding.spec for operand in operands],
         [operand.shape for operand in operands],

@@ -40,7 +40,7 @@ class stated_gradient:
         self.f, self.nondiff_argnums, self.linear = f, nondiff_argnums, linear
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-        """Takes what `jax.custom_vjp.defvjp` takes."""
+        """Sets forward and backward, with the arguments of `jax.custom_vjp.defvjp`."""
         self.fwd, self.bwd = fwd, bwd
 
     def __call__(self, *args: Any) -> Any:

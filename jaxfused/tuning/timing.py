@@ -35,7 +35,7 @@ def input_sets(bytes_per_set: int) -> int:
 
 
 class InTurn:
-    """Calls a function with each input set in turn, in the form that `measure` accepts.
+    """Calls a function with each input set in turn, in the form that the profiler's `measure` accepts.
 
     `measure` passes the same arguments to every iteration and asks for a jax.stages.Wrapped. This class
     has the methods of one, so that torch's kernels can be timed in the same way as JAX's.

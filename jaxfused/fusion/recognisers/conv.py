@@ -28,7 +28,7 @@ from jaxfused.runtime.shapes import reshaped
 
 
 def find(book: Book) -> None:
-    """Finds all convolutions that nothing in the book replaces yet, and records their replacements."""
+    """Finds all convolutions that nothing replaces yet, and records their replacements."""
     for node in book.graph.nodes:
         if node.name == "conv_general_dilated" and node not in book.owner and _is_dense(node):
             why = _why_not(node)

@@ -83,7 +83,7 @@ def _logits_of(node: Node) -> Value | None:
 
 
 def _loss(node: Node, logits: Value) -> _Loss | None:
-    """Returns the cross entropy of `logits` that the program computes with their log-sum-exp, or None."""
+    """Returns the cross entropy that the program computes from the logits' log-sum-exp, or None."""
     value = node.out
     # The exponentials are of logits minus their maximum, which is added to the logarithm
     # (`is_whole`) or subtracted from the logits (`is_log_softmax`).

@@ -182,7 +182,7 @@ def _modulated(found: Match, value: Value, layout: Layout) -> Match | None:
 
 
 def why_not(found: Match) -> str:
-    """Returns why the operator is no better than the program, or ""."""
+    """Returns why the norm is not replaced, its dtypes or its order of axes, or ""."""
     frame, value = found.moments.frame, found.value
     x = frame.source.value
     narrow = any(stage.value.dtype == value.dtype for stage in frame.stages)

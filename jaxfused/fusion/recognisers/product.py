@@ -63,7 +63,7 @@ class Projection:
 
 
 def projections(book: Book) -> list[Projection]:
-    """Returns, in order, all products with a matrix that nothing in the book replaces yet."""
+    """Returns, in order, all products with a matrix that nothing replaces yet."""
     parsed = (projection(n) for n in book.graph.nodes if n.name == "dot_general")
     return [p for p in parsed if p is not None and book.is_free(p.covered)]
 

@@ -1,4 +1,4 @@
-"""Parts of a product's features, such as the queries, keys and values of one matrix.
+"""Finds parts of a product's features, such as the queries, keys and values of one matrix.
 
 Such a product is sliced along its features, often after a transposition or a reshape into heads. The
 operations on its features are applied to the columns of the matrix instead.
