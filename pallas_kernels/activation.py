@@ -141,7 +141,7 @@ def activation_and_derivative(
                 _SELU_SCALE * jnp.where(x > 0.0, 1.0, _SELU_ALPHA * slope),
             )
         case "hard_tanh":
-            # Unlike that of relu6, jax.nn's derivative is 1 at the corners.
+            # In jax.nn the derivative at the corners is 1 for hard_tanh, and 0 for relu6.
             inside = jnp.where(x >= -1.0, jnp.where(x <= 1.0, 1.0, 0.0), 0.0)
             return _clipped(x, -1.0, 1.0), inside
         case "gelu_tanh" | "gelu_erf" | "quick_gelu" | "silu":
@@ -242,7 +242,7 @@ def _mish_gate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the tail T(distance), see the top of this file, of the activation called `name`."""
+    """Returns the tail T(distance) = S(-distance) of the activation x S(x) called `name`."""
     match name:
         case "gelu_erf":
             return _normal_tail(distance, dtype)
@@ -254,7 +254,7 @@ def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array:
-    """Returns -T'(distance) for the activation's tail T, given T(distance) as `tail`."""
+    """Returns -T'(distance) for the tail T of `_tail`, given T(distance) as `tail`."""
     if name == "gelu_erf":
         squared = distance * distance
         return jnp.exp2((-0.5 * _LOG2_E) * squared - 0.5 * math.log2(2.0 * math.pi))
@@ -302,8 +302,8 @@ _LOG2_NORMAL_TAIL_16_BITS = (
     -1.0, -1.1511599, -0.45873001, -0.053667213,
     0.0083551991, -0.00089031768, 5.645109e-05, -1.5810565e-06,
 )  # fmt: skip
-"""Polynomials in x >= 0 for log2 of P(N(0, 1) > x), lowest power first: weighted minimax fits on
-0 <= x <= 8 that are exact at 0. The errors of x T(x) are 4e-8 and 7e-7."""
+"""Polynomials in x >= 0 for log2 of T(x) = P(N(0, 1) > x), lowest power first: weighted minimax fits
+on 0 <= x <= 8 that are exact at 0. The errors of x T(x) are 4e-8 and 7e-7."""
 
 
 def _normal_tail(distance: jax.Array, dtype: Any) -> jax.Array:

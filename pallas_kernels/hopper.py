@@ -27,7 +27,7 @@ LANES = 32
 
 
 def row_of_copies(count: int, dtype: Any) -> int:
-    """Returns `count` rounded up so that each of several rows in shared memory starts aligned."""
+    """Returns `count` elements rounded up, so that a copy may fill the next row of shared memory."""
     itemsize = jnp.dtype(dtype).itemsize
     return -(-count * itemsize // COPY_BYTES) * COPY_BYTES // itemsize
 

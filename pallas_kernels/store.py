@@ -77,10 +77,10 @@ def store_swizzled(ref, value: jax.Array, layout: Any) -> None:
 
 
 def commit_stores() -> None:
-    """Makes the warpgroup's stores to shared memory visible to copies, and waits for earlier copies.
+    """Makes stores to shared memory visible to copies, and waits until earlier copies have read it.
 
-    The function is `plgpu.commit_smem` and `plgpu.wait_smem_to_gmem` with one barrier: afterwards no
-    earlier copy to global memory still reads shared memory.
+    The function does what `plgpu.commit_smem` and `plgpu.wait_smem_to_gmem` do, with one barrier of the
+    warpgroup instead of two.
     """
 
     @plgpu.inline_mgpu()
@@ -99,16 +99,16 @@ def store_in_turn(
     store: Callable[[int, Any], None],
     send: Callable[[int], None],
 ) -> None:
-    """Stores the results of a tile to the store stages in turn, and copies them to global memory.
+    """Writes a tile's results to buffers in shared memory in turn, and copies them to global memory.
 
-    With several stages, a result's stores complete while the next one is computed. One barrier then
-    both starts the copy of the former and frees the stage of the latter.
+    With several buffers, a result's stores complete while the next result is computed. One barrier then
+    precedes the copy of the first, and frees the buffer of the second.
 
     Args:
       results: an iterable that computes each result when it is asked for it.
       count: the number of results.
-      slots: the number of store stages in shared memory; result n takes stage n modulo it.
-      store: writes a result, given its number and value, to its stage.
+      slots: the number of buffers; result n is written to buffer n % slots.
+      store: writes a result, given its number and value, to its buffer.
       send: starts the copies of a result, given its number, and commits them as a group.
     """
 
@@ -122,7 +122,7 @@ def store_in_turn(
             # The stores of the previous result have completed by now.
             commit_and_send(number - 1)
         if not overlaps or (number == 0 and count % slots):
-            # If stores overlap, the previous commit has freed the stage, in this tile or the last.
+            # Otherwise the last `commit_stores`, of this or the previous tile, freed this buffer.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(number, result)
         if not overlaps:

@@ -15,8 +15,8 @@ from pallas_kernels.hopper import WARPS
 def await_all() -> None:
     """Waits until all warps of the warpgroup have reached this point.
 
-    `plgpu.commit_smem` does the same, but first waits for the stores to shared memory. That wait is not
-    needed before memory is overwritten that the warps have only read.
+    `plgpu.commit_smem` does the same, but first waits for the stores to shared memory. Memory that
+    the warps have only read may be overwritten without that wait.
     """
 
     @plgpu.inline_mgpu()

@@ -252,7 +252,7 @@ def why_unsupported(
     """Returns None if the convolution can run, else why not.
 
     Args:
-      dtypes: the operands' dtypes by name, None for an absent one.
+      dtypes: the operands' dtypes keyed by name, None for an absent one.
       channels: the channels of x, under "x", and of the result.
       sizes: the sizes of x: images, then each axis of the picture.
     """
@@ -286,7 +286,7 @@ def why_enlarging_unsupported(
     """Returns None if each pixel of x can be expanded to a block of pixels, else the reason.
 
     Args:
-      dtypes: the operands' dtypes by name, None for an absent one.
+      dtypes: the operands' dtypes keyed by name, None for an absent one.
       channels: the channels of x, under "x", and of the result.
       sizes: the sizes of x: images, rows and columns.
       block: rows and columns that a pixel produces.
@@ -342,10 +342,11 @@ def conv(
     block: tuple[int, int] = (1, 1),
     name: str = "conv",
 ) -> dict[str, jax.Array]:
-    """Returns the results of `epilogue` on x [B, *spatial, C] convolved with w [*kernel, C, F], by name.
+    """Returns a dict of the results of `epilogue` on x [B, *spatial, C] convolved with w.
 
     Args:
       x: one array, or two that the kernel reads as their concatenation: see `why_not_of_two`.
+      w: [*kernel, C, F].
       epilogue, outputs, vectors, matrices, column_moments, activations: as in `FusedProduct`; matrices
         have the result's shape.
       flipped: whether w is [*kernel, F, C] and its window rotated by 180 degrees, as in dgrad.
@@ -419,7 +420,7 @@ def _launch(
     matrices: Mapping[str, jax.Array],
     name: str,
 ) -> dict[str, jax.Array]:
-    """Runs the kernel; returns its results by name."""
+    """Runs the kernel; returns its results keyed by name."""
     shape, written = call.shapes
     results = whole.product.launch(
         tuple(call.window.splits(array) for array in xs),
@@ -474,7 +475,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns y = activation(z), and z = conv(x, w) + bias + residual if it is saved, else None.
 
-    `block` is that of `conv`.
+    `block` is the rows and columns of pixels that a row of the product computes, as in `conv`.
     """
     dtype = (x[0] if isinstance(x, tuple) else x).dtype
     results = _layer(
@@ -500,7 +501,7 @@ def _layer(
     activation: str | None,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """Returns `conv`'s results by name, with y = activation(conv(x, w) + bias + residual).
+    """Returns a dict of `conv`'s results, with y = activation(conv(x, w) + bias + residual).
 
     The names are those in the options `outputs` ("y", "preactivation") and "mean_y" and "variance_y" for
     `column_moments`.
@@ -563,8 +564,8 @@ def why_quantized_unsupported(
     """Returns None if a convolution of int8 can run, else why not.
 
     Args:
-      dtypes: the dtypes of x and the weights, by name.
-      out_dtypes: the dtypes of the result and the residual by name, None for an absent one.
+      dtypes: the dtypes of x and the weights, keyed by name.
+      out_dtypes: the dtypes of the result and the residual keyed by name, None for an absent one.
       channels: the channels of x, under "x", and of the result.
       sizes: the sizes of x: images, then each axis of the picture.
     """

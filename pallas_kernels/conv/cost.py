@@ -50,8 +50,8 @@ class Speeds:
     weights_multiplication: float = 3.05e-7
     """Time of a multiply-add of wgrad on one SM; its left operand, x, is transposed."""
     weights_wide: float = 1.16
-    """Factor of `weights_multiplication` with tiles of more than 64 features, whose instructions take
-    one block each."""
+    """Factor of `weights_multiplication` with tiles of more than 64 features, since a WGMMA reads only
+    64 of them."""
     weights_ends: float = 0.8
     """Time for the first operands to arrive and the last results to be stored."""
     weights_sum: float = 6 / 3.6e6
@@ -74,12 +74,12 @@ class Work:
     columns: int
     """Features of a tile of the result."""
     slots: int
-    """Pipeline stages that a tile fills in turn."""
+    """K steps of a tile, each of which fills a pipeline stage."""
     slot_bytes: float
     """Bytes that are copied for a pipeline stage."""
     multiplications_of_slot: int
     stages: int
-    """Pipeline stages of the ring."""
+    """Number of pipeline stages."""
     shared_tile: bool
     """True if both warpgroups compute one tile and store it at the same time."""
     read_bytes: int
@@ -148,7 +148,7 @@ def weight_gradient(
       pixels_in_ring: number of pixels that all pipeline stages hold.
       steps: number of steps of a tile.
       rounds: number of tiles that a CTA computes one after the other.
-      parts: number of parts of each tile.
+      parts: number of CTAs that share a tile, each with some of the pixels (split-K).
       sums: number of the gradient's elements.
     """
     speeds = SPEEDS

@@ -57,7 +57,7 @@ class ConvProduct(Product):
     first_channels: int = 0
     """Channels of the first array if x is two concatenated arrays; 0 if x is one array."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns of pixels that one row of the product computes: see `ConvCall.block`."""
+    """Rows and columns of pixels that one row of the product computes, with all their features."""
 
     @property
     def _plan(self) -> Plan:

@@ -27,8 +27,8 @@ class _Axis:
     first: int
     """Offset in dz of the first weight, relative to the block's index."""
     places: tuple[tuple[int | None, ...], ...]
-    """Position in the strided window of each weight over dz and each value of a block; None for a
-    zero."""
+    """Index in the strided window of the weight by which each weight over dz multiplies each value of a
+    block; None for a zero."""
 
     @classmethod
     def of(cls, kernel: int, stride: int, low: int) -> "_Axis":
@@ -89,7 +89,7 @@ def why_unsupported(
     """Returns None if dgrad can be computed in blocks, else the reason.
 
     Args:
-      dtypes: the operands' dtypes, by name.
+      dtypes: the operands' dtypes, keyed by name.
       channels: the channels of x.
       features: the channels of dz.
       images: the number of images.

@@ -44,7 +44,7 @@ class ConvWeightGradientConfig:
     stages: int = 4
     """Pipeline stages: steps whose operands are in flight or in use."""
     parts: int | None = None
-    """Parts that each tile is split into; None for the number that is predicted fastest."""
+    """CTAs that share a tile, each with some of the pixels; None for the number predicted fastest."""
 
     def __post_init__(self) -> None:
         if self.pixels < 1 or (self.parts is not None and self.parts < 1):
@@ -104,7 +104,7 @@ class _WeightProduct(Product):
         )
 
     def _memory(self, blocks: int, box: tuple[int, ...]) -> plgpu.RefUnion:
-        """Returns the stages' blocks: boxes of pixels, with the channels of one swizzled row."""
+        """Returns shared memory for `blocks` boxes of pixels a stage, with 128 bytes of channels each."""
         leading = (self.config.stages, blocks)
         swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
         return plgpu.RefUnion(

@@ -38,7 +38,7 @@ def why_unsupported(
 
     Args:
       compute_capability: of the GPU, or None where there is none.
-      dtypes: dtypes of the operands, by name.
+      dtypes: dtypes of the operands, keyed by name.
       out_dtype: of the result.
       block: rows and columns of a block.
       kept: blocks that are kept.
@@ -63,9 +63,9 @@ class Shape(NamedTuple):
 
 
 _TILES = {64: ((128, 64), (64, 64)), 128: ((128, 128), (64, 128))}
-"""Rows and columns of a warpgroup's tile, by block size. Two warpgroups have adjacent rows of a."""
+"""Rows and columns of a warpgroup's tile, keyed by block size. The two warpgroups share its columns."""
 _STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
-"""Numbers of pipeline stages and of store stages, in the order in which they are tried."""
+"""Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
 _BANDS = (8, 16)
 
 

@@ -28,9 +28,9 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _TILE_M = 64
 _TILES = {64: (192, 128, 256, 64), 128: (256, 128)}
-"""Columns of a warpgroup's tile, by block size."""
+"""Columns of a warpgroup's tile, keyed by block size."""
 _STAGES = ((4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
-"""Numbers of pipeline stages and of store stages, in the order in which they are tried."""
+"""Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
 
 
 def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
@@ -181,7 +181,7 @@ class _BlockSparseWeights(Product):
 
     @property
     def b_tile(self) -> OperandTile:
-        """Tile of the operand for one of its blocks."""
+        """Tile of dy for one block of an output tile."""
         return replace(super().b_tile, span=self.block)
 
     def operand_memory(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ _LAYOUT_OF_WARPS = plgpu.Layout.TILED(
 
 
 def _summed_registers(values: Any, lane: Any) -> Any:
-    """Emits the code of `of_warps` when a kernel is lowered, and returns its registers."""
+    """Emits the code of `of_warps` when a kernel is lowered; returns the registers with the sums."""
     # A register's indices: block of 64 rows, block of 8 columns, and which 8 of a warp's 16 rows.
     rows: dict[int, Any] = {}
     for (_, block, *_), register in np.ndenumerate(values.registers):

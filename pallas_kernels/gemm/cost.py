@@ -154,7 +154,7 @@ class WeightWork:
 
 
 def weight_tiles(work: WeightWork, tile_m: int, tile_n: int) -> int:
-    """Tiles of the gradient, each of which belongs to one of the widths."""
+    """Number of tiles of the gradient; no tile has columns of two right operands."""
     return math.ceil(work.features / tile_m) * sum(math.ceil(w / tile_n) for w in work.widths)
 
 
@@ -171,10 +171,10 @@ def weight_gradient(
 
     Args:
       work: the product.
-      tile: rows and columns of the result that a CTA computes at a time, through a ring of four slots
-        or more.
-      parts: parts of each tile.
-      cluster: parts that are added within a cluster.
+      tile: rows and columns of the result that a CTA computes at a time, with at least four pipeline
+        stages.
+      parts: CTAs that share a tile, each with some of the rows (split-K).
+      cluster: CTAs of a cluster, which add their sums before they store them.
       multiprocessors: of the device.
     """
     groups = parts // cluster
@@ -213,7 +213,7 @@ def grouped_weight_gradient(
     multiprocessors: int,
     speeds: Speeds = H200,
 ) -> float:
-    """Microseconds of the gradients of grouped weights: a tile has the rows of its group alone."""
+    """Microseconds of the gradients of grouped weights: a tile sums the rows of its group alone."""
     area = tile[0] * tile[1]
     rounds = math.ceil(groups * weight_tiles(work, *tile) / multiprocessors)
     step = speeds.weights_step + speeds.weights_step_element * area
@@ -371,5 +371,5 @@ def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> fl
 
 
 def overlapped(parts: Sequence[float], overlap: float) -> float:
-    """Returns the time of overlapping parts, between the longest part and the sum of all parts."""
+    """Returns the p-norm, p = `overlap`, of overlapping times: between the longest and their sum."""
     return sum(part**overlap for part in parts) ** (1 / overlap)

@@ -32,11 +32,11 @@ ADDED_TO_BYTES, ADDED_TO_WORDS = 128, 8
 
 
 _FACTORS = {"bf16x2": 2.0**127, "f16x2": 2.0**15}
-"""Largest power of two of bfloat16 and float16, by PTX's name for a pair of numbers."""
+"""Largest power of two of bfloat16 and float16, keyed by PTX's name for a pair of numbers."""
 
 
 def unit(dtype: Any) -> float:
-    """Returns the divisor left in dequantised integers; no factor is large enough to remove it."""
+    """Returns the divisor left in dequantised integers; no factor in `dtype` could remove it."""
     factor = _FACTORS["bf16x2" if dtype == jnp.bfloat16 else "f16x2"]
     return 1 / (float(jnp.finfo(dtype).smallest_subnormal) * factor)
 
@@ -157,7 +157,7 @@ _TILE_COLUMNS = 8
 
 
 def _floats_of_bytes(stored: Any, shifts: Sequence[Any], scales: Sequence[Any]) -> Any:
-    """Emits the code of `from_bytes` when a kernel is lowered, and returns its registers."""
+    """Emits the code of `from_bytes` when a kernel is lowered; returns the registers of floats."""
     i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
     # Flip the sign bits of two numbers of a word, which adds 128 to each.
     flipped = _word(ADDED_TO_BYTES * 0x00010001)
@@ -172,7 +172,7 @@ def _floats_of_bytes(stored: Any, shifts: Sequence[Any], scales: Sequence[Any]) 
 def _floats_of_words(
     places: range, words: Any, shifts: Sequence[Any], scales: Sequence[Any]
 ) -> Any:
-    """Emits the code of `from_words` when a kernel is lowered, and returns its registers."""
+    """Emits the code of `from_words` when a kernel is lowered; returns the registers of floats."""
     shape = (words.shape[0], len(places) * BLOCK // 4)
     registers = _Registers(shape, shifts, scales)
     # A register's indices: block of 64 rows, and which 8 of a warp's 16 rows.
@@ -197,7 +197,7 @@ def _floats_of_codes(
     entries: Any,
     scales: Sequence[Any],
 ) -> Any:
-    """Emits the code of `from_codes` when a kernel is lowered, and returns its registers.
+    """Emits the code of `from_codes` when a kernel is lowered; returns the registers of floats.
 
     Of every 16 codes along K, thread t of four reads the bytes t and t + 4 of 8. The 16 bytes in which
     they lie are swizzled by a row's second and third bit.
@@ -231,7 +231,7 @@ def _floats_of_codes(
 
 
 def _floats_of_e2m1(byte: Any, element_type: Any) -> Any:
-    """Emits the code that makes two floats of a byte of E2M1, and returns their word.
+    """Emits the code that makes two floats of a byte of E2M1; returns the word that holds them.
 
     A code's three bits below its sign go to a float's two lowest exponent bits and highest mantissa bit.
     The exponents differ by a constant, so one product with a power of two makes the number, exactly.

@@ -44,13 +44,13 @@ class Epilogue:
     row_vectors: Mapping[str, Any] = MappingProxyType({})
     """Dtypes of the vectors with one number per row."""
     row_maxima: Mapping[str, Maximised] = MappingProxyType({})
-    """Functions, by output, whose largest value in each row of a tile is returned."""
+    """Functions of the outputs, keyed by output, whose maximum over each row of a tile is returned."""
     scalars: tuple[str, ...] = ()
     """Names of the arrays of one float32, the same for all elements."""
 
     @classmethod
     def of_sums(cls, product: Product, **output: Any) -> "Epilogue":
-        """Returns the epilogue that stores a product's sums as one named output of a dtype."""
+        """Returns the epilogue that stores the accumulators as one output, given as name=dtype."""
         [name] = output
         return cls(
             product=product,
@@ -108,8 +108,8 @@ class Epilogue:
                 num_arrivals=len(self.row_vectors), num_barriers=CONSUMERS
             )
         if self.column_sums:
-            # The buffers of sums are reused in step with the outputs' store stages, whose waits protect
-            # them too.
+            # The buffers of sums are reused in step with those of the outputs, so the waits for the
+            # outputs' copies protect the sums too.
             shape = (CONSUMERS, c.write_slots, column_sums.WARPS, c.epilogue_columns)
             scratch["sum_smem"] = {
                 name: plgpu.SMEM(shape, jnp.float32) for name in self.column_sums
@@ -158,7 +158,7 @@ class Epilogue:
         return merged
 
     def _stream(self, dtype: Any, slots: int) -> Any:
-        """Returns buffers for chunks of a matrix between the epilogue and global memory."""
+        """Returns each warpgroup's `slots` buffers for chunks of a matrix in global memory."""
         c = self.config
         return self.product.stream_memory((CONSUMERS, slots), c.epilogue_columns, dtype)
 
@@ -175,7 +175,7 @@ class _Results:
     tiles: Mapping[str, jax.Array]
     """Chunks of the outputs."""
     sums: Mapping[str, jax.Array]
-    """Column sums of some outputs, by each warp."""
+    """Column sums of some outputs over the rows of each warp."""
 
 
 class _Refs:
@@ -243,7 +243,7 @@ class _EpilogueOfTile:
         self._store_maxima(maxima)
 
     def store_zeros(self) -> None:
-        """Stores zeros in place of the tile's results; all chunks are copied from one stage."""
+        """Stores zeros in place of the tile's results; all chunks are copied from one buffer."""
         zeros = plgpu.layout_cast(jnp.zeros(self._shape, jnp.float32), plgpu.Layout.WGMMA)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for name, dtype in self.epilogue.outputs.items():
@@ -282,7 +282,7 @@ class _EpilogueOfTile:
         return [acc[:, start : start + width].astype(jnp.float32) for start in starts]
 
     def _load_matrices(self, chunk: int) -> dict[str, jax.Array]:
-        """Loads a chunk from shared memory, and starts the copy of a later one into its stage."""
+        """Loads a chunk from shared memory, and starts the copy of a later one into its buffer."""
         if not self.epilogue.matrices:
             return {}
         slots = self.epilogue.config.read_slots
@@ -295,15 +295,15 @@ class _EpilogueOfTile:
             for name in self.epilogue.matrices
         }
         if chunk + slots < self.epilogue.chunks:
-            # The commit waits until all four warps have read the stage. Without its fence, a copy from
-            # beyond the array's end, which fetches nothing, may overwrite the stage while their loads
-            # are in flight.
+            # The commit waits until all four warps have read the buffer. Without its fence, a copy from
+            # beyond the array's end, which fetches nothing, may overwrite the buffer while the warps'
+            # loads are in flight.
             plgpu.commit_smem()
             self._copy_matrices(chunk + slots)
         return loaded
 
     def _stream(self, kind: str, name: str, slot: int) -> tuple[Any, Any]:
-        """Returns a stage's memory in two views, for registers and for copies."""
+        """Returns buffer `slot` of a matrix as two views, for registers and for copies."""
         registers, copies = self.smem[kind][name]
         return registers.at[self.place.wg_idx, slot], copies.at[self.place.wg_idx, slot]
 
@@ -353,7 +353,7 @@ class _EpilogueOfTile:
         return vectors | rows
 
     def _store(self, chunk: int, results: _Results) -> None:
-        """Writes a chunk to its stage in shared memory, and its warps' column sums to their buffer."""
+        """Writes a chunk's outputs and its warps' column sums to buffers in shared memory."""
         for name, tile in results.tiles.items():
             store.store_piece(self._written(name, chunk)[0], tile)
         for name, sums in results.sums.items():
@@ -364,7 +364,7 @@ class _EpilogueOfTile:
         return self.smem["sum_smem"][name].at[self.place.wg_idx, slot]
 
     def _written(self, name: str, chunk: int) -> tuple[Any, Any]:
-        """Returns the stage of an output's chunk in two views, for registers and for copies."""
+        """Returns the buffer of an output's chunk as two views, for registers and for copies."""
         return self._stream("out_smem", name, chunk % self.epilogue.config.write_slots)
 
     def _send(self, chunk: int) -> None:
@@ -377,7 +377,7 @@ class _EpilogueOfTile:
             self._store_moments(name, chunk)
 
     def _send_outputs(self, chunk: int, written: int) -> None:
-        """Starts the copies of a chunk from the store stages that hold the chunk `written`."""
+        """Starts a chunk's copies to global memory, from the buffers of the chunk `written`."""
         for name, ref in self.gmem.outputs.items():
             _, source = self._written(name, written)
             product = self.epilogue.product
@@ -409,7 +409,7 @@ class _EpilogueOfTile:
             store.store_registers(ref.at[row, self._columns(chunk)], value, layout.reduce(0))
 
     def _store_maxima(self, maxima: Mapping[str, jax.Array]) -> None:
-        """Stores the largest value of each row of the tile; a warp holds whole rows."""
+        """Stores the largest value of each row of the tile, rounded like the output."""
         rows = pl.ds(self.place.m_start, self.epilogue.config.tile_m)
         for name, largest in maxima.items():
             largest = largest.astype(self.epilogue.outputs[name]).astype(jnp.float32)

@@ -43,7 +43,7 @@ def why_unsupported(
     """Returns None if x [M, K] can be multiplied with w [N, K], else why not.
 
     Args:
-      others: dtypes of the epilogue's other operands and results, by name; None for absent ones.
+      others: dtypes of the epilogue's other operands and results, keyed by name; None for absent ones.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
@@ -79,22 +79,23 @@ _SPARE_BYTES = 4096
 
 
 def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for a hidden layer's gradient; small tiles, which leave registers, come first."""
+    """Returns configs for a hidden layer's gradient, first small tiles, which spill no registers."""
     configs = candidates(work, multiprocessors)
     return sorted(configs, key=lambda config: config.tile_m * config.tile_n > 128 * 128)
 
 
 def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for `hidden_gradient_by_slope`; small tiles leave room for one more stage."""
+    """Returns configs for `hidden_gradient_by_slope`, first one with a further stage if that fits."""
     configs = hidden_candidates(work, multiprocessors)
     deeper = replace(configs[0], stages=configs[0].stages + 1)
     return [deeper, *configs] if fits(work, deeper, _SPARE_BYTES) else configs
 
 
 def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for a weight gradient, predicted fastest first; its sums take registers twice.
+    """Returns configs for a weight gradient, predicted fastest first.
 
-    There are few tiles with long sums, so that the number of waves decides.
+    Tiles are small, because accumulators and float32 totals both need registers. Few tiles have long
+    sums, so that the number of waves decides.
     """
     configs = [
         MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
@@ -124,7 +125,7 @@ def _scaled(sums: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _wide(operand: jax.Array) -> jax.Array:
-    """Returns an epilogue operand in float32, which kernels load anyway but XLA does not."""
+    """Returns an epilogue's operand in float32. In a kernel it already is float32, in XLA it is not."""
     return operand.astype(jnp.float32)
 
 
@@ -211,7 +212,8 @@ def hidden_gradient(
 ) -> FusedProduct:
     """Returns the gradient of a hidden layer's preactivations, from scales * dy @ w^T.
 
-    The results are dz, dup if there is an `up`, and their maxima [P, M] if `maximise`.
+    The results are dz, dup if there is an `up`, and if `maximise` the maxima [P, M] of their rows'
+    magnitudes in each of P parts of the columns.
 
     Args:
       dy: [M, K].
@@ -254,8 +256,8 @@ def hidden_gradient_by_slope(
     The arguments are those of `hidden_gradient`, but in place of z:
 
     Args:
-      slope: [M, N], the activation's derivative, whose unit is one of the scales; more columns are
-        not read.
+      slope: [M, N], the activation's derivative, whose own scale is one of `scales`; columns beyond N
+        are not read.
       dtype: dtype of dz.
       maximise: whether the largest magnitude of each row is returned.
     """

@@ -47,10 +47,10 @@ class FusedProduct:
     only as [N, K], to which [K, N] is copied, and no transposed a. b is rounded to a's dtype, without a
     copy where a has few rows."""
     epilogue: Function
-    """Function of a float32 tile of each product and, by name and in float32, the same tile of
-    `scalars`, `vectors` and `matrices`. Returns tiles by name."""
+    """Function of a float32 tile of each product and, as keyword arguments in float32, the same tile
+    of each vector and matrix, and the scalars. Returns a dict of tiles."""
     outputs: Mapping[str, Any]
-    """Dtypes, by name, of the epilogue's tiles that are stored as matrices [M, N]."""
+    """Dtypes, keyed by name, of the epilogue's tiles that are stored as matrices [M, N]."""
     vectors: Mapping[str, jax.Array | None] = _NOTHING
     """Vectors [N], the same for all rows; None for an absent one."""
     matrices: Mapping[str, jax.Array | None] = _NOTHING
@@ -154,7 +154,7 @@ class FusedProduct:
 
     @property
     def work_beside_xla(self) -> Work:
-        """The `work` for the choice between kernel and XLA: with few rows, b's conversion counts."""
+        """The `work` by which kernel and XLA are compared; with few rows, b's conversion counts."""
         first = self.b[0] if isinstance(self.b, tuple) else self.b
         return replace(
             self.work,
@@ -172,7 +172,7 @@ class FusedProduct:
         config: MatmulConfig | FewRowsConfig | None = None,
         candidates: Sequence[MatmulConfig | FewRowsConfig] = (),
     ) -> dict[str, jax.Array]:
-        """Returns the outputs, sums, moments and maxima by name.
+        """Runs the kernel; returns the outputs, sums, moments and maxima, keyed by name.
 
         Args:
           multiprocessors: the device's SMs.
@@ -198,7 +198,7 @@ def present(arrays: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
 
 @dataclass(frozen=True)
 class _Call:
-    """A launch of a product, and the ways to run it."""
+    """A launch of a product, with large tiles or as a small-M product."""
 
     product: FusedProduct
     bs: Sequence[jax.Array]

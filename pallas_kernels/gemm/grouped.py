@@ -32,7 +32,7 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 GRAIN = 8
 """Divisor of K and N: rows of 16-bit numbers then begin at multiples of 16 bytes, as TMA requires."""
 MOST_GROUPS = 1024
-"""Largest number of groups; their table is a sum over pairs of groups."""
+"""Largest number of groups; the table of their first rows takes a sum over pairs of groups."""
 
 
 def why_unsupported(
@@ -48,8 +48,8 @@ def why_unsupported(
 
     Args:
       compute_capability: of the GPU, or None where there is none.
-      dtypes: dtypes of the operands, by name.
-      features: the sizes of all axes but rows and groups, by name.
+      dtypes: dtypes of the operands, keyed by name.
+      features: the sizes of all axes but rows and groups, keyed by name.
       out_dtype: of the result.
       rows: rows of all groups.
       groups: the number of groups.
@@ -75,7 +75,7 @@ def candidates(
 
     Args:
       work: the product.
-      outputs: dtypes of the results, by name; all have one size.
+      outputs: dtypes of the results, keyed by name, with equally many bytes.
       multiprocessors: SMs of the device.
     """
     # Rows of a chunk have 128 bytes, so that a copy may begin at any of them.
@@ -107,7 +107,7 @@ _TILES = ((128, 192, True), (128, 128, True), (64, 256, True), (64, 128, True), 
 """Rows and columns of a warpgroup's tile, and True if the warpgroups have different tiles
 (ping-pong)."""
 _STAGES = ((4, 2), (5, 2), (6, 2), (4, 1), (5, 1), (3, 1))
-"""Numbers of pipeline stages and of store stages, in the order in which they are tried."""
+"""Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
 _BANDS = (8, 16)
 
 
@@ -136,7 +136,7 @@ without."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupedProduct:
-    """Description of the products of groups of rows with an epilogue, as `FusedProduct` is of one.
+    """Description of products of groups of rows with an epilogue, as `FusedProduct` is of one product.
 
     `run` launches its kernel. Everything else needs only the shapes and dtypes of the arrays.
     """
@@ -150,9 +150,9 @@ class GroupedProduct:
     the `products` that share a pass over a, in this order. For one a they may also be one array with all
     products concatenated, [E, K, products N] ([E, products N, K])."""
     epilogue: Function
-    """Function of a float32 tile of each product, which returns tiles by name."""
+    """Function of a float32 tile of each product, which returns a dict of tiles."""
     outputs: Mapping[str, Any]
-    """Dtypes, by name, of the epilogue's tiles that are stored, [M, N]; all have one size."""
+    """Dtypes, keyed by name and equally wide, of the epilogue's tiles that are stored, [M, N]."""
     b_transposed: bool = False
     products: int = 1
     activations: int = 0
@@ -185,7 +185,7 @@ class GroupedProduct:
         multiprocessors: int,
         config: MatmulConfig | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the outputs by name, zeros in the rows of no group.
+        """Runs the kernel; returns the outputs keyed by name, with zeros in rows of no group.
 
         Args:
           group_sizes: int [G]: rows of each group.
@@ -253,7 +253,7 @@ class _GroupedProduct(Product):
 
     group_count: int
     groups: Groups | None = None
-    """The groups, in a kernel."""
+    """Rows and tiles of the groups, which only the code inside a kernel has."""
 
     @property
     def tile_grid(self) -> tuple[int, int]:

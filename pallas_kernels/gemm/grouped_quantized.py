@@ -97,7 +97,7 @@ def forward(
 
     Args:
       x: [M, K], bfloat16 or float16.
-      w: of all groups, with one more axis in front.
+      w: weights of all groups, whose arrays have a leading axis over groups.
       group_sizes: int [G]: rows of each group.
       offset: int [], the index of the group that w's first matrix is for.
     """
@@ -158,7 +158,7 @@ class GroupedQuantizedTiles(QuantizedTiles):
 
     group_count: int = 1
     groups: Groups | None = None
-    """The groups, in a kernel."""
+    """Rows and tiles of the groups, which only the code inside a kernel has."""
 
     @property
     def parts(self) -> list[quantized_tiles.Part]:

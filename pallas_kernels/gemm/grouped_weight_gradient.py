@@ -62,7 +62,7 @@ def candidates(
 _TILES = ((64, 256), (64, 192), (128, 192), (128, 128), (64, 128))
 """Rows and columns of a warpgroup's tile; the two warpgroups have adjacent ones."""
 _STAGES = ((3, 4), (4, 2), (3, 2), (5, 2), (4, 1), (3, 1))
-"""Numbers of pipeline stages and of store stages, in the order in which they are tried."""
+"""Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
 
 
 def predicted_time(
@@ -156,7 +156,7 @@ class _GroupedWeightProduct(UnevenProduct):
 
     group_count: int
     groups: Groups | None = None
-    """The groups, in a kernel."""
+    """Rows and tiles of the groups, which only the code inside a kernel has."""
 
     @property
     def tile_count(self) -> int:

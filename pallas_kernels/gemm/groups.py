@@ -80,7 +80,7 @@ def group_table(
 ) -> jax.Array:
     """Returns the tiles and rows before each group, and before the end: int32 [2, groups + 1].
 
-    One sum over pairs of groups, which XLA runs as one kernel.
+    It is one sum over pairs of groups, which XLA runs as one kernel.
     """
     sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
     index = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
@@ -93,7 +93,7 @@ def group_table(
 
 @dataclass(frozen=True)
 class _Table:
-    """Groups by a `group_table` in global memory."""
+    """Groups whose tiles and rows are read from a `group_table` in global memory."""
 
     table: Any
     groups: int
@@ -114,7 +114,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Groups by their sizes in global memory, which are added up whenever a group is asked for."""
+    """Groups computed from their sizes in global memory, which each method adds up."""
 
     sizes: Any
     offset: Any

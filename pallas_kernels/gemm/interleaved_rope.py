@@ -47,7 +47,7 @@ def turned(
 
 
 def _turned_registers(x: Any, angles: Any, is_fixed: Any) -> Any:
-    """Emits the code of `turned` when a kernel is lowered, and returns its registers."""
+    """Emits the code of `turned` when a kernel is lowered; returns the registers with the result."""
     number = angles.mlir_dtype
     zero = arith.constant(number, ir.FloatAttr.get(number, 0.0))
     # The angles of fixed features are zero by now, and their cosines become 1. Adding pairs takes half

@@ -36,7 +36,7 @@ class SummingEpilogue(TileEpilogue, Protocol):
     """The epilogue of a product that also sums operands from the pipeline's stages."""
 
     def store_sums(self, sums: Any) -> None:
-        """Stores the sums of `Product.sum_slot`, before the accumulators are stored."""
+        """Stores the operands' sums that `Product.sum_slot` returns, before the accumulators."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Producer:
 
 @dataclass(frozen=True)
 class _Converter(Producer):
-    """The producer warpgroup for a quantised b: it copies, dequantises and stores each step."""
+    """The producer warpgroup for a quantised b, of which it copies and dequantises each K step."""
 
     def run(self) -> None:
         # Registers per thread that the consumers leave for the producer.
@@ -166,7 +166,7 @@ class _Converter(Producer):
         return slot, filled
 
     def _convert(self, index: int, raw: Any, raw_slot: Any, start: int, slots: Any) -> None:
-        """Dequantises 64 columns of b into the stages of a step."""
+        """Dequantises 64 columns of b into `slots`, the pipeline stages that a step fills."""
         tile_k, first = self.product.tile_k, 0
         registers, _ = self.ring.b_smem[index]
         for w in self.product.raw_tile.dequantized(raw, raw_slot, start, _CONVERTED_COLUMNS):
@@ -182,7 +182,7 @@ class _Converter(Producer):
                 first += width
 
     def _convert_rows(self, index: int, raw: Any, raw_slot: Any, slot: Any) -> None:
-        """Dequantises all columns of b into a stage, where the weights' groups run along the columns."""
+        """Dequantises all columns of b into a pipeline stage, if adjacent columns share a scale."""
         tile, memory, first = self.product.raw_tile, self.ring.b_smem[index], 0
         for w in tile.dequantized(raw, raw_slot, 0, tile.span):
             memory.at[slot, :, pl.ds(first, w.shape[1])][...] = w
@@ -194,7 +194,7 @@ _CONVERTED_COLUMNS = 64
 
 
 SCALED_PIECE = 64
-"""Columns that are scaled at a time if columns share scales; divides the number that share one."""
+"""Columns scaled at a time if columns share scales. It divides the number of columns that share one."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class Consumer:
         return carry[1]
 
     def _promoted(self, sequence_idx, first, steps: int, slot, total) -> tuple[Any, jax.Array]:
-        """Adds the sums of `steps` steps from `first` on to `total`; returns it with the next stage.
+        """Adds the sums of `steps` K steps to `total`; returns the next pipeline stage and the total.
 
         The loop over steps is unrolled: one of unknown length would copy the accumulators' registers at
         its end, before the last WGMMA has written them.
@@ -345,7 +345,7 @@ class Consumer:
             plgpu.wgmma_wait(0)
             return acc_ref[...], last
 
-        # Accumulators that are allocated after the wait need no instructions that zero them.
+        # Accumulators allocated after the wait need no zeroing: the first WGMMA adds to zeros.
         self._await_slot(sequence_idx, slot)
         sums, last = pl.run_scoped(multiply, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[last])
@@ -455,7 +455,7 @@ class Product(TiledProduct):
         )(*terms, *bs, *step_scales, *others)
 
     def on_device(self, others: Sequence[Any]) -> tuple["Product", Sequence[Any]]:
-        """Returns the product, which takes the arrays it reads itself out of `others`, and the rest."""
+        """Returns the product with the arrays of `others` that it reads itself, and the other arrays."""
         return self, others
 
     def producer(

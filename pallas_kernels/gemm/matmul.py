@@ -124,7 +124,7 @@ def why_unsupported(
     Args:
       dtypes: dtypes of the left operand, "x", and of the epilogue's operands and results, None for
         absent ones.
-      features: sizes of the axes that are summed or produced, rows aside.
+      features: sizes of the operands' and the result's axes other than the rows, keyed by name.
       allows_tf32: whether float32 may be multiplied with the 10 bits of tf32.
     """
     reason = hopper.why_unfit(compute_capability)

@@ -42,9 +42,9 @@ def hidden_and_slope(
 def hidden_gradient(
     dy: jax.Array, w2: jax.Array, z: jax.Array, *, activation: str | None, sum_rows: bool
 ) -> FusedProduct:
-    """Returns dz and its sum over the rows, for dy [M, E], w2 [F, E] and z [M, F].
+    """Returns dz = (dy @ w2^T) * activation'(z) [M, F], and its sum over the rows if `sum_rows`.
 
-    With an activation, h = activation(z) is written too.
+    With an activation, h = activation(z) is returned too. dy is [M, E], and w2 [F, E].
     """
 
     def epilogue(dh, *, z):
@@ -67,7 +67,7 @@ def hidden_gradient(
 def hidden_gradient_by_slope(
     dy: jax.Array, w2: jax.Array, slope: jax.Array, *, sum_rows: bool
 ) -> FusedProduct:
-    """Returns dz and its sum over the rows, for dy [M, E], w2 [F, E] and the derivative [M, F]."""
+    """Returns dz = (dy @ w2^T) * slope [M, F], and its sum over the rows; slope is a derivative."""
     return FusedProduct(
         name="hidden_gradient_by_slope",
         a=dy,
@@ -176,7 +176,7 @@ def gated_forward_candidates(
 ) -> list[MatmulConfig | FewRowsConfig | None]:
     """Returns configs of both products of `gated_forward` in one pass over x, the default first.
 
-    None stands for two separate products, where these are the default.
+    None, the default for long sums of many rows, means two separate products.
     """
     in_one_pass = fitting(work, multiprocessors)
     return [None, *in_one_pass] if _takes_two_products(work) and not stacked else in_one_pass
@@ -213,7 +213,7 @@ def gated_hidden_gradient(
     sum_rows: tuple[bool, bool],
     returns_hidden: bool,
 ) -> FusedProduct:
-    """Returns dgate, dup, h = activation(gate) * up, and the sums over the rows of the former two.
+    """Returns dgate, dup, h = activation(gate) * up, and the sums of dgate and of dup over the rows.
 
     dy is [M, E] and w_down [F, E]. h is computed if `returns_hidden`, and each sum if
     its entry of `sum_rows` is true.

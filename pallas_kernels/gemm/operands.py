@@ -50,7 +50,7 @@ def why_unfit(
 
 
 def swizzled_columns(dtype: Any) -> int:
-    """Returns the number of columns in the longest piece of a row."""
+    """Returns the columns of `dtype` in 128 bytes, the longest piece that is swizzled as one unit."""
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
@@ -67,7 +67,7 @@ def tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
 
 
 def block(leading: tuple[int, ...], rows: int, columns: int, dtype: Any) -> plgpu.RefUnion:
-    """Returns `leading` blocks [rows, columns] of shared memory, one piece wide, in two views.
+    """Returns shared memory [*leading, rows, columns], one swizzled piece wide, as two views.
 
     The first is for WGMMA and registers, the second for copies from and to arrays of any width.
     """
@@ -94,17 +94,17 @@ def allocated_bytes(scratch: Any) -> int:
 
 @dataclass(frozen=True)
 class OperandTile:
-    """A tile of an operand, at most as deep along K as a piece of a row is long."""
+    """A tile of the operand a or b, with at most 128 bytes (one swizzled piece) along K."""
 
     span: int
     """Rows of a or columns of b in the tile."""
     k_last: bool
     """True if K is the array's last axis."""
     whole_blocks: bool
-    """True if the array is a whole number of pieces wide, so that a copy may cover several."""
+    """True if the array's width is a multiple of 128 bytes, so that a copy may cover several pieces."""
     dtype: Any
     depth: int = 0
-    """Elements along K, if K is the last axis and shorter than a piece; else 0."""
+    """Elements of the tile along K, if K is the last axis and they fill less than 128 bytes; else 0."""
 
     @property
     def tile_k(self) -> int:
@@ -112,15 +112,15 @@ class OperandTile:
 
     @property
     def one_copy(self) -> bool:
-        """True if the tile is more than one piece wide and nevertheless copied at once.
+        """True if one copy brings the tile, although it may be several pieces of 128 bytes wide.
 
-        One WGMMA then reads all of it; otherwise each reads one block.
+        One WGMMA then reads the whole tile; otherwise each reads one block.
         """
         return not self.k_last and self.whole_blocks
 
     @property
     def blocks(self) -> int:
-        """Blocks of memory, which are copied one by one."""
+        """Number of blocks of shared memory that hold the tile, each filled by one copy."""
         if self.k_last or self.one_copy:
             return 1
         return self.span // swizzled_columns(self.dtype)
@@ -156,8 +156,8 @@ class OperandTile:
         """Starts the copies of a tile, each of which arrives at the barrier `landed`.
 
         Args:
-          matrix: returns the view of two spans in global memory, in the order of the array's axes.
-          memory: the allocation that `memory` describes.
+          matrix: function from spans of the array's first and second axis to that part of the array.
+          memory: shared memory of the type that the method `memory` returns.
           start: the first row of a or column of b.
         """
         for index in range(self.blocks):
@@ -176,7 +176,8 @@ class OperandTile:
         """Yields the WGMMA operands in one of `shares` equal parts of a tile.
 
         Yields:
-          The columns or rows in the part's span, and the memory with the array's axes.
+          Rows of a or columns of b, counted from the part's first, and their shared memory, in the
+          order of the array's axes.
         """
         span = self.span // shares
         if self.one_copy:

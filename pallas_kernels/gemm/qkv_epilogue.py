@@ -29,7 +29,7 @@ from pallas_kernels.hopper import row_of_copies
 _ANGLES_AHEAD = 128
 """Limit on the angles of a row to read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
 ROUNDS_ANGLES = jnp.bfloat16
-"""Dtype of x for which angles are rounded to float16."""
+"""Dtype of x for which the cosines and sines are rounded to float16."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class QkvEpilogue:
 
     @property
     def run(self) -> int:
-        """Length of the runs of a unit's columns that are adjacent in an output array."""
+        """Number of a unit's columns that are adjacent in an output array."""
         return STRIP if self.heads.reorders else self.unit
 
     @property
@@ -88,7 +88,7 @@ class QkvEpilogue:
         return pl.multiple_of(lax.div(within, jnp.int32(2)), STRIP)
 
     def runs(self, column: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns an output's columns at which a unit's runs begin; a single one begins at `column`."""
+        """Returns an output's columns at which a unit's runs of `run` adjacent columns begin."""
         if self.run == self.unit:
             return (column,)
         first = column - self.first_pair(column)
@@ -205,17 +205,17 @@ class _HeadsOfTile:
         return launch.turning <= _ANGLES_AHEAD
 
     def _store(self, number: int, pieces: Sequence[tuple[int, jax.Array]]) -> None:
-        """Writes the pieces of a result, each with its index, to their stage in shared memory."""
+        """Writes the pieces of a result, each with its index, to the result's buffer."""
         registers, _ = self.smem["out_smem"]
         for index, piece in pieces:
             store.store_piece(registers.at[*self._slot(number), index], piece)
 
     def _slot(self, number: int) -> tuple[jax.Array, int]:
-        """Returns the warpgroup and the index of a result's stage in shared memory."""
+        """Returns the warpgroup, and the index of its buffer in shared memory for a result."""
         return self.place.wg_idx, number % self.launch.product.config.write_slots
 
     def _send(self, number: int) -> None:
-        """Starts the copy of a result from its stage to the array of its unit, if there is one."""
+        """Starts the copy of a result from its buffer to the array with its columns, if any has them."""
         launch, config = self.launch, self.launch.product.config
         place = self._slot(number)
         _, copies = self.smem["out_smem"]
@@ -295,9 +295,9 @@ class _HeadsOfTile:
         yield second * cos + first * sin
 
     def _angles(self, unit: int, step: int) -> Sequence[jax.Array]:
-        """Loads the angles of some pieces of a unit, for the rows of the tile.
+        """Loads cosines and sines for some pieces of a unit and all rows of the tile.
 
-        They are cosines and sines, or for interleaved pairs one array in which these alternate.
+        For interleaved pairs they are one array in which cosines and sines alternate.
         """
         launch = self.launch
         first_row = lax.rem(self.place.m_start, jnp.int32(launch.period))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 STRIP = 32
 """Features of each half of a head that the epilogue processes at a time, if it `splits` heads."""
 VALUES = 2
-"""Index of the output without norm and rotation."""
+"""Index of the values, which have no norm and no rotation, among the outputs."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Heads:
     size: int
     """Features of a head."""
     has_norms: tuple[bool, ...]
-    """True if there are norms of queries and of keys."""
+    """Whether the heads of queries, and whether those of keys, have a norm."""
     rotary_dim: int
     """Features of a head that are rotated, the first ones."""
     interleaved: bool
-    """True if features 2 i and 2 i + 1 are a pair, else features i of both halves."""
+    """True if rope pairs features 2 i and 2 i + 1 of a head, else features i of both halves."""
 
     @property
     def norm(self) -> bool:
@@ -39,10 +39,10 @@ class Heads:
 
     @property
     def splits(self) -> bool:
-        """True if a unit is only a part of a head: a strip of each half, or 64 adjacent features.
+        """True if the epilogue processes parts of heads: strips of both halves, or 64 adjacent features.
 
-        Tiles of whole heads of 128 have 128 or 256 columns: 32768 x 4096 to 48 heads 2.24 and 2.12 ms
-        on an H200, 2.06 in tiles of 192 of such units.
+        Tiles of 192 columns hold such parts, but no whole heads of 128: 32768 x 4096 to 48 heads takes
+        2.06 ms (H200), and with whole heads in tiles of 128 and 256 columns 2.24 and 2.12.
         """
         unit = 2 * STRIP
         return not self.norm and self.size == self.rotary_dim > unit and self.size % unit == 0

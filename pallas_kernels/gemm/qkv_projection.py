@@ -1,7 +1,7 @@
 """qkv_projection on the Hopper product: queries, keys and values are stored as attention reads them.
 
-One product stores its columns in three outputs, so that nothing is split afterwards: see
-`qkv_epilogue`.
+The epilogue of one product, in `qkv_epilogue`, stores the three outputs, so that nothing is split
+afterwards.
 """
 
 import math
@@ -24,10 +24,10 @@ from pallas_kernels.gemm.tiled_product import Block
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _GRAIN = 16
-"""Number that must divide an output's columns and, in heads with a norm or rope, the rotated features
-(or each half of them, without interleaving) and the others: columns of the narrowest swizzled piece."""
+"""Columns of the narrowest swizzled piece. It divides an output's columns and, in heads with a norm or
+rope, the rotated features (without interleaving each half of them) and those that are not rotated."""
 _WIDEST_HEAD = 256
-"""Columns of the widest tile."""
+"""Largest size of a head with a norm or rope: the columns of the widest tile."""
 
 
 def why_unsupported(
@@ -63,7 +63,7 @@ def why_unsupported(
 
 
 def candidates(rows: int, features: int, heads: Heads, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns tiles of whole units with few columns beyond the end, the likely fastest first."""
+    """Returns configs whose tiles are whole units (heads or parts of heads), predicted fastest first."""
     unit = piece = math.gcd(STRIP, *heads.widths)
     if heads.finishes:
         unit = heads.unit
@@ -116,7 +116,7 @@ def fitting(
         return ring + stored + vectors_and_barriers
 
     work = _work(rows, features, heads)
-    # Whether projections are saved is not known here: their memory is counted, and that of angles.
+    # Memory of saved projections is counted although they may not be asked for, and that of angles.
     most = replace(work, written_bytes=2 * work.written_bytes, read_bytes=4)
     few_rows = [
         config

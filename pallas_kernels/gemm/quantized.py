@@ -46,7 +46,7 @@ class Packed(NamedTuple):
     zero_point: jax.Array | None = None
     """Zero points in int8, in the scale's shape; None if the integer 0 stands for 0."""
     codebook: tuple[float, ...] | None = None
-    """The 16 numbers that codes stand for; None if the values are the numbers."""
+    """The 16 numbers that the values index; None if the values are the numbers themselves."""
 
     @property
     def n(self) -> int:
@@ -78,7 +78,7 @@ class Packed(NamedTuple):
         )
 
     def spread(self) -> "Packed":
-        """Returns weights with a scale and zero point per column, padded to a multiple of `grain`."""
+        """Returns weights whose scales and zero points are [G, N], N padded to a multiple of `grain`."""
 
         def of_columns(numbers):
             numbers = jnp.broadcast_to(numbers, (self.groups, self.n))
@@ -99,7 +99,7 @@ class Packed(NamedTuple):
 
 
 COPIED_BYTES = 16
-"""Bytes of which a copied row must be a multiple."""
+"""Divisor of the bytes of a row that TMA copies."""
 
 
 def _padded(array: jax.Array, grain: int) -> jax.Array:
@@ -232,7 +232,7 @@ def both_forward(
     columns_alike: int = 1,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes `forward` for quantised x [M, K] with scales [M, G]; the preactivation is float32.
+    """Computes a layer of quantised x [M, K] with scales [M, G]; the preactivation is float32.
 
     Args:
       columns_alike: number of adjacent columns of w that have the same scales.
@@ -337,7 +337,7 @@ def input_gradient(
     w = w.spread()
     layout = w.format(k)
     if not layout.group:
-        # The sums run over the columns here, so their scales are applied as those of one group of all k.
+        # The sums run over the columns, so a column's scale is applied to weights, as one group of k.
         layout = replace(layout, group=-(-k // STEP) * STEP)
     arrays = [w.values, w.scale] + ([] if w.zero_point is None else [w.zero_point])
     config = config or gradient_candidates(dz, k, multiprocessors)[0]
@@ -598,4 +598,4 @@ def _of_few_rows(work: Work, layout: Format, multiprocessors: int) -> list[Quant
 
 
 _CTAS_OF_CODES, _ROWS_OF_CODES = 7, 16
-"""CTAs an SM for codes without a table, and the largest number of rows for which this holds."""
+"""CTAs per SM into which products of codes without a table are split, and the most rows for that."""

@@ -34,7 +34,7 @@ STORED_ROWS = 32
 STORE_SLOTS = 2
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 _REGISTERS = {1: 232, 2: 232, 3: 152}
-"""Registers of a consumer's thread, by the number of consumer warpgroups."""
+"""Registers of a consumer's thread, keyed by the number of consumer warpgroups."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def microseconds(
 
 _FEWEST_STAGES = 3
 _MOST_STAGES = 5
-"""Stages beyond these gain nothing."""
+"""Largest number of pipeline stages; more gain nothing."""
 
 
 def filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> QuantizedTilesConfig:
@@ -148,14 +148,14 @@ def filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> Quanti
 
 
 class Part(NamedTuple):
-    """Columns of a product that have tiles of one size."""
+    """A range of a product's columns whose tiles have one size."""
 
     rows: int
     """Rows of x in a tile."""
     first: int
-    """Index of the first column of tiles."""
+    """Index, among all columns of tiles, of the range's first one."""
     grid: tuple[int, int]
-    """Rows and columns of tiles."""
+    """Rows and columns of tiles in the range."""
 
     @property
     def tiles(self) -> int:
@@ -164,7 +164,7 @@ class Part(NamedTuple):
 
 
 def _parts(m: int, n: int, config: QuantizedTilesConfig, multiprocessors: int) -> list[Part]:
-    """Returns the parts of a product: with `tail_rows` whole waves of tiles come first."""
+    """Returns the parts of a product; with `tail_rows`, the first part is only whole waves of tiles."""
     down, across = pl.cdiv(m, config.rows), pl.cdiv(n, config.columns)
     main = across
     if config.tail_rows:
@@ -196,7 +196,7 @@ class QuantizedTiles:
     config: QuantizedTilesConfig
     quantized: Format
     function: Callable[..., Mapping[str, Any]]
-    """The epilogue, which returns each output's tile by name."""
+    """The epilogue, which returns a dict of the outputs' tiles."""
     vectors: Mapping[str, jax.ShapeDtypeStruct]
     matrices: Mapping[str, jax.ShapeDtypeStruct]
     outputs: Mapping[str, Any]
@@ -213,17 +213,17 @@ class QuantizedTiles:
 
     @property
     def x_slots(self) -> int:
-        """Buffers for pieces of x in shared memory."""
+        """Number of buffers of x in shared memory, each of 64 elements along K."""
         return self.config.x_stages or _PIECES * self.config.stages
 
     def x_rows(self, memory: Any, part: Part, slot: Any) -> Any:
-        """Returns the memory of a part's piece of x."""
+        """Returns the rows of x's buffer `slot` that the tiles of a part have."""
         place = memory.at[slot, 0]
         return place if part.rows == self.config.rows else place.at[pl.ds(0, part.rows)]
 
     @property
     def steps(self) -> int:
-        """Steps along K, each of which takes a stage of the weights and `_PIECES` of x."""
+        """Steps along K, each of which uses a stage of the weights and `_PIECES` buffers of x."""
         return pl.cdiv(self.k, BLOCK)
 
     @property
@@ -346,7 +346,7 @@ class QuantizedTiles:
         return Place(m_idx * part.rows, (part.first + n_idx) * self.config.columns)
 
     def of_place(self, ref: Any, place: Place) -> Any:
-        """Returns the array of the weights, or the vector, that a tile reads."""
+        """Returns the part of an array of weights, or of a vector, that a tile reads: here all of it."""
         del place
         return ref
 
@@ -374,7 +374,7 @@ def _before(slot: Any, stages: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Producer:
-    """The warpgroup that copies operands into both rings, tile by tile and step by step."""
+    """The warpgroup that copies x and the weights into pipeline stages, tile by tile, step by step."""
 
     product: QuantizedTiles
     x_gmem: Any
@@ -561,7 +561,7 @@ class _Consumer:
         plgpu.commit_smem_to_gmem_group()
 
     def _store_zeros(self, place: Place) -> None:
-        """Stores zeros in the results' rows from a place on, as far as its group goes."""
+        """Stores zeros in `STORED_ROWS` rows of the results from a place on, within its group."""
         shape = (COLUMNS, STORED_ROWS)
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -39,13 +39,14 @@ class Format:
     """Weights along K that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
     codebook: tuple[float, ...] | None = None
-    """The 16 numbers that codes stand for, two codes in a byte [N, K / 2] of dtype uint4; else None."""
+    """The 16 numbers that 4-bit codes index, two codes in a byte [N, K / 2]; None for other dtypes than
+    uint4."""
     scales_exponents: bool = False
     """True if scales are powers of two, the bytes of E8M0: 127 stands for 1."""
 
     @property
     def in_words(self) -> bool:
-        """True if the weights are int4, packed in words of 32 bits [N, K / 8]: see `BLOCK`."""
+        """True if the weights are int4, packed in words [N, K / 8] in the order described at `BLOCK`."""
         return self.dtype == jnp.int4
 
     @property
@@ -54,7 +55,7 @@ class Format:
 
     @property
     def arrays(self) -> int:
-        """Number of arrays that hold a product's weights: the last one is the table of a codebook."""
+        """Number of arrays of a product's weights: values, scales, zero points, a codebook's table."""
         of_groups = int(self.group > 0) + int(self.has_zero_point)
         return 1 + of_groups + int(self.has_table)
 
@@ -155,7 +156,7 @@ class QuantizedTile:
             if f.has_table:
                 memory["table"] = plgpu.SMEM(dequantize.TABLE_SHAPE, jnp.int32)
         else:
-            # A row of a block is 128 bytes, which are swizzled as one.
+            # A row of a block is 128 bytes, which are swizzled as one unit.
             memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
         # A copy must begin at a multiple of 128 bytes.
         rows = self.scale_rows
@@ -294,7 +295,10 @@ class QuantizedTile:
     def _loader(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
     ) -> Callable[[int, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]:
-        """Loads a block; returns a function from a piece's index, shifts and scales to its weights."""
+        """Loads a block; returns a function from a piece's index, shifts and scales to floats.
+
+        The floats are the piece's weights [width, PIECE], dequantised in x's dtype.
+        """
         if self.format.codebook is not None:
             return self._codes_loader(memory, slot, index, start, width)
         stored = (memory["values"] if self.format.in_words else memory["values"][0]).at[
@@ -307,7 +311,7 @@ class QuantizedTile:
         numbers = plgpu.load(stored, layout=layout)
 
         def piece_of(piece: int, shifts: Sequence[Any], scales: Sequence[Any]) -> jax.Array:
-            # Scales of float16 are applied in float32: see `_scaled`.
+            # For x of float16, `_scaled` applies the scales in float32.
             narrow = [s.astype(jnp.bfloat16) for s in scales if self.x_dtype == jnp.bfloat16]
             if in_words:
                 w = dequantize.from_words(numbers, shifts, narrow, piece)
@@ -324,7 +328,7 @@ class QuantizedTile:
     def _scaled(self, w: jax.Array, scale: jax.Array) -> jax.Array:
         """Returns each row of w [width, group] times its scale, in x's dtype."""
         if self.x_dtype == jnp.float16:
-            # float16 loses digits of scales below 6e-5, and those of float8_e5m2 are smaller.
+            # Below 6e-5 float16 is subnormal and loses bits; scales of float8_e5m2 weights are smaller.
             wide = w.astype(jnp.float32) * lax.broadcast_in_dim(scale, w.shape, (0,))
             return wide.astype(self.x_dtype)
         return w * lax.broadcast_in_dim(scale.astype(self.x_dtype), w.shape, (0,))
@@ -367,7 +371,7 @@ class QuantizedTile:
     def _shifts(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: int, width: int
     ) -> list[jax.Array]:
-        """Returns each group's shift of its unsigned integers [width], over `unit`."""
+        """Returns what is added to each group's unsigned integers [width], divided by `unit`."""
         added = dequantize.ADDED_TO_WORDS if self.format.in_words else dequantize.ADDED_TO_BYTES
         if not self.format.has_zero_point:
             splat = jnp.full((width,), -added / self.unit, self.x_dtype)
@@ -388,7 +392,7 @@ class QuantizedTile:
 
 
 def _part_of(numbers: Sequence[jax.Array], piece: int) -> Sequence[jax.Array]:
-    """Returns a piece's numbers, given a block's: one number for each equal part of the block."""
+    """Returns the shifts or scales of a piece, given those of its block, each for an equal part."""
     if len(numbers) < 2:
         return numbers
     count = max(1, len(numbers) * PIECE // BLOCK)

@@ -4,8 +4,8 @@ If x has at most 64 rows, nearly all of the memory traffic is weights. A CTA tak
 weights' columns and a part of K (split-K); all CTAs are resident at once, and each keeps several copies
 in flight, so that the memory is busy from the first microsecond on. The operands are swapped: 64 columns
 of w are the rows of a WGMMA, and the few rows of x, filled up to a multiple of 8, its columns. The CTAs
-that share columns are a cluster: each stores its sums in shared memory, and adds a share of the rows
-over all CTAs, in a fixed order, so that results repeat bit for bit and no second kernel is needed.
+of a block of columns are a cluster: each stores its sums in shared memory, and then adds the sums of all
+CTAs for a part of the rows, in a fixed order. Results repeat bit for bit, and need no second kernel.
 """
 
 import functools
@@ -100,9 +100,9 @@ class FewRows:
     w_transposed: bool
     """True if w is [N, K]."""
     function: Callable[..., Mapping[str, Any]]
-    """The epilogue, which returns each output's tile or its pieces by name."""
+    """The epilogue, which returns a dict of the outputs' tiles, or of the pieces of each tile."""
     vectors: Mapping[str, jax.ShapeDtypeStruct]
-    """Vectors [N]; or [W], the same for all blocks of columns; or [segments, W], a row per segment."""
+    """Vectors [N]; or of any other width, the same for all blocks of columns; or [segments, width]."""
     matrices: Mapping[str, jax.ShapeDtypeStruct]
     """Matrices [M, N]; or [P, W], the same for all blocks of columns, whose row m % P is for row m."""
     outputs: Mapping[str, Any]
@@ -111,7 +111,7 @@ class FewRows:
     """Columns of each array, a multiple of a CTA's columns, if an output is split into several
     arrays."""
     segments_of: Mapping[str, int] = MappingProxyType({})
-    """Number of arrays of an output, by name, if it lacks the last of the segments."""
+    """Numbers of arrays, keyed by output, of the outputs that have only the first segments."""
     piece: int = 0
     """Columns of a piece, if `function` returns tiles in pieces; else 0."""
     quantized: Format | None = None
@@ -148,7 +148,7 @@ class FewRows:
 
     @property
     def sums_by_groups(self) -> bool:
-        """True if each group's sum is multiplied by the group's scale, instead of its weights."""
+        """True if a group's scale multiplies the sum over the group, instead of each weight."""
         q = self.quantized
         return q is not None and q.group > 0 and not self.quantized_tile.scales_weights
 
@@ -199,7 +199,7 @@ class FewRows:
             x_smem=self.x_tile.memory(c.stages * self.x_pieces),
             w_smem=[w_tile.memory(c.stages) for _ in range(self.products)],
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
-            # The memory of sums is swizzled, because accumulators are stored transposed.
+            # The sums are swizzled: storing accumulators transposed would otherwise conflict in banks.
             sums=[
                 [tiled((_CHUNK, c.tile_n), jnp.float32, 32) for _ in range(self.chunks)]
                 for _ in range(self.products)
@@ -233,8 +233,8 @@ class FewRows:
     def _chunk_memory(self, width: int, dtype: Any, pieces: int = 1) -> plgpu.RefUnion:
         """Returns memory for a CTA's chunks of a matrix, in pieces that are stored row after row.
 
-        The first view is for registers, the second for copies, of the same bytes. Mosaic chooses any
-        tiling left open, and a tiled view cannot be copied from or to arrays of every width.
+        The first view is for registers, the second for copies, of the same bytes. The first has a
+        tiling of one tile, because Mosaic would choose another, in which rows are not contiguous.
         """
         shape = (self.chunks_of_cta, pieces, _CHUNK, width)
         whole = plgpu.TilingTransform((_CHUNK, width))
@@ -495,7 +495,7 @@ class _Cta:
         return lax.fori_loop(0, count, step, totals)
 
     def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
-        """Adds the products of a step to the accumulators, where sums need no scales of groups."""
+        """Adds the products of a step to the accumulators, if a group's sum needs no scale."""
         tile = self.product.quantized_tile
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
             of_codes = tile.scales_weights
@@ -658,7 +658,7 @@ class _Cta:
 
 
 def chunk_layout(columns: int) -> Any:
-    """Returns the layout of a chunk of rows in pieces of `columns`: up to 128 of a row per warp."""
+    """Returns the register layout of a chunk's rows: up to 128 adjacent columns of a row per warp."""
     vec = min(4, columns // 32)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((4, 32 * vec), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1

@@ -28,7 +28,7 @@ class Speeds:
     element: float = 6.7e-5
     """Time of an epilogue for each element of a warpgroup's tile."""
     read_byte: float = 8e-5
-    """Time of an epilogue for each byte that it reads; two thirds of that with two load stages."""
+    """Time of an epilogue for each byte that it reads; two thirds of it with `read_slots` above 1."""
     written_byte: float = 3e-5
     """Time of an epilogue for each byte that it writes, beyond the first two of an element."""
     activation: float = 1.1e-4
@@ -109,17 +109,17 @@ class Speeds:
     weights_ragged: float = 1.2
     """Factor of a wgrad step in which each WGMMA takes one block of columns, and a tile has over two."""
     weights_line: float = 1.13e-3
-    """Least time of a wgrad step for each line of memory that its copies touch."""
+    """Least time of a wgrad step for each line of 128 bytes of memory that its copies touch."""
     weights_sum: float = 0.55
-    """Time to add up the sums of rows at the end of a tile."""
+    """Time to add up the threads' sums over rows (the bias gradient) at the end of a tile."""
     weights_sum_column: float = 8e-5
-    """Time that a column adds to a step, for each turn in which a warpgroup sums the column's rows."""
+    """Time that each column of dy adds to a step, for each 8 of its rows that a warpgroup sums."""
     weights_stored: float = 9.7e-5
     """Time of each element of a CTA's tile that it stores."""
     weights_exchange: float = 3.5
     """Time for which the CTAs of a cluster exchange their parts of a tile."""
     weights_clustered: float = 1.2
-    """Factor of a step in a cluster, whose CTAs wait for each other's rings; 1.05 to 1.35 measured."""
+    """Factor of a step in a cluster, whose CTAs wait for each other; 1.05 to 1.35 measured."""
     weights_byte: float = 1 / 3.45e6
     """Time of a byte of memory traffic in a wgrad kernel."""
     weights_overlap: float = 3.6
@@ -129,10 +129,9 @@ class Speeds:
     narrow_row: float = 0.012
     """`weights_narrow_row` for the rows of x in a product with an epilogue."""
     weights_sum_byte: float = 1 / 4.6e6
-    """Time of a byte of the split sums' parts, some of which the L2 cache still holds when XLA adds
-    them."""
+    """Time of a byte of partial gradients that XLA adds; the L2 cache still holds some of them."""
     weights_row_sums: float = 1.4
-    """Time in which XLA adds up the parts of the row sums."""
+    """Time in which XLA adds up the partial sums over rows, the bias gradient."""
 
 
 H200 = Speeds()

@@ -174,7 +174,7 @@ def product_both_ways(
       scales: s, float32 [B]; None for 1.
       first_turned: matrices before this index get only the product, all others only its transpose; None
         for both of all matrices.
-      is_factor: as in `symmetric_product`.
+      is_factor: whether float32 results are rounded to tf32, since a product that reads them truncates.
       multiprocessors: SMs of the device.
       config: one of `product_candidates`; None for the first.
     """
@@ -248,7 +248,7 @@ class _BatchedProduct(Product):
 
     @property
     def sides(self) -> int:
-        """Squares of tiles along a side of a matrix; a cluster's CTAs are the side of a square."""
+        """Squares along a side of a matrix, each with as many tiles a side as a cluster has CTAs."""
         return pl.cdiv(self.m, TILE * self.config.cluster)
 
     @property
@@ -473,7 +473,7 @@ class _EpilogueOfTile:
         plgpu.commit_smem_to_gmem_group()
 
     def _stored(self, matrix: Any, row: Any) -> tuple[Any, Any]:
-        """Returns whether the tile and its transpose are stored; None if those of all tiles are."""
+        """Returns whether the tile, and whether its transpose, is stored; None for always."""
         if not self.launch.product.is_symmetric:
             first_turned = self.launch.first_turned
             if first_turned is None:

@@ -224,7 +224,7 @@ class TiledProduct:
             )
 
     def operand_memory(self) -> dict[str, Any]:
-        """Returns the shared memory of the pipeline: operands, scales and barriers."""
+        """Returns the shared memory of the pipeline's operands."""
         stages = self.config.stages
         return dict(
             a_smem=self.a_tile.memory(stages),
@@ -232,7 +232,7 @@ class TiledProduct:
         )
 
     def stream_memory(self, leading: tuple[int, ...], columns: int, dtype: Any) -> plgpu.RefUnion:
-        """Returns buffers for `columns` of a tile's rows, to copy from or to arrays with a's rows."""
+        """Returns buffers [*leading, tile_m, columns], for copies from or to arrays with a's rows."""
         return block(leading, self.config.tile_m, columns, dtype)
 
     def _ring_memory(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class TiledProduct:
         return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
 
     def share_of_cluster(self, tiles: jax.Array) -> jax.Array:
-        """Returns this cluster's share of `tiles`, a number that is known on the device only."""
+        """Returns how many of `tiles` tiles (a value known only on the device) this cluster computes."""
         first, ctas = lax.axis_index("cluster"), jnp.int32(self.clusters)
         return lax.div(jnp.maximum(tiles - first, 0) + (ctas - 1), ctas)
 

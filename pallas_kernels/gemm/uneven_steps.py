@@ -25,7 +25,7 @@ beyond the tile's own steps adds zeros."""
 
 @dataclass(frozen=True, kw_only=True)
 class UnevenProduct(Product):
-    """A product whose tiles have different numbers of steps, by group."""
+    """A product whose tiles have different numbers of K steps, which depend on the tile's group."""
 
     def steps_of(self, group: Any) -> jax.Array:
         """Returns the steps of each of the group's tiles, at least `FEWEST_STEPS`."""

@@ -90,8 +90,8 @@ def why_unsupported(
 
     Args:
       compute_capability: of the GPU, or None where there is none.
-      dtypes: dtypes of the operands, by name.
-      features: the sizes of the last axes, by name.
+      dtypes: dtypes of the operands, keyed by name.
+      features: the sizes of the last axes, keyed by name.
     """
     if reason := operands.why_unfit(compute_capability, dtypes):
         return reason
@@ -262,8 +262,8 @@ def _launch(
 class _WeightProduct(Product):
     """Static parameters of a launch, and how parts of x and dy are copied and summed.
 
-    A first row (`m_start`) counts the result's rows once more for each part, so that it identifies the
-    part too. `m` is the number of the result's rows.
+    `m` is the number of the result's rows. With R that number padded to whole tiles, `m_start` is
+    part * R + row, so that it identifies the part too.
     """
 
     widths: tuple[int, ...]
@@ -319,7 +319,7 @@ class _WeightProduct(Product):
 
     @property
     def summers(self) -> int:
-        """Sharers that store sums, as a step may have fewer pieces of rows than there are sharers."""
+        """Number of `sharers` that store sums; a step may have fewer pieces of rows than sharers."""
         return min(self.sharers, self.tile_k // PIECE_ROWS)
 
     @property
@@ -376,7 +376,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do` with the dy that contains column of tiles `n_idx`, and its first tile column."""
+        """Calls `do` with the array of the dy that has column of tiles `n_idx`, and its first column."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)
@@ -425,12 +425,12 @@ PIECE_LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-4, -2),
     vector_dim=-1,
 )
-"""Layout in which each warp holds a quarter of a piece's columns, so that it adds rows by itself."""
+"""Layout in which each warp has a quarter of a piece's columns, and so sums over rows by itself."""
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """Output of a wgrad launch: its static parameters and its shared memory."""
+    """A wgrad launch: its product, the dtype of its results and the shared memory of its epilogue."""
 
     product: _WeightProduct
     out_dtype: Any
@@ -442,7 +442,7 @@ class _Launch:
 
     @property
     def slots(self) -> int:
-        """Buffers for pieces of a tile that are being stored."""
+        """Number of each warpgroup's buffers for pieces of a tile that are being stored."""
         cluster = self.product.config.cluster
         return cluster if cluster > 1 else 2
 
@@ -525,7 +525,7 @@ class _StoreOfTile:
         self._copy(copies.at[place], index)
 
     def _exchange(self, acc: jax.Array, turn: int) -> None:
-        """Writes a piece for each CTA of the cluster, which adds up its own and stores it."""
+        """Writes a piece of the tile for each CTA of the cluster; each CTA sums and stores one piece."""
         cluster = self.launch.product.config.cluster
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for wg_idx, pieces in enumerate(self.smem["out_smem"]):

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.operands import OperandTile, swizzled_columns, tiled
 
 INSTRUCTION_COLUMNS = 64
-"""Columns of w that a WGMMA takes."""
+"""Columns of w that one WGMMA multiplies."""
 _CONVERTED = (jnp.float32,)
 
 
@@ -50,7 +50,7 @@ class Weights(Protocol):
 
 
 def why_unsupported(dtype: Any, x_dtype: Any, last_axis: int) -> str | None:
-    """Returns None if weights of `dtype` can be multiplied with x without a copy, else why not.
+    """Returns None if weights of `dtype` can be multiplied with x as they are stored, else why not.
 
     Args:
       last_axis: size of w's last axis in memory.
@@ -70,7 +70,7 @@ def why_unsupported(dtype: Any, x_dtype: Any, last_axis: int) -> str | None:
 def weights(dtype: Any, x_dtype: Any, span: int, *, k_last: bool) -> Weights:
     """Returns the tile of `span` columns of weights, for x of another dtype; `k_last` if w is [N, K]."""
     if dtype == x_dtype:
-        # Each WGMMA takes one block, so the tile need not be one copy.
+        # Each WGMMA reads one block, so one copy need not bring the whole tile.
         tile = OperandTile(span=span, k_last=k_last, whole_blocks=False, dtype=dtype)
         return _Multiplied(tile)
     return _Converted(span, k_last, dtype, x_dtype)
@@ -125,7 +125,7 @@ class _Converted:
 
     @property
     def tile_k(self) -> int:
-        """Elements along K in a step, which x's dtype sets."""
+        """Elements along K in a step: 128 bytes of x."""
         return swizzled_columns(self.x_dtype)
 
     def memory(self, stages: int) -> Any:

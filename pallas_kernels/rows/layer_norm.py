@@ -284,7 +284,7 @@ class _ForwardWarpgroup:
             tiles.store_statistic(self.gmem["rstd"], self.place, row, rstd)
 
     def _parities(self, step_idx) -> Mapping[str, Any]:
-        """Returns the parities of a row's exchanges, which alternate, also from row to row."""
+        """Returns the half (0 or 1) of the exchange buffer that each sum of a row uses, alternately."""
         exchanges = ["mean"] if self.kernel.norm.subtract_mean else []
         exchanges += ["squares"] if self.kernel.rounding is None else ["squares", "largest"]
         first = lax.rem(step_idx, jnp.int32(2)) if len(exchanges) % 2 else 0

@@ -178,7 +178,7 @@ class _BackwardKernel:
         vectors: Mapping[str, jax.Array],
         outputs: Mapping[str, jax.ShapeDtypeStruct],
     ) -> dict[str, jax.Array]:
-        """Runs the kernel; returns its outputs by name."""
+        """Runs the kernel; returns its outputs keyed by name."""
         results = plgpu.kernel(
             self.layer_norm_backward,
             out_type=tuple(outputs.values()),

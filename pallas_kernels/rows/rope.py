@@ -1,7 +1,7 @@
 """rope on Hopper: q and k rotated in one kernel.
 
-A warp takes a position and works through its heads in steps: first the heads of q, then those of k. The
-two halves of the rotating features are two loads with one register layout, so that a thread holds both
+A warp works through the heads of one position in steps: first the heads of q, then those of k. The two
+halves of the rotating features are two loads with one register layout, so that a thread holds both
 values of a pair; cosines and sines are loaded once for all heads.
 """
 
@@ -78,13 +78,13 @@ def access_bytes(heads: int, key_heads: int, head_size: int, rotary_dim: int, it
 
 
 def _widths(head_size: int, rotary_dim: int) -> list[int]:
-    """Returns the features of a head's pieces: both rotating halves, and what does not rotate."""
+    """Returns the features of each rotating half of a head, and those that do not rotate, if any."""
     return [rotary_dim // 2, *([head_size - rotary_dim] if rotary_dim < head_size else [])]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Features and heads of one piece, spread over a warp; each warp has its own position."""
+    """Division among a warp's lanes of some heads' rotating half, or of the features not rotated."""
 
     vec: int
     """Contiguous features that a lane loads at a time."""

@@ -41,9 +41,9 @@ class RowRounding:
         """Writes a tile in 8 bits, and the scales of its rows.
 
         Args:
-          tiles, place, row: the tile.
-          parity: the exchange's, as in `RowTiles.total`.
-          x: the tile's column blocks, float32.
+          tiles, place, row: the division into tiles, the warpgroup and its tile's first row.
+          parity: 0 or 1, the half of `exchange_smem` to use; calls must alternate.
+          x: function from the index of a column block of the tile to its float32 values.
           values_gmem, scale_gmem: the results in global memory.
           exchange_smem, exchange_barrier: from `RowTiles.exchange_scratch`.
         """

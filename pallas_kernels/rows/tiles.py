@@ -146,7 +146,7 @@ class RowTiles:
 
     @property
     def stays_in_segment(self) -> bool:
-        """True if no tile has rows of two segments, so that it can use a vector of its segment."""
+        """True if no tile has rows of two segments, so that a tile reads the vectors of one segment."""
         return not self.config.row_per_warp or self.rows // self.segments >= self.config.lines
 
     def layout(self, itemsize: int) -> plgpu.Layout:
@@ -199,7 +199,7 @@ class RowTiles:
         return Place(lax.axis_index("cta"), lax.axis_index("wg"))
 
     def lines(self, place: Place) -> pl.Slice:
-        """Returns the lines of a row that this warpgroup holds, if warpgroups share rows."""
+        """Returns the lines (parts of a row) of this warpgroup, if a CTA's warpgroups share rows."""
         return pl.ds(place.wg_idx * WARPS, WARPS)
 
     def columns(self, chunk: int) -> pl.Slice:
@@ -207,7 +207,7 @@ class RowTiles:
         return pl.ds(chunk * self.chunk_width, self.chunk_width)
 
     def per_chunk(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Returns `f`, evaluated once for each column block if the tile is kept, else on every call."""
+        """Returns `f`, evaluated in advance for all column blocks if tiles stay in registers."""
         return self._kept(f) if self.config.keeps_tile else f
 
     def _kept(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -336,7 +336,7 @@ class RowTiles:
     def store_partial(
         self, ref, values: list[jax.Array], partial_smem, barrier, place: Place
     ) -> None:
-        """Adds up one quantity's sums of all lines of this CTA, and writes the total."""
+        """Adds up one quantity's column sums over all lines of this CTA, and writes them to `ref`."""
         if not self.config.row_per_warp:
             for chunk, value in enumerate(values):
                 store_unoptimized(ref.at[self.lines(place), self.columns(chunk)], value)
