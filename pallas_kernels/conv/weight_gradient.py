@@ -104,7 +104,7 @@ class _WeightProduct(Product):
         )
 
     def _memory(self, blocks: int, box: tuple[int, ...]) -> plgpu.RefUnion:
-        """Returns shared memory for `blocks` boxes of pixels a stage, with 128 bytes of channels each."""
+        """Returns shared memory for `blocks` boxes of pixels per stage, of 128 bytes of channels each."""
         leading = (self.config.stages, blocks)
         swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
         return plgpu.RefUnion(

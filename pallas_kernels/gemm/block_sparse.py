@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
 
 _TILES = {64: ((128, 64), (64, 64)), 128: ((128, 128), (64, 128))}
-"""Rows and columns of a warpgroup's tile, keyed by block size. The two warpgroups share its columns."""
+"""Rows and columns of a warpgroup's tile, keyed by block size; two warpgroups have the same columns."""
 _STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
 """Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
 _BANDS = (8, 16)
