@@ -25,7 +25,7 @@ NAMES = (
 ARITHMETIC = (
     "relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid", "hard_tanh",
 )  # fmt: skip
-"""Activations without an exponential, for which a cost model counts no evaluation."""
+"""Activations without an exponential, which cost models count as taking no time."""
 
 _GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
 """Factor of x in the exponent: 0.5 (1 + tanh(z)) is the logistic function of 2 z."""
@@ -254,7 +254,7 @@ def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array:
-    """Returns -T'(distance) for the tail T of `_tail`, given T(distance) as `tail`."""
+    """Returns minus the derivative of `_tail` with respect to `distance`, given its value `tail`."""
     if name == "gelu_erf":
         squared = distance * distance
         return jnp.exp2((-0.5 * _LOG2_E) * squared - 0.5 * math.log2(2.0 * math.pi))

@@ -1,4 +1,4 @@
-"""A convolution on Hopper with a traced epilogue: limits, configs and launches of `product`."""
+"""Convolutions on Hopper with a traced epilogue: the limits, configs and launches of the kernel."""
 
 import functools
 import itertools
@@ -80,7 +80,7 @@ class ConvCall:
         return jnp.dtype(self.dtype).itemsize == 1
 
     def as_product(self, read_bytes: int, written_bytes: int, activations: int) -> Work:
-        """Returns the convolution as a matrix product, for a window of one weight."""
+        """Returns the sizes of the matrix product that equals the convolution by a single weight."""
         return Work(
             m=math.prod(self.sizes),
             n=self.features,
@@ -535,7 +535,7 @@ def forward_and_statistics(
     multiprocessors: int,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the y of `forward`, and its float32 mean and variance [F] over all pixels."""
+    """Returns y = activation(conv(x, w) + bias + residual), and y's float32 mean and variance [F]."""
     results = _layer(
         x,
         w,

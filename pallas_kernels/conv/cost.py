@@ -1,4 +1,4 @@
-"""The predicted time of a convolution in a kernel with a config.
+"""A cost model: the predicted time of a convolution's kernel with a config.
 
 Like `pallas_kernels.gemm.cost`, the model has few terms, each with a reason, and constants fitted to one
 device.
@@ -26,7 +26,7 @@ class Speeds:
     few_channels: float = 1.3
     """Factor of a step whose channels do not fill a pipeline stage; the rest is zeros."""
     in_pieces: float = 2.0
-    """Factor of a step whose weights are copied in pieces of 8 features (no multiple of 16)."""
+    """Factor of a step if the features are no multiple of 16: weights are copied 8 columns at a time."""
     strided: float = 1.5
     """Factor of a step of a strided convolution, whose pixels are not adjacent in memory."""
     cached_byte: float = 5.8e-8
@@ -55,7 +55,7 @@ class Speeds:
     weights_ends: float = 0.8
     """Time for the first operands to arrive and the last results to be stored."""
     weights_sum: float = 6 / 3.6e6
-    """Time for XLA to add one element of one part; XLA adds the parts in the layout of the weights."""
+    """Time for XLA to add one element of one CTA's partial gradient, in the layout of the weights."""
     weights_pixels: int = 384
     """Pixels that the pipeline stages must hold together so that no step waits."""
 

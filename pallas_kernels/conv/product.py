@@ -132,9 +132,8 @@ class ConvProduct(Product):
         features = jnp.int32(ref.shape[-1])
         pixel = lax.div(columns.start, features)
         row, column = pixel * 0, pixel
-        # Features past the last must index past the end of an axis, so that the copy skips them. TMA
-        # drops axes of one element and ignores their start: then the start along the other axis skips
-        # the copy.
+        # For features past the last one, an index must be past the end of an axis, so that TMA skips
+        # the copy: the row's or, in a block of one row, the column's. TMA drops axes of one element.
         if self.block[0] > 1:
             across_block = jnp.int32(self.block[1])
             row, column = lax.div(pixel, across_block), lax.rem(pixel, across_block)
@@ -211,7 +210,7 @@ class ConvProduct(Product):
             self._copy_weights(ring, b_gmem, step.k_idx, slot, step.n_idx, full)
 
     def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
-        """Returns the window's index of a step's first weight, and the step's first channel.
+        """Returns the indices of a step's first weight along the window's axes, and its first channel.
 
         The steps take all weights of the window for some channels before the next channels, so that
         the pixels that the weights share are still in the cache.
@@ -247,7 +246,7 @@ class ConvProduct(Product):
         for place, stride, size, (low, _) in zip(
             places, window.strides, sizes[1:], window.padding, strict=True
         ):
-            # Division rounds towards 0, and an index before the array's start is negative.
+            # Division rounds towards 0, but must round down for an index before the array's start.
             beyond = pl.cdiv(low, stride) * stride
             quotient = lax.div(place + beyond, jnp.int32(stride)) - beyond // stride
             index += [pl.ds(quotient, size), place - quotient * stride]
@@ -283,7 +282,7 @@ class ConvProduct(Product):
         step = k_idx if self.is_resident else slot
         *before, height, width = self.x_box
         if self.rows_at_once == 1:
-            # The rows of a box are contiguous.
+            # All rows of a box are contiguous, so that one WGMMA operand covers them.
             parts, height_of_part = 1, self.boxes.rows // width
         else:
             parts = math.prod(before)

@@ -81,7 +81,7 @@ class _WeightProduct(Product):
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """Boxes of each part; the last part may have fewer, and adds zeros in place of the rest."""
+        """Boxes that each CTA of a tile sums; the last may have fewer, and adds zeros for the rest."""
         return (pl.cdiv(self.boxes.count, self.parts),)
 
     @property
@@ -104,7 +104,7 @@ class _WeightProduct(Product):
         )
 
     def _memory(self, blocks: int, box: tuple[int, ...]) -> plgpu.RefUnion:
-        """Returns shared memory for `blocks` boxes of pixels per stage, of 128 bytes of channels each."""
+        """Returns shared memory for `blocks` boxes of pixels per stage, with 128 bytes of channels."""
         leading = (self.config.stages, blocks)
         swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
         return plgpu.RefUnion(
@@ -123,7 +123,7 @@ class _WeightProduct(Product):
     # --- on the device ----------------------------------------------------------------------------
 
     def _place(self, m_start: Any) -> tuple[Any, Any, Any]:
-        """Returns the part, the window's column and the first channel of the tile at a row."""
+        """Returns the split-K part, the window's column and the first channel of a tile."""
         tile = lax.div(m_start, jnp.int32(self.config.tile_m))
         channel = lax.rem(tile, jnp.int32(self.channel_tiles)) * CHANNELS
         tile = lax.div(tile, jnp.int32(self.channel_tiles))

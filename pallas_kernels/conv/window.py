@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 GROUP = 8
 """Rows in a group of the swizzle pattern; reads of a tile must begin at a multiple of it."""
 MAX_REACH = 48
-"""Largest reach in rows of a window whose weights of a column share one box of x."""
+"""Largest reach, in rows, of windows for which all weights of a window's column read one box of x."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Window:
         return Window(self.kernel, padding, self.strides, self.dilation)
 
     def splits(self, x: jax.Array) -> jax.Array:
-        """Returns x as the copies of a strided window index it, [B, H / s, s, W / s, s * C]."""
+        """Returns x reshaped for the copies of a window with strides s: [B, H / s, s, W / s, s * C]."""
         if not self.is_strided:
             return x
         (step_h, step_w), (b, h, w, c) = self.strides, x.shape

@@ -102,7 +102,7 @@ _TILE, _STORED_ELEMENT = 0.2, 1e-4
 _MISSING_STAGE = 0.08
 """Fraction by which a K step takes longer for each pipeline stage below four."""
 _LONG_BAND = 1.08
-"""Factor on the time with more rows of tiles in raster order, which keeps less of a in L2."""
+"""Factor on the time with a `band` above 8, with which less of a stays in L2."""
 LAUNCH = 5.0
 """Microseconds to launch a kernel."""
 
@@ -205,13 +205,13 @@ def _tiles(
 
 
 class Span(NamedTuple):
-    """Kept blocks (entries) that are multiplied for a tile."""
+    """Range of the kept blocks (entries) that are multiplied for a tile."""
 
     start: Any
     end: Any
     """Index of the entry after the last."""
     entries: Any
-    """Index among the stored blocks, and position along K, of each entry; in global memory."""
+    """Index among the stored blocks, and position along K or N, of each entry; in global memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

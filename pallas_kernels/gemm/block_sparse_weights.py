@@ -195,7 +195,7 @@ class _BlockSparseWeights(Product):
 
     @property
     def tile_count(self) -> int:
-        """Limit on the number of tiles, each of which has at least one block."""
+        """Upper limit on the number of tiles, each of which has at least one kept block."""
         return self.kept
 
     # --- on the device ----------------------------------------------------------------------------

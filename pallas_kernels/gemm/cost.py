@@ -1,4 +1,4 @@
-"""The predicted time of a product with an epilogue in a kernel of this package with a config.
+"""A cost model: the predicted time of a product with an epilogue, in a kernel with a config.
 
 The model covers sizes that no table could list. It has few terms, each with a reason, and constants, in
 `speeds`, fitted to times on one device (benchmarks/LAB.md, 2026-11-22 to 2026-11-26). It orders the
@@ -167,7 +167,7 @@ def weight_gradient(
     multiprocessors: int,
     speeds: Speeds = H200,
 ) -> float:
-    """Microseconds of the gradient of weights in this package's kernel, XLA's sums of parts included.
+    """Microseconds of a weight gradient: the kernel, and XLA's sum of the clusters' partial results.
 
     Args:
       work: the product.

@@ -27,8 +27,8 @@ DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OTHERS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 PROMOTED_STEPS = 4
-"""Steps of 128 numbers after which a weight gradient's sums are added to float32 totals. They run over
-all rows of a batch, and the tensor cores' own sums of float8 products have fewer bits."""
+"""Steps of 128 numbers after which a weight gradient's sums, over all rows of a batch, are added to
+float32 totals: the tensor cores' own sums of float8 products have fewer bits."""
 
 
 def why_unsupported(
@@ -85,7 +85,7 @@ def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for `hidden_gradient_by_slope`, first one with a further stage if that fits."""
+    """Returns configs for `hidden_gradient_by_slope`, first one with one more stage if that fits."""
     configs = hidden_candidates(work, multiprocessors)
     deeper = replace(configs[0], stages=configs[0].stages + 1)
     return [deeper, *configs] if fits(work, deeper, _SPARE_BYTES) else configs

@@ -372,7 +372,7 @@ def _check_config(p: FusedProduct, config: MatmulConfig) -> None:
 
 
 def _blocks(p: FusedProduct) -> tuple[list[jax.Array], list[Block]]:
-    """Returns the arrays that hold b, and the position of each term and product in them.
+    """Returns the arrays that hold b, and the position in them of each term's and product's b.
 
     An array that holds several matrices b gets an axis over them, so that a copy that crosses the end of
     a matrix reads zeros.

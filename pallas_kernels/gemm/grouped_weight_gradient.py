@@ -186,12 +186,12 @@ class _GroupedWeightProduct(UnevenProduct):
         return m_idx * c.cta_tile_m, n_idx, group
 
     def first_row(self, group: Group, k_idx: Any) -> jax.Array:
-        """Returns the first row of a step."""
+        """Returns the first row of x and dy in step `k_idx` of a group."""
         aligned = lax.div(group.start, jnp.int32(PIECE_ROWS)) * PIECE_ROWS
         return pl.multiple_of(aligned + k_idx * self.tile_k, PIECE_ROWS)
 
     def steps_of(self, group: Group) -> jax.Array:
-        """Returns the steps of each of the group's tiles."""
+        """Returns the number of K steps of each of the group's tiles."""
         rows = group.end - self.first_row(group, 0)
         return jnp.maximum(lax.div(rows + (self.tile_k - 1), jnp.int32(self.tile_k)), FEWEST_STEPS)
 
@@ -241,7 +241,7 @@ class _GroupConsumer(UnevenConsumer):
         return self._issue(acc_ref, k_idx, slot)
 
     def _clear(self, slot: Any, start: Any, end: Any) -> None:
-        """Clears a stage's rows before `start` and from `end` on, in this warpgroup's share."""
+        """Clears a stage's rows before `start` and from `end` on, in half of x and half of dy."""
         product, ring, wg_idx = self.product, self.ring, self.wg_idx
         x = [memory for _, memory in product.a_tile.operands(ring.a_smem, slot, wg_idx, CONSUMERS)]
         dy = [memory for _, memory in product.b_tile.operands(ring.b_smem[0], slot)]

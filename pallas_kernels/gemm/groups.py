@@ -20,10 +20,10 @@ MOST_IN_KERNEL = 16
 
 
 class Group(NamedTuple):
-    """A group of rows, as the kernel sees it."""
+    """A group of rows, inside a kernel."""
 
     index: Any
-    """Index of the group's matrix."""
+    """Index of the matrix that the group is multiplied by."""
     start: Any
     """Index of the first row."""
     end: Any

@@ -254,7 +254,7 @@ class Consumer:
         return plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
 
     def _accumulate_scaled(self, sequence_idx, n_idx) -> jax.Array:
-        """Returns the sums of a tile, where each K step's are scaled before they are added.
+        """Returns the sums of a tile, where each K step's sums are scaled before they are added.
 
         While one warpgroup scales, the other one uses the tensor cores.
         """

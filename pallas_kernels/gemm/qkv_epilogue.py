@@ -27,7 +27,7 @@ from pallas_kernels.gemm.tiled_product import TilePlace
 from pallas_kernels.hopper import row_of_copies
 
 _ANGLES_AHEAD = 128
-"""Limit on the angles of a row to read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
+"""Most angles of a row that are read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
 ROUNDS_ANGLES = jnp.bfloat16
 """Dtype of x for which the cosines and sines are rounded to float16."""
 
@@ -65,7 +65,7 @@ class QkvEpilogue:
 
     @property
     def turning_pieces(self) -> list[tuple[int, ...]]:
-        """Indices of pieces that are rotated together: one piece, or a piece of each half."""
+        """Indices of a unit's pieces that are rotated together: one piece, or a piece of each half."""
         count = self.turning // self.piece
         if self.heads.interleaved:
             return [(index,) for index in range(count)]

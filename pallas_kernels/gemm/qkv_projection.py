@@ -116,7 +116,7 @@ def fitting(
         return ring + stored + vectors_and_barriers
 
     work = _work(rows, features, heads)
-    # Memory of saved projections is counted although they may not be asked for, and that of angles.
+    # Memory for angles and for saved projections is counted, although a call may need neither.
     most = replace(work, written_bytes=2 * work.written_bytes, read_bytes=4)
     few_rows = [
         config
@@ -215,7 +215,7 @@ def _in_tiles(
     multiprocessors: int,
     config: MatmulConfig,
 ) -> Sequence[jax.Array]:
-    """Returns the outputs of `forward` by the product of large tiles."""
+    """Computes `forward` with large tiles, in place of the small-M kernel."""
     m, k = x.shape
     if heads.reorders:
         w = _in_strips(w, heads.size)

@@ -123,7 +123,7 @@ def _normed(
     heads: Heads,
     epsilon: float,
 ) -> list[jax.Array]:
-    """Returns the pieces of a head after its norm, if its kind has one."""
+    """Returns the pieces of a head after its norm, if heads of its kind (queries, keys) have one."""
     squares = [jnp.sum(piece * piece, axis=1) for piece in head]
     factor = lax.rsqrt(sum(squares[1:], squares[0]) * (1.0 / scale.shape[1]) + epsilon)
     for plain in heads.plain:

@@ -145,7 +145,7 @@ def why_unsupported(
 
 
 def multiplies_tiles(products: int, dtypes: Iterable[Any]) -> bool:
-    """Returns whether `QuantizedTiles` can multiply, given the dtypes of results and residual."""
+    """Returns whether `QuantizedTiles` takes so many products, and results and residual of `dtypes`."""
     return products == 1 and all(jnp.dtype(d).itemsize == 2 for d in dtypes if d is not None)
 
 
@@ -337,7 +337,7 @@ def input_gradient(
     w = w.spread()
     layout = w.format(k)
     if not layout.group:
-        # The sums run over the columns, so a column's scale is applied to weights, as one group of k.
+        # The sums run over the columns, so the columns' scales multiply the weights: one group of all k.
         layout = replace(layout, group=-(-k // STEP) * STEP)
     arrays = [w.values, w.scale] + ([] if w.zero_point is None else [w.zero_point])
     config = config or gradient_candidates(dz, k, multiprocessors)[0]

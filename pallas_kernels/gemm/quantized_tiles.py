@@ -506,7 +506,7 @@ class _Consumer:
         return step
 
     def _free(self, w_slot: Any, x_slot: Any) -> None:
-        """Frees the stage of the piece of x before slot `x_slot`, for the producer to fill."""
+        """Frees the stage before `x_slot`, or before `w_slot` where x has no stages of its own."""
         c = self.product.config
         if c.x_stages:
             before = _before(x_slot, self.product.x_slots)

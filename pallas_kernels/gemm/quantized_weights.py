@@ -22,12 +22,12 @@ from pallas_kernels.gemm.dequantize import BLOCK
 from pallas_kernels.gemm.operands import bits_of, block
 
 DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
-"""Dtypes of weights; int4 are packed in words."""
+"""Dtypes of weights; int4 are packed in int32 words."""
 _X_COLUMNS = 64
 """Numbers of x in 128 bytes, which are swizzled as one unit."""
 _BLOCK_WORDS = BLOCK // 8
 PIECE = 64
-"""Weights along K of an operand that `QuantizedTile.pieces` yields."""
+"""Elements along K of each WGMMA operand that `QuantizedTile.pieces` yields."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Format:
     """The 16 numbers that 4-bit codes index, two codes in a byte [N, K / 2]; None for other dtypes than
     uint4."""
     scales_exponents: bool = False
-    """True if scales are powers of two, the bytes of E8M0: 127 stands for 1."""
+    """True if scales are bytes of E8M0, powers of two: byte b is 2^(b - 127)."""
 
     @property
     def in_words(self) -> bool:
@@ -283,7 +283,7 @@ class QuantizedTile:
         return piece_of
 
     def _scaled_parts(self, w: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
-        """Returns equal parts of w's columns, each multiplied by a scale of its rows."""
+        """Multiplies equal parts of w's columns, each by its own vector of scales for the rows."""
         if not scales:
             return w
         each = w.shape[1] // len(scales)

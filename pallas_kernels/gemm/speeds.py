@@ -14,9 +14,9 @@ class Speeds:
     step_element: float = 1.34e-5
     """Time that each element of a tile adds to a step in ping-pong."""
     shared_step_element: float = 1.93e-5
-    """`step_element` if both warpgroups share a tile; `step` is then not added."""
+    """Time that each element adds to a step if warpgroups share a tile; `step` is then not added."""
     ragged: float = 1.28
-    """Factor of a K step in which each WGMMA takes one block of columns (64), not the whole tile."""
+    """Factor of a K step in which each WGMMA reads one block of 64 columns, not the whole tile."""
     shifted_rows: float = 1.5
     """Factor of a step if the rows of b [n, k] are not aligned to lines of 128 bytes."""
     shifted_a: float = 1.3
@@ -65,9 +65,9 @@ class Speeds:
     few_rows_conversion: float = 3.4e-5
     """Time that each converted number adds to such a step."""
     quantized_launch: float = 1.6
-    """`few_rows_launch` with quantised weights."""
+    """Time to start and to end a small-M kernel with quantised weights."""
     quantized_byte: float = 2.6e-7
-    """`few_rows_byte` with quantised weights."""
+    """Time of a byte of memory traffic in a small-M kernel with quantised weights."""
     quantized_step: float = 0.25
     """Time of a CTA's step with quantised weights; steps do not overlap."""
     quantized_number: float = 7.8e-6
@@ -79,17 +79,17 @@ class Speeds:
     quantized_wave: float = 0.98
     """Time that each further wave of CTAs adds."""
     quantized_chunk: float = 0.12
-    """`few_rows_chunk` with quantised weights."""
+    """Time of each chunk of 8 rows that a CTA finishes, with quantised weights."""
     quantized_exchange: float = 4.0e-4
-    """`few_rows_exchange` with quantised weights."""
+    """Time of each sum that a CTA passes to another one of its cluster, with quantised weights."""
     quantized_part: float = 0.13
     """Time that each CTA of a cluster beyond the first adds."""
     quantized_missing_stage: float = 0.26
     """Time that each pipeline stage below four adds."""
     quantized_room_of_four: float = 0.66
-    """Fraction of the SMs on which clusters of four CTAs, which must start together, find room."""
+    """Fraction of the SMs that clusters of four CTAs, which must start together, occupy at once."""
     quantized_room_of_eight: float = 0.57
-    """`quantized_room_of_four` for clusters of eight CTAs."""
+    """Fraction of the SMs that clusters of eight CTAs occupy at once."""
     cluster_room: float = 0.9
     """Fraction of the SMs on which clusters of more than two CTAs run at once: a cluster lies within one
     GPC, and GPCs differ in size."""
@@ -107,7 +107,7 @@ class Speeds:
     weights_step_element: float = 1.9e-5
     """Time that each element of a CTA's tile adds to a wgrad step."""
     weights_ragged: float = 1.2
-    """Factor of a wgrad step in which each WGMMA takes one block of columns, and a tile has over two."""
+    """Factor of a wgrad step in which a WGMMA reads one block of 64 columns, if a tile has over two."""
     weights_line: float = 1.13e-3
     """Least time of a wgrad step for each line of 128 bytes of memory that its copies touch."""
     weights_sum: float = 0.55
@@ -123,11 +123,11 @@ class Speeds:
     weights_byte: float = 1 / 3.45e6
     """Time of a byte of memory traffic in a wgrad kernel."""
     weights_overlap: float = 3.6
-    """Exponent `overlap` for the overlap of a wgrad kernel's memory traffic with its steps."""
+    """Exponent, like `overlap`, for a wgrad kernel's memory traffic and the steps that overlap it."""
     weights_narrow_row: float = 0.005
     """Time to copy a row of a wgrad operand so narrow that rows share a line of memory."""
     narrow_row: float = 0.012
-    """`weights_narrow_row` for the rows of x in a product with an epilogue."""
+    """Time to copy a row of x so narrow that rows share a line of memory, in a product with epilogue."""
     weights_sum_byte: float = 1 / 4.6e6
     """Time of a byte of partial gradients that XLA adds; the L2 cache still holds some of them."""
     weights_row_sums: float = 1.4

@@ -298,11 +298,11 @@ class TiledProduct:
         return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
 
     def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
-        """Returns the rows of a warpgroup's tile, and some columns, of an array with rows like a's."""
+        """Returns a view of `columns` of an array with a's rows, in the rows of a warpgroup's tile."""
         return ref.at[pl.ds(m_start, self.config.tile_m), columns]
 
     def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
-        """Starts the copies of a warpgroup's tile, in some columns, to an array with rows like a's."""
+        """Starts the copies of `columns` of a warpgroup's tile to an array with a's rows."""
         destination = self.rows_at(ref, place.m_start, columns)
         plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
 

@@ -28,7 +28,7 @@ class UnevenProduct(Product):
     """A product whose tiles have different numbers of K steps, which depend on the tile's group."""
 
     def steps_of(self, group: Any) -> jax.Array:
-        """Returns the steps of each of the group's tiles, at least `FEWEST_STEPS`."""
+        """Returns the number of K steps of each of the group's tiles, at least `FEWEST_STEPS`."""
         raise NotImplementedError
 
     def first_row_of_warpgroup(self, m_start: Any, wg_idx: Any) -> Any:

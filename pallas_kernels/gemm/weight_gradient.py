@@ -138,7 +138,7 @@ def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfi
 
 
 _MOST_ROUNDS = 4
-"""Largest number of waves of parts into which tiles are split."""
+"""Largest number of waves of CTAs that computing all parts of all tiles may take."""
 _MOST_BYTES_OF_PARTS = 2**28
 """Largest number of bytes of a gradient's parts before they are added."""
 
@@ -273,7 +273,7 @@ class _WeightProduct(Product):
 
     @property
     def b_tile(self) -> OperandTile:
-        # TMA writes WGMMA's layout where both axes are whole numbers of tiles.
+        # TMA writes WGMMA's layout only if both axes are multiples of its 8 rows and 128 bytes.
         columns = swizzled_columns(self.dtype)
         whole = all(width % columns == 0 for width in self.widths) and self.ks[0] % 8 == 0
         return OperandTile(span=self.part_n, k_last=False, whole_blocks=whole, dtype=self.dtype)
@@ -300,7 +300,7 @@ class _WeightProduct(Product):
 
     @property
     def groups(self) -> int:
-        """Partial results of a tile, one a cluster, which XLA adds."""
+        """Number of partial results of a tile, one per cluster, which XLA adds."""
         return self.parts // self.config.cluster
 
     @property
@@ -376,7 +376,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do` with the array of the dy that has column of tiles `n_idx`, and its first column."""
+        """Calls `do(array, first)` for the dy that has column of tiles `n_idx`, and `first` on."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)

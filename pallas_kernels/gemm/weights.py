@@ -68,7 +68,7 @@ def why_unsupported(dtype: Any, x_dtype: Any, last_axis: int) -> str | None:
 
 
 def weights(dtype: Any, x_dtype: Any, span: int, *, k_last: bool) -> Weights:
-    """Returns the tile of `span` columns of weights, for x of another dtype; `k_last` if w is [N, K]."""
+    """Returns a tile of `span` columns of w, which are converted to x's dtype if it is another one."""
     if dtype == x_dtype:
         # Each WGMMA reads one block, so one copy need not bring the whole tile.
         tile = OperandTile(span=span, k_last=k_last, whole_blocks=False, dtype=dtype)

@@ -44,7 +44,7 @@ def backward(
     pre_bias: jax.Array | None,
     **keywords: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
+    """Calls `gradients` without a gate; returns (dx, dscale, dbias, dpre_bias)."""
     found = gradients(
         dy, dnext_residual, h, mean, rstd, None, scale, bias, pre_bias, None, **keywords
     )

@@ -105,7 +105,7 @@ def backward_candidates(
 
 
 def _balanced(guesses: list[RowConfig], segments: int, multiprocessors: int) -> list[RowConfig]:
-    """Returns the guesses; if no CTA has rows of two segments, those that leave few SMs idle first.
+    """Returns the guesses, first those that leave few SMs idle if each CTA has rows of one segment.
 
     One CTA an SM is the best guess for one long segment; with a hundred segments it leaves every fourth
     SM idle.

@@ -52,7 +52,7 @@ def forward(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Kernel over `tiles`."""
+    """Kernel that quantises the rows of a matrix, divided into `tiles`."""
 
     tiles: RowTiles
     x_dtype: Any

@@ -84,7 +84,7 @@ def _widths(head_size: int, rotary_dim: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Division among a warp's lanes of some heads' rotating half, or of the features not rotated."""
+    """Layout in which a warp's lanes share one part (a rotating half, or the rest) of several heads."""
 
     vec: int
     """Contiguous features that a lane loads at a time."""

@@ -85,7 +85,7 @@ class RowConfig:
         return None
 
     def shared_bytes(self, features: int, element_bytes: int, sums: bool) -> int:
-        """Returns the most shared bytes that a CTA needs, given the arguments of `why_unfit`."""
+        """Returns an upper limit on a CTA's bytes of shared memory, given arguments of `why_unfit`."""
         lines = self.warpgroups * self.lines
         ring = self.slots * lines * self.width(features) * element_bytes
         partials = lines * features * 4 if sums and self.row_per_warp else 0
@@ -412,7 +412,7 @@ class RowTiles:
         }
 
     def ring_scratch(self, dtypes: dict[str, jnp.dtype]) -> dict[str, object]:
-        """Scratch memory of the ring: its stages for each matrix that is read, and their barriers."""
+        """Scratch memory of the pipeline: stages for each matrix that is read, and their barriers."""
         if self.config.slots == 0:
             return {}
         shape = (self.config.warpgroups, self.config.slots, self.config.lines, self.width)
