@@ -342,11 +342,10 @@ def conv(
     block: tuple[int, int] = (1, 1),
     name: str = "conv",
 ) -> dict[str, jax.Array]:
-    """Returns a dict of the results of `epilogue` on x [B, *spatial, C] convolved with w.
+    """Returns a dict of the epilogue's results for x [B, *spatial, C] convolved with w [*kernel, C, F].
 
     Args:
       x: one array, or two that the kernel reads as their concatenation: see `why_not_of_two`.
-      w: [*kernel, C, F].
       epilogue, outputs, vectors, matrices, column_moments, activations: as in `FusedProduct`; matrices
         have the result's shape.
       flipped: whether w is [*kernel, F, C] and its window rotated by 180 degrees, as in dgrad.

@@ -94,8 +94,7 @@ def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs for a weight gradient, predicted fastest first.
 
-    Tiles are small, because accumulators and float32 totals both need registers. Few tiles have long
-    sums, so that the number of waves decides.
+    Accumulators and float32 totals both need registers. The number of waves of the few tiles decides.
     """
     configs = [
         MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
@@ -212,8 +211,7 @@ def hidden_gradient(
 ) -> FusedProduct:
     """Returns the gradient of a hidden layer's preactivations, from scales * dy @ w^T.
 
-    The results are dz, dup if there is an `up`, and if `maximise` the maxima [P, M] of their rows'
-    magnitudes in each of P parts of the columns.
+    The results are dz, dup if there is an `up`, and maxima [P, M] over P parts of the columns.
 
     Args:
       dy: [M, K].

@@ -176,8 +176,7 @@ class OperandTile:
         """Yields the WGMMA operands in one of `shares` equal parts of a tile.
 
         Yields:
-          Rows of a or columns of b, counted from the part's first, and their shared memory, in the
-          order of the array's axes.
+          Rows of a or columns of b, counted from the part's first, and a view of their shared memory.
         """
         span = self.span // shares
         if self.one_copy:

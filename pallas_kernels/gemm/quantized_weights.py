@@ -39,8 +39,7 @@ class Format:
     """Weights along K that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
     codebook: tuple[float, ...] | None = None
-    """The 16 numbers that 4-bit codes index, two codes in a byte [N, K / 2]; None for other dtypes than
-    uint4."""
+    """The 16 numbers that codes of uint4 index, two codes in a byte [N, K / 2]; None without codes."""
     scales_exponents: bool = False
     """True if scales are bytes of E8M0, powers of two: byte b is 2^(b - 127)."""
 
@@ -295,10 +294,7 @@ class QuantizedTile:
     def _loader(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
     ) -> Callable[[int, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]:
-        """Loads a block; returns a function from a piece's index, shifts and scales to floats.
-
-        The floats are the piece's weights [width, PIECE], dequantised in x's dtype.
-        """
+        """Loads a block; returns a function that dequantises a piece, given its shifts and scales."""
         if self.format.codebook is not None:
             return self._codes_loader(memory, slot, index, start, width)
         stored = (memory["values"] if self.format.in_words else memory["values"][0]).at[
