@@ -63,7 +63,7 @@ class ConvCall:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape of the result, and the kernel's own shape, in which a block's pixels are axes."""
+        """Shape of the result, and the shape that the kernel writes, with axes over a block's pixels."""
         whole = (*self.result, self.features)
         if self.block == (1, 1):
             return whole, whole

@@ -154,7 +154,7 @@ class FusedProduct:
 
     @property
     def work_beside_xla(self) -> Work:
-        """The `work` by which kernel and XLA are compared; with few rows, b's conversion counts."""
+        """Sizes for comparing the kernel's time with XLA's; with few rows, b's conversion counts."""
         first = self.b[0] if isinstance(self.b, tuple) else self.b
         return replace(
             self.work,

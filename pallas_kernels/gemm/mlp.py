@@ -142,7 +142,7 @@ def _gated_unit_of_gate(
 
 
 def _multiplied(activation: str | None, dtype: Any) -> Callable[..., dict[str, jax.Array]]:
-    """Returns the end of a gated unit's epilogue, which computes h from gate and up."""
+    """Returns a function from gate and up to a dict of a gated unit's results: h, gate and up."""
     return lambda gate, up: {"h": activate(activation, gate, dtype) * up, "gate": gate, "up": up}
 
 

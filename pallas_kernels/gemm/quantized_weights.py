@@ -211,7 +211,7 @@ class QuantizedTile:
 
     @property
     def unit(self) -> float:
-        """Factor by which the weights in registers are too small."""
+        """Factor by which integer weights in registers are too small, until sums are scaled; else 1."""
         return dequantize.unit(self.x_dtype) if self._is_integer else 1.0
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:

@@ -58,9 +58,9 @@ class Block:
 
     array: int
     k_part: int | None = None
-    """Index along the array's axis of terms; None if it holds the b of one term."""
+    """Index along the array's axis over terms a_i @ b_i; None if it has no such axis."""
     n_part: int | None = None
-    """Index along the array's axis of products; None if it holds the b of one product."""
+    """Index along the array's axis over products that share a; None if it has no such axis."""
 
     def view(self, refs: Sequence[Any], transposed: bool) -> Callable[[Any, Any], Any]:
         """Returns a function from spans of b's axes, in the array's order, to that part of the array."""
@@ -90,7 +90,7 @@ class TiledProduct:
     """Length of K of each term."""
     dtype: Any
     blocks: tuple[Block, ...]
-    """Positions of b, one for each product of each term, terms outermost."""
+    """Positions of b for each term a_i @ b_i, and for each of its products that share a_i."""
     config: MatmulConfig
     multiprocessors: int
     products: int = 1
@@ -155,7 +155,7 @@ class TiledProduct:
 
     @property
     def tile_grid(self) -> tuple[int, int]:
-        """Rows and columns of cluster tiles that cover the output."""
+        """Rows and columns of tiles that cover the output; a cluster's tiles count as one."""
         height = self.config.cta_tile_m * self.config.cluster
         return pl.cdiv(self.m, height), pl.cdiv(self.n, self.part_n)
 
@@ -232,7 +232,7 @@ class TiledProduct:
         )
 
     def stream_memory(self, leading: tuple[int, ...], columns: int, dtype: Any) -> plgpu.RefUnion:
-        """Returns buffers [*leading, tile_m, columns], for copies from or to arrays with a's rows."""
+        """Returns buffers [*leading, tile_m, columns], for copies from or to arrays [M, N]."""
         return block(leading, self.config.tile_m, columns, dtype)
 
     def _ring_memory(self) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class TiledProduct:
         return (m_idx * c.cluster + lax.axis_index("cta")) * c.cta_tile_m, n_idx
 
     def full_idx(self, sequence_idx: Any, slot: Any) -> jax.Array:
-        """Returns the index of the barrier at which the copies into a stage arrive for a tile."""
+        """Returns the index of the barrier on which a tile's copies into stage `slot` arrive."""
         if not self.config.ping_pong:
             return slot
         return lax.rem(sequence_idx, jnp.int32(CONSUMERS)) * self.config.stages + slot
@@ -298,11 +298,11 @@ class TiledProduct:
         return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
 
     def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
-        """Returns a view of `columns` of an array with a's rows, in the rows of a warpgroup's tile."""
+        """Returns a view of an array [M, N]: `columns`, and the rows of a warpgroup's tile."""
         return ref.at[pl.ds(m_start, self.config.tile_m), columns]
 
     def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
-        """Starts the copies of `columns` of a warpgroup's tile to an array with a's rows."""
+        """Starts the copies of `columns` of a warpgroup's tile to an array [M, N]."""
         destination = self.rows_at(ref, place.m_start, columns)
         plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
 
@@ -398,7 +398,7 @@ class Step:
     n_idx: Any
     term: int
     k_idx: Any
-    """Index among the steps of the term."""
+    """Index of the K step within its term."""
     group: Any = None
     """Group of rows that the tile belongs to, in a grouped product."""
 

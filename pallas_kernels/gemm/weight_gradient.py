@@ -376,7 +376,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do(array, first)` for the dy that has column of tiles `n_idx`, and `first` on."""
+        """Calls `do(array, first)` for the array whose columns of tiles, from `first` on, have `n_idx`."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)

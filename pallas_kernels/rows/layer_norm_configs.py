@@ -7,7 +7,7 @@ from pallas_kernels.hopper import LANES, SHARED_MEMORY_BYTES, WARPS
 from pallas_kernels.rows.tiles import RowConfig
 
 _DIRECT_BYTES = 78 * 10**6
-"""Least bytes, read and written, with which the forward needs no pipeline: well above the L2's 50 MB."""
+"""The forward needs no pipeline if it reads and writes so many bytes, well above the L2's 50 MB."""
 
 
 def forward_candidates(
