@@ -38,7 +38,7 @@ class Work:
     activations: int = 0
     """Activations and derivatives that the epilogue evaluates for each element of the result."""
     k_last: bool = False
-    """True if b is [n, k]; one WGMMA then takes any number of its columns."""
+    """True if b is [n, k]; one WGMMA then reads any number of b's columns, else blocks of 64."""
     terms: int = 1
     """Number of products a_i @ b_i that are added; k is the sum of their lengths along K."""
     groups: int = 1

@@ -78,7 +78,7 @@ def candidates(
       outputs: dtypes of the results, keyed by name, with equally many bytes.
       multiprocessors: SMs of the device.
     """
-    # Rows of a chunk have 128 bytes, so that a copy may begin at any of them.
+    # Rows of a chunk have 128 bytes, so that a copy from shared memory may begin at any row.
     [columns] = {swizzled_columns(dtype) for dtype in outputs.values()}
     configs = [
         MatmulConfig(
@@ -253,7 +253,7 @@ class _GroupedProduct(Product):
 
     group_count: int
     groups: Groups | None = None
-    """Rows and tiles of the groups, which only the code inside a kernel has."""
+    """Rows and tiles of each group, known inside a kernel; None outside of it."""
 
     @property
     def tile_grid(self) -> tuple[int, int]:

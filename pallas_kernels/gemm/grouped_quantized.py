@@ -74,7 +74,7 @@ def candidates(
 
     def time(config: QuantizedTilesConfig) -> float:
         if rows <= used * STORED_ROWS:
-            # The time is that of reading the matrices, with which more warpgroups keep up better.
+            # The time is that of reading the matrices; more warpgroups keep up with memory better.
             return config.rows - config.warpgroups
         padded = used * -(-rows // (used * config.rows)) * config.rows
         return quantized_tiles.microseconds(padded, w.n, k, config, multiprocessors)
@@ -158,7 +158,7 @@ class GroupedQuantizedTiles(QuantizedTiles):
 
     group_count: int = 1
     groups: Groups | None = None
-    """Rows and tiles of the groups, which only the code inside a kernel has."""
+    """Rows and tiles of each group, known inside a kernel; None outside of it."""
 
     @property
     def parts(self) -> list[quantized_tiles.Part]:

@@ -156,7 +156,7 @@ class _GroupedWeightProduct(UnevenProduct):
 
     group_count: int
     groups: Groups | None = None
-    """Rows and tiles of the groups, which only the code inside a kernel has."""
+    """Rows and tiles of each group, known inside a kernel; None outside of it."""
 
     @property
     def tile_count(self) -> int:

@@ -69,7 +69,7 @@ def operands(
 def on_device(
     refs: Sequence[Any], *, groups: int, rows: int, tile_m: int
 ) -> tuple[Groups, Sequence[Any]]:
-    """Returns the groups, and the refs of a kernel that follow those of `operands`."""
+    """Returns the groups, and the refs of a kernel that follow those of the arrays of `operands`."""
     if len(refs[0].shape) == 2:
         return _Table(refs[0], groups), refs[1:]
     return _Sizes(refs[0], refs[1], groups, rows, tile_m), refs[2:]
@@ -124,7 +124,7 @@ class _Sizes:
     tile_m: int
 
     def _all(self) -> Iterator[tuple[Any, Group, Any, Any]]:
-        """Yields whether a group has a matrix, the group, and how many tiles are before and in it."""
+        """Yields for each group whether it is multiplied, the group, its first tile and its tiles."""
         offset, start, before = self.offset[0], jnp.int32(0), jnp.int32(0)
         for position in range(self.sizes.shape[0]):
             size = jnp.maximum(jnp.minimum(self.sizes[position], self.rows - start), 0)

@@ -270,7 +270,7 @@ def _table(cos: jax.Array, sin: jax.Array, interleaved: bool, dtype: Any, tile_m
     period = cos.shape[0]
     table = interleaved_rope.table(cos, sin) if interleaved else jnp.concatenate((cos, sin), axis=1)
     if dtype == ROUNDS_ANGLES:
-        # float16 takes half the registers, and its rounding is 8 times finer than the result's.
+        # float16 needs half as many registers as float32, and rounds 8 times finer than bfloat16.
         table = table.astype(jnp.float16)
     if period % tile_m:
         # A tile of rows may continue from the last position with the first one.

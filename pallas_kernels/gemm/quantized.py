@@ -26,7 +26,7 @@ from pallas_kernels.gemm.small_m import MAX_PARTS, MAX_ROWS, MAX_ROWS_QUANTIZED,
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES, THREAD_REGISTERS
 
 STEP = 128
-"""Elements along K in the shortest step."""
+"""Elements along K in the shortest step of a kernel."""
 _X_DTYPES = (jnp.bfloat16, jnp.float16)
 _BOTH_DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 

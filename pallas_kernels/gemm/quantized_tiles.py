@@ -330,7 +330,7 @@ class QuantizedTiles:
         return self, refs
 
     def grid_of(self, part: Part) -> tuple[Any, int]:
-        """Returns the rows and columns of a part's tiles."""
+        """Returns how many rows and columns of tiles a part has."""
         return part.grid
 
     def tiles_of_cta(self, part: Part) -> jax.Array:

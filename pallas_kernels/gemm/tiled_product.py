@@ -104,7 +104,7 @@ class TiledProduct:
     quantized: Format | None = None
     """Format of b, if it is quantised: the producer warpgroup then dequantises it to a's dtype."""
     b_dtype: Any = None
-    """Dtype of b if it differs from a's, because the two float8 dtypes may be multiplied."""
+    """Dtype of b if it differs from a's; only the two float8 dtypes may be mixed."""
     promoted_steps: int = 0
     """K steps after which the sums are added to float32 totals in registers; 0 for never. The tensor
     cores keep fewer bits of a float8 product's sums than a float32 has."""

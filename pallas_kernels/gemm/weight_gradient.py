@@ -319,7 +319,7 @@ class _WeightProduct(Product):
 
     @property
     def summers(self) -> int:
-        """Number of `sharers` that store sums; a step may have fewer pieces of rows than sharers."""
+        """Number of `sharers` that store sums; a step may have fewer pieces of 8 rows than sharers."""
         return min(self.sharers, self.tile_k // PIECE_ROWS)
 
     @property
@@ -376,7 +376,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do(array, first)` for the array whose columns of tiles, from `first` on, have `n_idx`."""
+        """Calls `do(array, first)` for the array whose columns of tiles from `first` on have `n_idx`."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)

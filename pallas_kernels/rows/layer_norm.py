@@ -303,7 +303,7 @@ class _ForwardWarpgroup:
         return h
 
     def _total(self, line: jax.Array, parity) -> jax.Array:
-        """Returns sums over whole rows, given sums over the lines of a tile."""
+        """Returns sums over whole rows, given sums over a tile's lines (rows or parts of rows)."""
         return self.kernel.tiles.total(
             [line], self.exchange_smem, self.exchange_barrier, parity, self.place
         )[0]

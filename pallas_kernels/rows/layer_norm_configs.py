@@ -41,7 +41,7 @@ def forward_guesses(
     rings = [_forward_ring(rows, features, itemsize, matrices, vectors)]
     in_segments = all_rows is not None and all_rows != rows
     if in_segments and matrices == 1 and 1024 < features <= 1536 and rows >= 2 * WARPS:
-        # A CTA has few rows of its segment, so larger copies are needed to keep as many bytes in flight.
+        # A CTA has few rows of its segment, so larger copies are needed to keep enough bytes in flight.
         rings.insert(0, _ring_of_warps(features, matrices * itemsize, 2 * WARPS, 2))
     if features <= 2048:
         # Tiles of more rows make larger copies; tiles of fewer rows leave room for more CTAs.
@@ -142,7 +142,7 @@ def best_of_backward(
 
 
 _BUSY_ENOUGH = 0.9
-"""Fraction of the CTAs that fit the GPU from which a launch counts as well balanced."""
+"""Fraction of the CTAs that the GPU can hold which must be busy for a launch to count as balanced."""
 
 
 def backward_guesses(
@@ -239,7 +239,7 @@ def _legal(
 
 
 def _room_for(vectors: int, values: int) -> bool:
-    """Returns whether the backward can keep the vectors in registers, `values` of each in a thread.
+    """Returns whether `vectors` fit into the backward's registers, with `values` of each per thread.
 
     Next to the tile and the sums there is room for 48 values; with more the registers spill.
     """
