@@ -144,7 +144,7 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
     shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
     shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
     if call.is_of_bytes:
-        # Transposed weights allow tiles of any width, so 8 bits take the same widths as 16 bits.
+        # Transposed weights allow tiles of any width, so the widths of 16 bits also serve 8 bits.
         whole = swizzled_columns(jnp.bfloat16)
         shapes = [replace(shape, turns_weights=True) for shape in shapes]
     # Warpgroups that share a tile read fewer bytes of operands than warpgroups in ping-pong.

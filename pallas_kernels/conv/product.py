@@ -40,7 +40,7 @@ class ConvConfig(MatmulConfig):
     plan: Plan = "taps"
     turns_weights: bool = False
     """True if XLA transposes the weights to [taps, features, channels] first. A tile may then be any
-    multiple of 8 features wide, and the tensor cores take 8-bit weights in this layout alone."""
+    multiple of 8 features wide, and the tensor cores read 8-bit weights in this layout alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ class ConvProduct(Product):
     def _copy_weights(
         self, ring: Ring, b_gmem: Sequence[Any], k_idx: Any, slot: Any, n_idx: Any, full: Any
     ) -> None:
-        """Copies the weights of a step to a pipeline stage."""
+        """Starts the copies of a step's weights to a pipeline stage or, if resident, to their place."""
         place, channel = self._tap_and_channel(k_idx)
         first: Any = jnp.int32(0)
         for index, size in zip(place, self.window.kernel, strict=True):

@@ -57,7 +57,7 @@ def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) ->
 
 
 _NARROW = 1.35
-"""Factor of a K step whose WGMMAs take 64 columns each, because each WGMMA reads x again."""
+"""Factor of a K step whose WGMMAs have 64 columns of dy each, because each WGMMA reads x again."""
 
 
 def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> float:

@@ -43,7 +43,7 @@ class FusedProduct:
     b_i."""
     b: Any
     """Right operand [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that share
-    one pass over a: in this order in a tuple, or as blocks of one array. The tensor cores take float32
+    one pass over a: in this order in a tuple, or as blocks of one array. The tensor cores read float32
     only as [N, K], to which [K, N] is copied, and no transposed a. b is rounded to a's dtype, without a
     copy where a has few rows."""
     epilogue: Function
@@ -216,7 +216,7 @@ class _Call:
     def first_that_fits(
         self, configs: Sequence[MatmulConfig | FewRowsConfig]
     ) -> MatmulConfig | FewRowsConfig:
-        """Returns the first config that the product can take and that fits into shared memory."""
+        """Returns the first config that suits the product and fits into shared memory."""
         p = self.product
         of_tiles = p.a_transposed or p.row_vectors or p.scalars
         for config in configs:

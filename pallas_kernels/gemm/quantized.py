@@ -44,7 +44,7 @@ class Packed(NamedTuple):
     """Scales, float32 [G, N] for G groups along K, [1, N] or [1, 1]; with a codebook they may also be
     uint8, the bytes of E8M0."""
     zero_point: jax.Array | None = None
-    """Zero points in int8, in the scale's shape; None if the integer 0 stands for 0."""
+    """Zero points in int8, in the scale's shape; None if they are 0."""
     codebook: tuple[float, ...] | None = None
     """The 16 numbers that the values index; None if the values are the numbers themselves."""
 
@@ -145,7 +145,7 @@ def why_unsupported(
 
 
 def multiplies_tiles(products: int, dtypes: Iterable[Any]) -> bool:
-    """Returns whether `QuantizedTiles` takes so many products, and results and residual of `dtypes`."""
+    """Returns whether `QuantizedTiles` runs so many products, with results and residual of `dtypes`."""
     return products == 1 and all(jnp.dtype(d).itemsize == 2 for d in dtypes if d is not None)
 
 

@@ -547,7 +547,7 @@ class _Consumer:
 
     def _store(self, results: Mapping[str, jax.Array], place: Place, slot: int) -> None:
         """Starts the copies of results [columns, rows]."""
-        # Waits until the earlier copy from this slot has read it.
+        # Waits until the earlier copy from this buffer has read it.
         plgpu.wait_smem_to_gmem(STORE_SLOTS - 1, wait_read_only=True)
         for name, dtype in self.product.outputs.items():
             turned = plgpu.layout_cast(results[name].astype(dtype), _TURNED)

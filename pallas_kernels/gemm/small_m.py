@@ -133,7 +133,7 @@ class FewRows:
 
     @property
     def rows(self) -> int:
-        """Rows of x, filled up to the multiple of 8 that a WGMMA takes."""
+        """Rows of x, padded to a multiple of 8, as a WGMMA requires."""
         return math.ceil(self.m / _CHUNK) * _CHUNK
 
     @property

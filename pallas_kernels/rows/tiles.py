@@ -150,7 +150,7 @@ class RowTiles:
         return not self.config.row_per_warp or self.rows // self.segments >= self.config.lines
 
     def layout(self, itemsize: int) -> plgpu.Layout:
-        """Returns a column block's register layout: a line per warp, up to 16 contiguous bytes per lane."""
+        """Returns a column block's register layout: a line per warp, at most 16 adjacent bytes a lane."""
         vec = 16 // itemsize
         while self.chunk_width % (LANES * vec):
             vec //= 2
@@ -214,7 +214,7 @@ class RowTiles:
         return [f(chunk) for chunk in range(self.config.chunks)].__getitem__
 
     def line_sum(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """Returns the sum [lines] of `f` over each line's column blocks."""
+        """Returns the sums, [lines], over the columns of each line, of which `f` returns blocks."""
         return jnp.sum(functools.reduce(jnp.add, map(f, range(self.config.chunks))), axis=1)
 
     def load(self, ref, chunk: int, layout: plgpu.Layout) -> jax.Array:
@@ -223,7 +223,7 @@ class RowTiles:
         return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
 
     def line_max(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """Returns the maximum [lines] of `f` over each line's column blocks."""
+        """Returns the maxima, [lines], over the columns of each line, of which `f` returns blocks."""
         return jnp.max(functools.reduce(jnp.maximum, map(f, range(self.config.chunks))), axis=1)
 
     def vector(self, ref, place: Place, layout: plgpu.Layout) -> Callable[[int], jax.Array]:
