@@ -24,7 +24,7 @@ MAX_REACH = 48
 
 @dataclass(frozen=True)
 class Window:
-    """The window of a convolution over pictures with two or more axes, and its steps."""
+    """The window of a convolution over pictures with two or more axes: sizes, padding and strides."""
 
     kernel: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]

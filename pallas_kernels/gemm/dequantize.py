@@ -153,7 +153,7 @@ def _in_registers(
 
 
 _TILE_COLUMNS = 8
-"""Columns that one register of each thread holds together, in the layout of WGMMA."""
+"""Columns that one register of every thread covers, in the layout of WGMMA."""
 
 
 def _floats_of_bytes(stored: Any, shifts: Sequence[Any], scales: Sequence[Any]) -> Any:

@@ -31,7 +31,7 @@ class Group(NamedTuple):
 
 
 class Groups(Protocol):
-    """The groups that are multiplied, on the device."""
+    """The groups that are multiplied, inside a kernel."""
 
     def tiles(self) -> Any:
         """Returns the number of tiles of all groups."""

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 
 def table(cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Returns cosines and sines [P, R/2] each as one interleaved table [P, R], the form for `turned`."""
+    """Returns cosines and sines [P, R/2] interleaved in one table [P, R], as `turned` reads them."""
     return jnp.stack((cos, sin), axis=-1).reshape(len(cos), 2 * cos.shape[-1])
 
 

@@ -136,7 +136,8 @@ def fitting(
 
 
 def _work(rows: int, features: int, heads: Heads) -> cost.Work:
-    # A norm or rope takes about as many instructions as an activation. `k_last` models a padded b.
+    # A norm or rope takes about as many instructions as an activation. `k_last`: a WGMMA reads any
+    # number of b's columns, because b is padded.
     arithmetic = int(heads.norm) + int(heads.rotary_dim > 0)
     return cost.Work(rows, sum(heads.widths), features, activations=arithmetic, k_last=True)
 

@@ -274,7 +274,7 @@ def both_forward(
 def both_work(
     x: jax.Array, w: Packed, read_bytes: int, written_bytes: int, activations: int
 ) -> Work:
-    """Returns the work of quantised x [M, K] times quantised weights, and of its epilogue."""
+    """Returns the sizes, for cost models, of quantised x [M, K] times w and of the epilogue."""
     m, k = x.shape
     return Work(
         m,

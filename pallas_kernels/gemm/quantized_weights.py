@@ -65,7 +65,7 @@ class Format:
 
     @property
     def of_element(self) -> int:
-        """Weights in an element of the array that holds them."""
+        """Number of weights in one element of the array that stores them."""
         if self.in_words:
             return 8
         return 1 if self.codebook is None else 2

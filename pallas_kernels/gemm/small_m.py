@@ -32,8 +32,8 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 MAX_ROWS = 64
 """Largest number of rows of x. For more, products of large tiles read their operands less often."""
 MAX_ROWS_QUANTIZED = 2 * MAX_ROWS
-"""Largest number of rows of x with quantised weights, which tiles would dequantise again for each 64 or
-128 rows."""
+"""Largest number of rows of x with quantised weights; large tiles dequantise the weights again for each
+64 or 128 rows."""
 MAX_PARTS = 8
 """CTAs of the largest cluster that every Hopper GPU can place."""
 _CHUNK = 8

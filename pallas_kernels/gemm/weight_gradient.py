@@ -273,7 +273,7 @@ class _WeightProduct(Product):
 
     @property
     def b_tile(self) -> OperandTile:
-        # TMA writes WGMMA's layout only if both axes are multiples of its 8 rows and 128 bytes.
+        # TMA writes WGMMA's layout, in tiles of 8 rows x 128 bytes, only if these divide both axes.
         columns = swizzled_columns(self.dtype)
         whole = all(width % columns == 0 for width in self.widths) and self.ks[0] % 8 == 0
         return OperandTile(span=self.part_n, k_last=False, whole_blocks=whole, dtype=self.dtype)

@@ -150,7 +150,7 @@ class RowTiles:
         return not self.config.row_per_warp or self.rows // self.segments >= self.config.lines
 
     def layout(self, itemsize: int) -> plgpu.Layout:
-        """Returns a column block's register layout: a line per warp, at most 16 adjacent bytes a lane."""
+        """Returns a column block's register layout: a line per warp, up to 16 adjacent bytes a lane."""
         vec = 16 // itemsize
         while self.chunk_width % (LANES * vec):
             vec //= 2
