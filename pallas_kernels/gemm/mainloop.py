@@ -461,7 +461,6 @@ class Product(TiledProduct):
     def producer(
         self, ring: Ring, a_gmem: Sequence[Any], b_gmem: Sequence[Any], step_scales: Sequence[Any]
     ) -> Producer:
-        """Returns the producer warpgroup."""
         if self.quantized is None:
             return Producer(self, ring, a_gmem, b_gmem, step_scales)
         return _Converter(self, ring, a_gmem, b_gmem)
@@ -473,5 +472,4 @@ class Product(TiledProduct):
         epilogue_of: Callable[[TilePlace], Any],
         step_scales: Sequence[Any],
     ) -> Consumer:
-        """Returns a consumer warpgroup."""
         return Consumer(self, ring, wg_idx, epilogue_of, step_scales)

@@ -235,7 +235,6 @@ class QuantizedTiles:
         return min(self.multiprocessors, max(part.tiles for part in self.parts))
 
     def scratch(self) -> dict[str, Any]:
-        """Returns the shared memory of a CTA."""
         c = self.config
         scratch: dict[str, Any] = dict(
             x_smem=self.x_tile.memory(self.x_slots),

@@ -191,7 +191,6 @@ class FewRows:
         return QuantizedTile(self.quantized, self.config.tile_n, self.dtype, self.step_k)
 
     def scratch(self) -> dict[str, Any]:
-        """Returns the shared memory of a CTA."""
         c = self.config
         w_tile = self.quantized_tile if self.quantized else self.w_tile
         arrivals = self.x_pieces * self.x_tile.blocks + self.products * w_tile.copies

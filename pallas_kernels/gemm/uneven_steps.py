@@ -51,8 +51,6 @@ class UnevenProduct(Product):
 
 
 class UnevenProducer(Producer):
-    """The producer warpgroup."""
-
     product: UnevenProduct
 
     def _fill_tile(self, sequence_idx, carry):
@@ -62,8 +60,6 @@ class UnevenProducer(Producer):
 
 
 class UnevenConsumer(Consumer):
-    """A consumer warpgroup."""
-
     product: UnevenProduct
 
     def run(self) -> None:
