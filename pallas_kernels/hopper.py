@@ -27,7 +27,7 @@ LANES = 32
 
 
 def row_of_copies(count: int, dtype: Any) -> int:
-    """Returns `count` elements rounded up, so that a copy may fill the next row of shared memory."""
+    """Returns `count` elements rounded up to `COPY_BYTES`, so that a copy may fill the next row."""
     itemsize = jnp.dtype(dtype).itemsize
     return -(-count * itemsize // COPY_BYTES) * COPY_BYTES // itemsize
 

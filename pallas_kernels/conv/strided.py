@@ -27,8 +27,8 @@ class _Axis:
     first: int
     """Offset in dz of the first weight, relative to the block's index."""
     places: tuple[tuple[int | None, ...], ...]
-    """Index in the strided window of the weight by which each weight over dz multiplies each value of a
-    block; None for a zero."""
+    """places[i][p] is the index in the strided window of the weight that weight i over dz has for value
+    p of a block; None where it is zero."""
 
     @classmethod
     def of(cls, kernel: int, stride: int, low: int) -> "_Axis":

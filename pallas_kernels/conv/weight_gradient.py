@@ -40,7 +40,7 @@ class ConvWeightGradientConfig:
     tile_n: int = 128
     """Features of a tile."""
     pixels: int = 64
-    """Pixels that a step of the sums adds."""
+    """Pixels that a K step sums over."""
     stages: int = 4
     """Pipeline stages: steps whose operands are in flight or in use."""
     parts: int | None = None

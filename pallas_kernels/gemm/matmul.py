@@ -21,7 +21,7 @@ GRAIN = 8
 
 
 def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs of tiles, predicted fastest first; not all of them fit into shared memory."""
+    """Returns configs with large tiles, predicted fastest first; not all fit into shared memory."""
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
     if work.itemsize == 4:
         # Float32 products were not measured. Their results are not rounded to 16 bits, so that only

@@ -27,9 +27,9 @@ class MatmulConfig:
     epilogue_columns: int = 64
     """Columns of a chunk, the part of a tile that the epilogue processes at a time."""
     read_slots: int = 1
-    """Load stages of the epilogue: chunks that it prefetches of each matrix that it reads."""
+    """Input buffers of the epilogue: chunks that it prefetches of each matrix that it reads."""
     write_slots: int = 1
-    """Store stages of the epilogue, in chunks of each matrix that it writes."""
+    """Output buffers of the epilogue, in chunks of each matrix that it writes."""
     band: int = 8
     """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
     pads_columns: bool = False

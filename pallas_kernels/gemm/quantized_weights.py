@@ -125,7 +125,7 @@ class QuantizedTile:
 
     @property
     def scale_rows(self) -> int:
-        """Scales along K that a step needs for a column."""
+        """Number of a column's scales in one K step."""
         return max(1, self.step_k // (self.format.group or self.step_k))
 
     def _scale_row(self, group: int) -> int:

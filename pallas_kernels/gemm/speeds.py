@@ -98,7 +98,7 @@ class Speeds:
     busy: float = 0.52
     """Fraction of the SMs that is enough to use the full memory bandwidth."""
     xla_pass: float = 1.2
-    """Time of a kernel that reads and writes matrices, besides its traffic."""
+    """Time of an XLA kernel that reads and writes matrices, in addition to its memory traffic."""
     xla_pass_byte: float = 1 / 3.7e6
     weights_launch: float = 1.8
     """Time to start and to end a wgrad kernel."""

@@ -51,6 +51,8 @@ class UnevenProduct(Product):
 
 
 class UnevenProducer(Producer):
+    """The producer warpgroup, which copies as many K steps as each tile has."""
+
     product: UnevenProduct
 
     def _fill_tile(self, sequence_idx, carry):
@@ -60,6 +62,8 @@ class UnevenProducer(Producer):
 
 
 class UnevenConsumer(Consumer):
+    """A consumer warpgroup, which multiplies as many K steps as each tile has."""
+
     product: UnevenProduct
 
     def run(self) -> None:

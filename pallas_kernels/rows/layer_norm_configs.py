@@ -127,7 +127,7 @@ def best_of_backward(
     segments: int,
     multiprocessors: int,
 ) -> RowConfig:
-    """Returns the backward's config: the first guess for one segment, else a well-balanced legal one."""
+    """Returns the backward's config: the first guess, or for segments one that leaves few SMs idle."""
     if segments == 1:
         return guesses[0]
     legal = _legal(guesses, rows, features, element_bytes, sums=True)
