@@ -1,1 +1,1 @@
-"""Measures the choice of implementations: its size, its effect on recorded times, its table."""
+"""Measures how implementations are chosen: code size, effect on recorded times, and a table."""

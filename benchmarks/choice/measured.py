@@ -1,4 +1,4 @@
-"""`python -m benchmarks.choice.measured`: judges today's choices by times that were measured on a GPU.
+"""`python -m benchmarks.choice.measured`: judges today's choices of kernels by times measured on a GPU.
 
 benchmarks/results/choice lists stages, each with the times of its implementations, the choice at that
 time, and a case of the sweep that contains it. Each case is traced as for an H200, without a GPU and
@@ -27,7 +27,7 @@ _SLOWER = 1.05
 
 
 class Judged(NamedTuple):
-    """A measured stage: times of today's choice and of the recorded one, over the fastest's."""
+    """A measured kernel call: times of the implementations chosen now and then, over the fastest's."""
 
     now: float
     then: float
@@ -63,7 +63,7 @@ def _judged(records: Sequence[dict[str, Any]]) -> Iterator[Judged]:
 
 
 def _choices(line: str, with_gradient: bool) -> dict[str, str]:
-    """Returns the implementation of each stage of a case, also in calls that are left to XLA."""
+    """Returns the implementation of each kernel call of a case, also inside calls left to XLA."""
     found: dict[str, str] = {}
 
     def add(choice: dispatch.Choice) -> None:

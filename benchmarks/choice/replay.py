@@ -1,4 +1,4 @@
-"""`python -m benchmarks.choice.replay`: estimates how a changed choice affects the recorded sweeps.
+"""`python -m benchmarks.choice.replay`: estimates how changed choices of kernels affect recorded sweeps.
 
 `--out FILE` traces the recorded cases as for an H200, without a GPU, and writes what runs each stage.
 `--before FILE` traces them again and compares: a case whose stages all run as before has a ratio of 1.
@@ -81,7 +81,7 @@ def _choices(keys: Sequence[Key]) -> Iterator[tuple[Key, list[Stage]]]:
 
 @contextlib.contextmanager
 def h200() -> Iterator[None]:
-    """Makes operators choose as on an H200 with the CUDA library; neither need be present."""
+    """Makes operators choose kernels as on an H200 with the CUDA library, without having either."""
     with (
         dispatch.assume(H200),
         mock.patch.object(cuda_library, "why_unavailable", lambda: None),
@@ -93,7 +93,7 @@ def h200() -> Iterator[None]:
 
 
 def _stages(line: str, with_gradient: bool) -> list[Stage]:
-    """Returns the choice of each stage of a case."""
+    """Returns the implementation chosen for each kernel call of a case, and those that can run."""
     written = programs.of(configs.from_line(line))
     arrays = jax.eval_shape(written.make_inputs, jax.eval_shape(lambda: jax.random.key(0)))
     found = explanation.traced(written.whole(written.ours, with_gradient), *arrays)[0]

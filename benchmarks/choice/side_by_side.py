@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _lines(options: argparse.Namespace) -> list[str]:
-    """Returns the lines of the cases, which the main process draws, with operators in turn."""
+    """Returns the cases as JSON lines; the main process draws them, and the others read its file."""
     if options.lower:
         return (options.folder / "cases").read_text().splitlines()
     names = options.operators or list(configs.OPERATORS)
@@ -101,7 +101,7 @@ def _lower(folder: Path, index: int, line: str) -> None:
 
 def _compare(options: argparse.Namespace, lines: Sequence[str], processes: Sequence[Any]) -> None:
     if cuda_library.why_unavailable() is None:
-        # Modules that other processes lowered call the kernels by name, so they must be registered.
+        # Modules that other processes lowered call kernels by name, so register all.
         cuda_library.register()
         cublaslt.why_unavailable()
     deadline = time.monotonic() + options.seconds

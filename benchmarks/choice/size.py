@@ -1,4 +1,4 @@
-"""`python -m benchmarks.choice.size`: counts lines and constants by which implementations are chosen.
+"""`python -m benchmarks.choice.size`: counts lines and constants of the code that chooses kernels.
 
 A choice begins at a stage's `estimate`, or where an operator leaves a call to XLA before its custom_vjp.
 The count covers all that these roots name, directly or indirectly, in `jaxfused` and `pallas_kernels`:
@@ -97,7 +97,7 @@ def _resolved(module: str, name: str) -> Place | str | None:
 
 
 def roots(*, with_configs: bool) -> list[Place]:
-    """Returns the functions in which choices begin."""
+    """Returns the functions from which the code that chooses kernels is followed."""
     names = {"estimate", *_GATES, *(["configs"] if with_configs else [])}
     return [
         Place(module.name, name)
@@ -109,7 +109,7 @@ def roots(*, with_configs: bool) -> list[Place]:
 
 
 def _inline_gates() -> Iterator[Place]:
-    """Yields functions that are passed to the gate as `why_xla`."""
+    """Yields the functions that pass a computed `why_xla=` to a call."""
     for module in modules().values():
         for name, node in module.definitions.items():
             calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
@@ -197,7 +197,7 @@ def _body(node: Definition) -> list[ast.AST]:
 
 
 def constants(node: Definition) -> int:
-    """Counts the numeric literals of a definition."""
+    """Counts the numeric literals of a definition, except -1, 0, 1 and 2."""
     return sum(
         isinstance(part, ast.Constant)
         and isinstance(part.value, int | float)
@@ -238,7 +238,7 @@ def table(*, with_configs: bool) -> Counter[tuple[str, str]]:
     for place in found:
         node = modules()[place.module].definitions[place.name]
         if id(node) in counted:
-            continue  # The loop skips the other names of one assignment.
+            continue  # A tuple assignment has several names.
         counted.add(id(node))
         counts[place.module, "lines"] += lines(node)
         counts[place.module, "constants"] += constants(node)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.choice.tune_sweep`: a measured table for the shapes of models and of the sweep.
+"""`python -m benchmarks.choice.tune_sweep`: measures a table of kernels for shapes of models and the sweep.
 
 Each stage of these programs, forward and gradient, is measured in all its implementations, each in its
 default config. The file in `--out` has the format of the shipped tables; a run appends to it, so an
@@ -32,11 +32,11 @@ from jaxfused.tuning import tuner
 from jaxfused.tuning.bench import GpuBench
 
 _BATCH = 10
-"""Number of stages that a process compiles before it measures them."""
+"""Number of kernel calls that a process compiles before it measures them."""
 _SLOWER = 1.05
-"""Ratio of times from which a choice counts as wrong."""
+"""Ratio of the chosen implementation's time to the fastest's above which the choice is wrong."""
 
-# Tokens, width, heads, hidden features and norm of the models.
+# Tokens, width, heads and hidden features of models.
 _VIT_S, _VIT_B, _VIT_L = (197, 384, 6, 1536), (197, 768, 12, 3072), (197, 1024, 16, 4096)
 _GPT2, _LLAMA_1B, _LLAMA_8B = (1024, 768, 12, 3072), (2048, 2048, 32, 8192), (2048, 4096, 32, 14336)
 _MODELS = [
@@ -114,7 +114,7 @@ def _work(options: argparse.Namespace) -> None:
 def _stages(
     options: argparse.Namespace, device: dispatch.Device, known: set[table.Key]
 ) -> Iterator[tuner.TunedStage]:
-    """Yields the stages with several implementations that are not `known`."""
+    """Yields the kernel calls that have several implementations and are not yet in the table."""
     for config in list(_cases(options.seed))[options.part :: options.workers]:
         try:
             written = programs.of(config)
@@ -132,10 +132,10 @@ def _stages(
 
 
 def _measure(stages: Sequence[tuner.TunedStage], folder: Path) -> None:
-    """Measures the default config of each implementation of the stages."""
+    """Measures the default config of each implementation of these kernel calls."""
     bench = GpuBench()
     try:
-        # XLA's autotuning runs kernels while others compile, but never while one measures.
+        # Compiling runs XLA's autotuning on the GPU: processes compile together, but measure alone.
         with _lock(folder, fcntl.LOCK_SH):
             for stage in stages:
                 for candidate in stage.order:
@@ -177,7 +177,7 @@ def _cases(seed: int) -> Iterator[configs.Config]:
         yield from _layers(batch, *sizes, norm)
     names = [name for name in configs.OPERATORS if name != "fp8_mlp"]
     for index in range(200):
-        # No model above has image operators.
+        # Image operators are drawn twice, because no model above has them.
         for name in (*names, *_IMAGES):
             yield configs.drawn(name, seed, index + 1000 * (name in _IMAGES))
 
@@ -226,7 +226,7 @@ def _layers(
 
 
 def _report(folder: Path, seconds: float) -> None:
-    """Prints, for each stage, the choice's time relative to the fastest implementation's."""
+    """Prints the chosen implementation's time relative to the fastest's, by kind of kernel call."""
     found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for line in (folder / "measured.jsonl").read_text().splitlines():
         record = json.loads(line)

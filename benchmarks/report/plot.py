@@ -126,7 +126,7 @@ def chart_path(directory: Path, gpu: str, name: str) -> Path:
 
 
 def replace_part(path: Path, part: str, lines: Sequence[str]) -> None:
-    """Replaces the lines between the markers of a part.
+    """Replaces the lines between a part's two markers in a Markdown file.
 
     Raises:
       ValueError: the file does not have both markers, in order.

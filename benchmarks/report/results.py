@@ -88,7 +88,7 @@ def topology() -> str:
 
 
 def run_tags(arguments: Sequence[str]) -> Result:
-    """Returns tags of the code that a run measures; of a local path only the file's name."""
+    """Returns a run's date, arguments, commit and versions; of a local path only the file's name."""
     return {
         "date": now(),
         "arguments": [Path(a).name if Path(a).is_absolute() else a for a in arguments],
@@ -136,7 +136,7 @@ def save_section(directory: Path, gpu: str, name: str, section: Result) -> Path:
 
 
 def _rounded(value: Any) -> Any:
-    """Rounds to five significant digits, more than any measurement here has."""
+    """Rounds all floats to five significant digits, more than any measurement here has."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 _IMPLEMENTATIONS = {"pallas": "pallas", "cuda": "cuda", "reference": "xla"}
 
 MIXED = "mixed"
-"""Name of implementation=None, under which each stage of an operator chooses for itself."""
+"""Name of implementation=None, which chooses for each kernel call of an operator."""
 
 OURS = (MIXED, *_IMPLEMENTATIONS)
 """Our implementations; "reference" is implementation="xla", named so that "xla" can be the peer."""
@@ -26,7 +26,7 @@ ONE_DRAW = "torchvision"
 """Name of torchvision's transforms of a batch, which draw once for all of its images."""
 
 LESS = (BARE, UNROTATED, ONE_DRAW)
-"""Programs that do less than the others, by name; their results are not compared."""
+"""Names of programs that do less than the others; their results are not compared."""
 
 LABELS = {
     MIXED: "jaxfused",
@@ -165,7 +165,7 @@ def gradient_in_jax(forward: Function, differentiable: int, cotangents: int) -> 
 
 
 def gradient_in_torch(forward: Function, differentiable: int, cotangents: int) -> Function:
-    """Returns `gradient_in_jax` for a function of torch tensors."""
+    """Returns forward and backward of a torch function as one, like `gradient_in_jax`."""
     import torch
 
     def run(*args: Any) -> tuple[Any, ...]:

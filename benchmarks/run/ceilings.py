@@ -18,7 +18,7 @@ _RINGS = ((8192, 8, 1), (8192, 12, 1), (8192, 6, 2), (4096, 12, 2))
 
 
 def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
-    """Copies x through shared memory by TMA bulk copies, past the registers, in a persistent kernel.
+    """Copies x through shared memory by TMA bulk copies, without registers, in a persistent kernel.
 
     x: [chunks, chunk]; each CTA has a ring of `slots` chunks.
     """

@@ -42,7 +42,7 @@ class Draw:
         return int(self._rng.integers(low, high + 1))
 
     def size(self, low: int, high: int) -> int:
-        """Draws from low to high, both included, with every factor of two equally likely."""
+        """Draws from low to high, both included, uniformly in the logarithm."""
         high = max(low, self.bounded(high))
         exponent = self._rng.uniform(np.log(low), np.log(high + 1))
         return min(high, max(low, int(np.exp(exponent))))
@@ -90,7 +90,7 @@ class Draw:
         return self.rounded(128 if self.chance(0.75) else 1, most)
 
     def shard(self, size: int) -> int:
-        """Returns one of several devices' part of an axis; most programs run on one device."""
+        """Returns the part of an axis that one of 1 to 8 devices holds; half of the draws have one."""
         return max(1, size // self.pick((1, 1, 1, 2, 4, 8)))
 
     def dtype(self, *rare: str) -> str:

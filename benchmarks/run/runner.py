@@ -65,7 +65,7 @@ def run(
 
 
 def _summary(rows: dict[str, _Row]) -> str:
-    """Returns a line of progress: microseconds, or the reason for none."""
+    """Returns a line of progress: each implementation's microseconds, or why it has none."""
     parts = []
     for name, row in rows.items():
         short = next(k for k in ("microseconds", "wrong", "failed", "skipped") if k in row)
@@ -258,7 +258,7 @@ def _prepare_torch(
 
     def clock() -> _Row:
         samples: _Row = {"events": timing.torch_graph(call, tensor_sets)}
-        # The row requires the events' time; CUPTI's time can only lower it.
+        # Without the events' time the row fails; CUPTI's time is used only if it is lower.
         try:
             samples["cupti"] = timing.torch_cupti(call, tensor_sets)
         except Exception as error:

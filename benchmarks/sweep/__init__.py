@@ -1,1 +1,1 @@
-"""Random realistic shapes, the default against stock XLA: `python -m benchmarks sweep OPERATOR`."""
+"""Times our default against stock XLA at random realistic shapes: `python -m benchmarks sweep`."""

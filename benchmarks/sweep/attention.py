@@ -17,7 +17,7 @@ from benchmarks.sweep.configs import Attention
 from benchmarks.sweep.program_parts import Programs, of_problem
 
 STOCK_LOGITS_BYTES = 5 * 2**30
-"""Most bytes of stock's float32 logits [B, N, T, S]; XLA holds up to four such arrays for a gradient."""
+"""Most bytes of stock's float32 logits; XLA holds up to four such arrays for a gradient."""
 
 _TRUTH_LOGITS = 2**27
 """Largest number of logits in an array of the truth, which computes some heads at a time."""

@@ -1,4 +1,4 @@
-"""One case of the sweep: an operator with its sizes and options, drawn or read from a line."""
+"""Cases of the sweep: an operator with sizes and options, drawn at random or parsed from JSON."""
 
 import json
 from collections.abc import Callable
@@ -27,8 +27,7 @@ from benchmarks.sweep.quantized_configs import (
 )
 
 MOST_TRUTH_LOGITS = 2**30
-"""Largest number of logits of the query heads that share a key head: the least that attention's truth
-computes at a time."""
+"""Most logits of the query heads that share a key head; the float32 truth computes them at once."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Norm:
     residual: bool
     bias: bool
     pre_bias: bool = False
-    """True if a bias and a relu stand before the norm."""
+    """True if a bias and a relu are applied before the norm."""
 
     def fits(self) -> bool:
         return self.batch * self.tokens * self.width <= MOST_ELEMENTS
@@ -69,7 +68,7 @@ class Attention:
     """Number of documents packed into a sequence, 0 for no segment ids."""
     lengths: bool = False
     bias_batch: int = 0
-    """Size of the first axis of a bias [., N, T, S], 0 for no bias."""
+    """Batch size of a bias [batch, heads, queries, keys], 0 for no bias."""
     operator: ClassVar[str] = "attention"
 
     @property
@@ -127,7 +126,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class MLP:
-    """mlp or gated_mlp over [batch, tokens, width]; with `stacked`, w_gate holds w_up too."""
+    """mlp or gated_mlp over [batch, tokens, width]; with `stacked`, w_gate and w_up are concatenated."""
 
     operator: str
     batch: int
@@ -155,7 +154,7 @@ class MLP:
 
 @dataclass(frozen=True)
 class Rope:
-    """rope of q [batch, tokens, heads, head_size] and, with key heads, of k."""
+    """rope of q [batch, tokens, heads, head_size] and, unless `key_heads` is 0, of k."""
 
     batch: int
     tokens: int
@@ -436,7 +435,7 @@ def _cross_entropy(draw: Draw) -> CrossEntropy:
 
 
 _VOCABULARIES = (32000, 32768, 49152, 50257, 50304, 65536, 100_352, 128_256, 151_936, 256_000)
-"""Vocabularies of Llama, Mistral, StarCoder, GPT-2, Phi, Llama 3, Qwen and Gemma."""
+"""Vocabulary sizes of Llama, Mistral, StarCoder, GPT-2, Phi, Llama 3, Qwen and Gemma."""
 
 
 OPERATORS: dict[str, Callable[[Draw], Config]] = {
@@ -469,7 +468,7 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
 
 
 def drawn(operator: str, seed: int, index: int) -> Config:
-    """Returns case `index` of a seed: the first draw within the sweep's bounds of its random stream."""
+    """Returns case `index` of a seed: the first one drawn that is within the sweep's bounds of size."""
     draw = Draw(seed, f"{operator} {index}")
     config = OPERATORS[operator](draw)
     while not config.fits():

@@ -28,7 +28,7 @@ from benchmarks.sweep.quantized_programs import narrow_sums, quantised
 
 
 def _layer(config: Fp8Linear | Fp8MLP) -> dict[str, Any]:
-    """Returns the fuzz's options of a layer over [rows, width]."""
+    """Returns the options with which `benchmarks.fuzz` builds a layer over [rows, width]."""
     return dict(
         rows=(config.rows,),
         width=config.width,

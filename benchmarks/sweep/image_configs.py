@@ -108,7 +108,7 @@ def depthwise_conv(draw: Draw) -> DepthwiseConv:
 
 @dataclass(frozen=True)
 class InvertedResidual(_Images):
-    """MobileNet's block: `expansion` times the channels, relu, depthwise, relu, and back, plus x."""
+    """MobileNet's block: 1x1 to `expansion` times the channels, relu, depthwise, relu, 1x1 back, plus x."""
 
     expansion: int
     window: int
@@ -130,7 +130,7 @@ def inverted_residual(draw: Draw) -> InvertedResidual:
 
 @dataclass(frozen=True)
 class Pool(_Images):
-    """max_pool."""
+    """max_pool over square windows, without padding."""
 
     window: int
     stride: int
@@ -172,7 +172,7 @@ class Conv:
     batch: int
     axes: int
     side: int
-    """Size of all sides but the last, whose size is `last`."""
+    """Size of all spatial axes but the last, whose size is `last`."""
     last: int
     channels: int
     out: int
@@ -212,7 +212,7 @@ class Conv:
 
 
 def conv(draw: Draw) -> Conv:
-    """Draws stages of ResNets and U-Nets, volumes, and signals along one axis."""
+    """Draws convolutions of ResNets and U-Nets, over volumes, and over one axis."""
     axes = draw.pick((1, 2, 2, 2, 2, 2, 2, 3))
     most = {1: 16384, 2: 512, 3: 128}[axes]
     side = draw.rounded(4 if axes > 1 else 64, most)

@@ -51,7 +51,7 @@ Compiled = dict[str, Future[Any]]
 def compile_case(
     pool: ThreadPoolExecutor, config: configs.Config, lowered: Lowered, *, on_gpu: bool
 ) -> tuple[Compiled, dict[str, Compiled]]:
-    """Compiles each program of the case in threads; returns (shared, by direction).
+    """Compiles a case's programs in threads; returns futures: of shared programs, and by direction.
 
     Programs of a direction compile one after the other, ours last. XLA autotunes a product or fusion
     once in a process, and its choice varies between runs; so parts that two programs share get the same
@@ -200,7 +200,7 @@ def _count_of_sets(set_bytes: int, weight_bytes: int) -> int:
 
 
 def _check(compiled: Compiled, operands: Any, plain: Any, truth: Any, written: Programs) -> Entry:
-    """Checks our results, in the order of the truth's: gradients are last."""
+    """Compares our results with the truth; returns the largest error, and why it is too large."""
     outputs = compiled[OURS].result()(*operands)
     count = len(outputs)
     figures = np.array(compiled[COMPARE].result()(outputs, plain[:count], truth[:count]))

@@ -33,7 +33,7 @@ Module = jax.export.Exported | str
 
 @dataclass(frozen=True)
 class Lowered:
-    """The modules of a case."""
+    """The lowered modules of a case."""
 
     shared: Mapping[str, Module]
     """Modules of INPUTS, TRUTH and YARDSTICK; the last two include gradients."""
@@ -72,7 +72,7 @@ def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
 
 
 def lower_ours(line: str, direction: str, platform: str) -> tuple[Module, list[str]]:
-    """Lowers our program of a case alone; returns it with its choices and configs."""
+    """Lowers our program of a case; returns it, and each kernel's implementation and config."""
     written = programs.of(configs.from_line(line))
     if direction == WHOLE and not written.differentiable:
         return "it has no gradient", []
@@ -92,8 +92,7 @@ def lower_ours(line: str, direction: str, platform: str) -> tuple[Module, list[s
 
 
 _ACROSS_A_KINK = 2.0**-22
-"""Fraction of normally distributed float32 sums whose sign rounding may change: it moves a sum by a few
-units in the last place of the standard deviation."""
+"""Fraction of normally distributed float32 sums so near 0 that rounding may change their sign."""
 
 _SEED = jax.ShapeDtypeStruct((), jnp.int32)
 _KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -104,9 +103,9 @@ def _compare_judged(judged: Any, ours: Any, plain: Any, truth: Any, *, strict: i
 
 
 def compare(ours: Any, plain: Any, truth: Any, strict: int) -> jax.Array:
-    """Returns per result: largest error of ours and of plain, largest value, misplaced NaNs, allowance.
+    """Returns per result: error of ours and of plain, largest value, misplaced NaNs, allowance.
 
-    A NaN is misplaced if either ours or the truth has it, but not both.
+    A NaN or infinity is misplaced if either ours or the truth has it, but not both.
 
     From result number `strict` on, errors are root mean squares: where rounding changes the sign of a
     relu's input, a few gradients change completely. If a random fraction f of the inputs changes sign,
@@ -143,8 +142,7 @@ def _export(platform: str, f: Callable[..., Any], *shapes: Any) -> Module:
         exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=[anything])(
             *shapes
         )
-        # The gradient is a closure that cannot be sent between processes, but the module contains the
-        # gradients.
+        # `_get_vjp` is a closure that cannot be pickled; the module contains the gradients.
         return replace(exported, _get_vjp=None)
     except Exception as error:
         return peers.describe(error)
@@ -173,7 +171,7 @@ class Workers:
             self._start(range(len(lines)))
 
     def result(self, index: int) -> Lowered:
-        """Returns the modules of a case, once; raises what lowering it raised."""
+        """Returns the modules of a case when they are lowered; raises what lowering them raised."""
         if not self._count:
             return self._lower(self._lines[index])
         for attempt in range(_ATTEMPTS):
@@ -195,7 +193,7 @@ class Workers:
 
     def _start(self, indices: Iterable[int]) -> None:
         self.close()
-        # These processes see the GPU, because operators choose by its kind, but use none of its memory.
+        # These processes see the GPU, because operators choose kernels by its kind, but use none of its memory.
         context = get_context("spawn")
         self._pool = ProcessPoolExecutor(self._count, context, initializer=_without_memory)
         for index in indices:

@@ -31,7 +31,7 @@ class Programs:
     a gradient."""
     ours: Function
     stock: Mapping[str, Function]
-    """Functions of stock by form; empty if XLA would exceed its memory limit."""
+    """Functions of stock JAX by form; empty if XLA would exceed its memory limit."""
     differentiable: int
     """Number of leading operands with a gradient; 0 for a forward only."""
     cotangents: int = 1
@@ -43,17 +43,16 @@ class Programs:
     reference: Function | None = None
     """Stock's formula in a form that needs little memory; None for the first form of `stock`."""
     truth: Function | None = None
-    """Formula that float32 makes the truth; None for `plain()`, which quantised results differ from."""
+    """Formula whose float32 results are the truth; None for `plain()`, unless it quantises."""
     judged: Callable[[Arrays], Arrays] = lambda results: results
     """Function from results to the arrays that are compared."""
     units: tuple[Any, ...] = ()
-    """Dtypes in which compared values may be off by one unit in the last place; () for our results'."""
+    """Dtype of each result in whose last place it may be off by one; () for our results' dtypes."""
     floats: Function | None = None
     """Function from the quantised operands to their float values. A listed case appends these to the
     operands, for its peer that multiplies floats; the other functions ignore them."""
     weight_bytes: int = 0
-    """Bytes of weights that a call reads, which in a network are never cached; 0 adds no input sets for
-    them."""
+    """Bytes of weights that a call reads; if not 0, more input sets keep them out of the L2."""
 
     def whole(self, forward: Function, with_gradient: bool) -> Function:
         """Returns a function from (*operands, *cotangents) to results and, if asked, gradients."""
@@ -135,11 +134,11 @@ class RandomArrays:
         return (mean + deviation * values).astype(dtype)
 
     def weight(self, shape: tuple[int, int], dtype: Any) -> jax.Array:
-        """Returns weights [D, F] that keep the variance of their input."""
+        """Returns weights [inputs, outputs] that keep the variance of their input."""
         return self.normal(shape, dtype, deviation=shape[0] ** -0.5)
 
     def small(self, size: int, dtype: Any, mean: float = 0.0) -> jax.Array:
-        """Returns a bias, or a scale about 1."""
+        """Returns a random bias, or with mean 1 a norm's scale."""
         return self.normal((size,), dtype, mean=mean, deviation=0.1)
 
 
@@ -154,7 +153,7 @@ def split_operands(config: Any, args: Sequence[Any]) -> tuple[Any, Any, Any, Any
 
 
 def dense(x, w, bias, product: Function = jnp.matmul):
-    """Computes flax.linen.Dense: parameters in x's dtype."""
+    """Computes flax.linen.Dense, with parameters cast to x's dtype."""
     y = product(x, w.astype(x.dtype))
     return y if bias is None else y + bias.astype(x.dtype)
 
@@ -186,4 +185,4 @@ VARIANCES: dict[str, dict[str, Function]] = {
     "layer_norm": {"two passes": _centred, "fast variance": _fast},
     "rms_norm": {"rms": mean_square},
 }
-"""Statistics of a norm in each usual form, by operator."""
+"""Functions that return a norm's (mean, variance), by operator and usual form."""

@@ -82,7 +82,7 @@ def of(config: Config) -> Programs:
 
 
 def _rows(config: Norm | Linear | MLP | QKVProjection) -> tuple[int, ...]:
-    """Returns the axes before the features; batch 0, of a listed benchmark, stands for no batch axis."""
+    """Returns the axes before the features; with batch 0 there is no batch axis."""
     return (config.batch, config.tokens) if config.batch else (config.tokens,)
 
 
@@ -119,7 +119,7 @@ def _norm(config: Norm) -> Programs:
 
 
 def _layer(config: Linear | MLP | QKVProjection) -> dict[str, Any]:
-    """Returns the fuzz's options of a layer over [batch, tokens, width]."""
+    """Returns the options with which `benchmarks.fuzz` builds a layer over [batch, tokens, width]."""
     dtype = config.dtype if config.param_dtype == "same" else config.param_dtype
     return dict(
         rows=_rows(config),
@@ -131,7 +131,7 @@ def _layer(config: Linear | MLP | QKVProjection) -> dict[str, Any]:
 
 
 def _over_rows(config: Linear | MLP, forms: dict[str, Function], residual: bool) -> Any:
-    """Adds stock over [rows, width] to the forms, for which XLA may choose another kernel."""
+    """Adds stock on x reshaped to [rows, width], for which XLA may choose another kernel."""
     if config.batch <= 1:
         return forms
 

@@ -12,7 +12,7 @@ _SMOOTH = tuple(name for name in ACTIVATIONS if name != "relu")
 """Activations for fp8. Not relu, since errors of float8 products change the sign of too many inputs."""
 
 _WORD_BLOCK = 128
-"""Number of input features in a block of int4 in layout "columns"."""
+"""Input features in a block of packed int4 weights in layout "columns"."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class QuantizedMatmul:
     weights: str
     """Format of the weights."""
     group: int
-    """Features that share a scale; 0 for one scale a column."""
+    """Input features that share a scale; 0 for one scale a column."""
     symmetric: bool
     layout: str
     bias: bool
@@ -108,7 +108,7 @@ class QuantizedProduct:
     residual: bool
     layout: str = "columns"
     columns: int = 1
-    """Columns of the weights that share a scale; more than 1 in listed cases only."""
+    """Columns of the weights that share a scale; drawn cases have 1."""
     operator: ClassVar[str] = "quantized_product"
 
     def fits(self) -> bool:

@@ -41,7 +41,7 @@ from jaxfused.runtime.quantized_array import Layout
 
 @dataclass(frozen=True)
 class _Weights:
-    """Arrays that represent weights [D, F] among the operands of a program.
+    """Format of quantised weights [inputs, outputs], which are several operands of a program.
 
     int4 weights come twice: packed by jaxfused, and in XLA's own 4-bit dtype, which stock reads.
     """
@@ -79,7 +79,7 @@ class _Weights:
         return jaxfused.QuantizedArray(arrays[0], arrays[1], zero_point, -2, self.layout)
 
     def in_groups(self, arrays: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns numbers minus zero points, [G, D / G, F], in a dtype that holds them; and scales."""
+        """Returns (stored numbers minus zero points [groups, group size, outputs], scales)."""
         numbers = arrays[-1] if self.format == "int4" else arrays[0]
         numbers = numbers.mT if self.layout == "columns" else numbers
         scale = jnp.repeat(arrays[1], self.columns, axis=1)
@@ -89,7 +89,7 @@ class _Weights:
         return numbers, scale
 
     def dequantised(self, arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
-        """Dequantises to [D, F], by arithmetic in float32."""
+        """Dequantises in float32, and rounds to `dtype`: [inputs, outputs]."""
         numbers, scale = self.in_groups(arrays, jnp.float32)
         return (numbers * scale[:, None]).reshape(-1, numbers.shape[-1]).astype(dtype)
 
@@ -265,7 +265,7 @@ def _forms_of_both(config: QuantizedProduct, out_dtype: Any) -> dict[str, Functi
     """Returns the product of two quantised matrices, in each form that may be fast in XLA."""
     if config.group:
         return {"dequantised": partial(_dequantised_both, dtype=out_dtype)}
-    # bfloat16 represents the numbers of both formats exactly.
+    # bfloat16 represents all numbers of int8 and float8 exactly.
     narrow = narrow_sums(out_dtype)
     sums = jnp.int32 if config.format == "int8" else narrow
     return {
@@ -330,9 +330,9 @@ def _exactly(x, number_format: str, axes: Any):
 
 
 def in_steps(number_format: str, results: Arrays) -> Arrays:
-    """Returns results with the numbers of the first one replaced by their places in a format.
+    """Returns results with the first one's numbers replaced by their ranks among a format's values.
 
-    The place of a number counts the format's numbers from 0; a value between two numbers has a fraction.
+    The rank counts the format's values from 0; a number between two values has a fraction.
     """
     numbers = results[0].astype(jnp.float32)
     if number_format != "int8":
@@ -406,7 +406,7 @@ def quantized_norm(config: QuantizedNorm) -> Programs:
         cotangents=2 + config.residual,
         truth=partial(written, _exactly, next(iter(variances.values()))),
         judged=partial(in_steps, config.format),
-        # A scale comes from the largest value, which is rounded to x's dtype.
+        # A row's scale is as exact as the row's largest value, which is rounded to x's dtype.
         units=(jnp.float32, dtype, *[dtype] * config.residual),
     )
 
@@ -478,7 +478,7 @@ def quantized_conv(config: QuantizedConv) -> Programs:
 
     forms = {"dequantised": partial(dequantised, dtype)}
     if dtype != jnp.float16:
-        # float16 might not hold the sums.
+        # Unscaled sums might overflow float16.
         forms["scaled last"] = scaled_last
     exact = partial(dequantised, jnp.float32)
     return Programs(

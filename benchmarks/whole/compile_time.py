@@ -62,7 +62,7 @@ class ViT(flax.linen.Module):
 
     size: ViTSize
     layers: Any
-    """flax.linen, or a module with the same layers."""
+    """Python module of the layers: flax.linen or jaxfused.linen."""
 
     @flax.linen.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ def program(job: Job) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Returns the seconds of each stage and, if a device can run it, milliseconds of a step."""
+    """Returns the seconds to trace, lower and compile, counts of kernels, and a step's milliseconds."""
     init, step = program(job)
     state_sharding, batch_sharding = _shardings(job.devices)
     init = jax.jit(init, out_shardings=(state_sharding, batch_sharding))
@@ -260,8 +260,8 @@ def _in_process(job: Job) -> dict[str, Any]:
 def _prepare(job: Job) -> None:
     """Configures JAX before it lists devices, without a cache of compiled programs.
 
-    To lower without a GPU, operators choose as on an H200, and JAX gets as many CPU devices as the job
-    needs.
+    To lower without a GPU, operators choose kernels as on an H200, and JAX gets as many CPU devices as
+    the job needs.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     if job.lower_for:

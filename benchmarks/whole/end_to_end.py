@@ -225,7 +225,7 @@ def _measure(workload: Workload, compiled: Compiled) -> Row:
     device = jax.devices()[0]
     batch = jax.block_until_ready(jax.jit(workload.make_batch)(jax.random.key(1)))
     state = jax.block_until_ready(compiled.init(jax.random.key(2)))
-    # CPUs have no such statistics.
+    # On a CPU, memory_stats() returns None.
     before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     row, step = timed_steps(compiled.step, state, batch)
     row |= {"planned_bytes": compiled.planned_bytes, "compile_seconds": compiled.seconds}
@@ -236,7 +236,7 @@ def _measure(workload: Workload, compiled: Compiled) -> Row:
 
 
 def timed_steps(executable: Any, state: Any, batch: Any) -> tuple[Row, Callable[[], jax.Array]]:
-    """Returns the host's time of many steps, and a function that takes one more."""
+    """Times steps by the host's clock; returns the times, and a function that runs one more step."""
     losses = []
 
     def step() -> jax.Array:
@@ -254,7 +254,7 @@ def timed_steps(executable: Any, state: Any, batch: Any) -> tuple[Row, Callable[
 
 
 def kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:
-    """Times one step's kernels; if CUPTI does not work, the row has the host's time alone."""
+    """Times one step's kernels; if CUPTI does not work, returns a note that says why."""
     try:
         timed = timing.kernels(step)
     except Exception as error:
@@ -284,7 +284,7 @@ def summed(timed: Sequence[tuple[str, float]], source: dict[str, str]) -> Row:
 
 
 def sources(hlo: str) -> dict[str, str]:
-    """Returns the place in the Python program of each instruction of an executable, by kernel name."""
+    """Returns the op_name (path in the Python program) of each HLO instruction, by kernel name."""
     found = re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"', hlo, re.MULTILINE)
     return {re.sub(r"[.\-]", "_", name): source for name, source in found}
 

@@ -44,7 +44,7 @@ def _workload(
 
 
 def _images(batch: int, key: jax.Array) -> Batch:
-    """Draws images with channels before rows and columns, as both libraries require."""
+    """Draws images [N, C, H, W], the layout of both libraries, and labels."""
     keys = jax.random.split(key)
     images = jax.random.normal(keys[0], (batch, 3, 224, 224), jnp.bfloat16)
     return images, jax.random.randint(keys[1], (batch,), 0, _CLASSES)

@@ -102,7 +102,7 @@ def workloads() -> dict[str, Workload]:
 def vit(
     name: str, size: ViTSize, *, batch: int, image_size: int = 224, classes: int = 1000
 ) -> Workload:
-    """Returns a Vision Transformer that reads the class from a token."""
+    """Returns the workload of a Vision Transformer that classifies by a class token."""
     make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
 
     def ours(
@@ -276,9 +276,9 @@ def _with_jaxfused(
     *,
     copies: bool = False,
 ) -> Program:
-    """Returns a training step; with `copies`, layers read bfloat16 kernels that the optimizer wrote.
+    """Returns a training step; with `copies`, layers read the optimizer's bfloat16 copies of weights.
 
-    No kernel is then converted in a step, and kernels' gradients are rounded to bfloat16, as in stock's
+    No weight is then converted in a step, and weights' gradients are rounded to bfloat16, as in stock's
     program and under torch's autocast.
     """
     graphdef = nnx.graphdef(nnx.eval_shape(build))
@@ -343,7 +343,7 @@ def with_optax(network: Network) -> Program:
 
 
 def with_fuse(network: Network) -> Program:
-    """Returns `with_optax` with two lines changed: fuse around the loss, and this package's AdamW."""
+    """Returns the step of `with_optax` with `fuse` around the loss, and jaxfused's AdamW."""
     optimizer = jaxfused.optim.adamw(**OPTIMIZER)
     of_loss = jax.value_and_grad(jaxfused.fuse(network.loss), has_aux=True)
 
@@ -400,7 +400,7 @@ def _answers_of_flax(model: nn.Module, make_batch: Callable[[jax.Array], Batch])
 
 
 def _answers(make: Callable[[jax.Array], Any], apply: Callable[..., jax.Array]) -> Program:
-    """Returns a step that changes no parameters; its loss is the mean of all logits."""
+    """Returns an inference step with bfloat16 parameters; its loss is the mean of all logits."""
 
     def init(key: jax.Array) -> State:
         return jax.tree.map(lambda a: a.astype(jnp.bfloat16), make(key)), (), ()

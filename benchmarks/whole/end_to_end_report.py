@@ -30,7 +30,7 @@ KINDS = {
     "norms": r"norm",
     "optimizer": r"adam|multi_tensor",
 }
-"""Kinds of kernels by pattern; the first pattern found in a name counts, and other names are "other"."""
+"""Patterns of kernel names, by kind; the first that matches counts, and the rest are "other"."""
 
 _COLORS = {
     "attention": "#e0a458",
@@ -75,7 +75,7 @@ def tflops(model: Section, row: Row) -> float:
 
 
 def fault(row: Row) -> str | None:
-    """Returns why a row has no time."""
+    """Returns why a row has no time, or None if it has one."""
     return next((f"{k}: {row[k]}" for k in ("failed", "skipped") if k in row), None)
 
 
@@ -142,7 +142,7 @@ def kernel_table(row: Row, count: int = _TOP_KERNELS) -> tuple[list[str], list[l
 
 
 def print_report(section: Section) -> None:
-    """Prints the kernels of every variant, then the table, which matters most."""
+    """Prints the kernels of every variant, then the table of all, which stays in view."""
     for model in section["models"]:
         for variant, row in model["rows"].items():
             if row.get("kinds"):

@@ -167,7 +167,7 @@ def segmentation_loss(logits: Any, labels: Any) -> Any:
 
 
 def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Returns the kernels of one call: name, microseconds. Copies and fills do not count, as in JAX."""
+    """Returns (name, microseconds) of each kernel of a call, without copies and fills, as in JAX."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -16,7 +16,7 @@ from benchmarks.run import timing
 Row = dict[str, Any]
 
 LENGTH, HEADS, KEY_HEADS, SIZE = 65536, 32, 8, 128
-"""Tokens of the sequence, query heads, key heads and their features."""
+"""Tokens of the sequence, query heads, key heads, and features per head."""
 WINDOW, DOCUMENTS = 8192, 16
 
 MASKS: Mapping[str, Mapping[str, Any]] = {
@@ -31,7 +31,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 def measure(save: Callable[[str, Row], None]) -> None:
-    """Times forward and gradients of each mask on one device, and in each way on all."""
+    """Times attention and its gradients under each mask: on one device, and on all by each of WAYS."""
     for name, options in MASKS.items():
         operands = _operands(with_more=bool(options))
         alone = timing.steps(_runs(partial(_one, options), operands))

@@ -13,7 +13,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d+(?:e\dm\d\w*)?|pred)\[([\d,]*)\]")
 
 
 def received_bytes(hlo: str, devices: int) -> dict[str, float]:
-    """Returns the bytes that a device receives by kind of collective; each must be of all devices.
+    """Returns the bytes that a device receives, by kind of collective; each must span all devices.
 
     A collective in a loop counts as often as the loop's known trip count says.
 
@@ -46,6 +46,6 @@ def _bytes(dtype: str, shape: str) -> int:
 
 
 def _trips(hlo: str) -> Mapping[str, int]:
-    """Returns how often the body of each loop runs."""
+    """Returns the known trip count of each loop, by the name of its body."""
     loop = re.compile(r"body=%?([\w.\-]+).*?known_trip_count\D+(\d+)")
     return {body: int(count) for body, count in loop.findall(hlo)}

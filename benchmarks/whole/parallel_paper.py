@@ -17,15 +17,15 @@ class Machine:
     """Hosts of eight H200s."""
 
     flops: float = 600e12
-    """Operations a second of bfloat16 products at the sizes of models; measured."""
+    """FLOP/s of bfloat16 matrix products of these models' sizes; measured."""
     host: int = 8
     link: float = 370e9
-    """Bytes a second that a GPU receives through NVLink, 450e9 at most."""
+    """Bytes a second that a GPU receives through NVLink, whose peak is 450e9."""
     network: float = 45e9
     """Bytes a second that a GPU receives through its port of 400 Gb/s."""
     link_latency: float = 3e-6
     network_latency: float = 12e-6
-    """Seconds of a ring's step between hosts; `link_latency` is that within a host."""
+    """Latency in seconds of a ring's step between hosts; `link_latency` is the one within a host."""
     launch: float = 8e-6
     """Seconds of a collective of no bytes."""
     memory: float = 141e9
@@ -52,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """A workload on some GPUs; seconds and bytes are those of one of them."""
+    """An estimate of a workload on some GPUs; seconds and bytes are per GPU."""
 
     name: str
     gpus: int
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def hidden(self) -> float:
-        """Share of the time that is compute, if all communication overlaps that can."""
+        """Share of the time that is compute, if all communication that can overlap compute does."""
         return self.compute / (self.compute + max(0.0, self.collectives - self.hideable))
 
     @property
@@ -81,7 +81,7 @@ def _gathered(size: float, count: int) -> float:
 def data_parallel(
     name: str, parameters: float, compute: float, count: int, machine: Machine, wire: int = 4
 ) -> Row:
-    """Returns a data-parallel step, whose gradients are all-reduced at `wire` bytes a number."""
+    """Estimates a data-parallel step whose gradients are all-reduced at `wire` bytes a number."""
     size = wire * parameters
     return Row(
         name,
@@ -91,7 +91,7 @@ def data_parallel(
         compute
         * 2
         / 3
-        * 0.9,  # All-reduces overlap the backward but for the first layers, its end.
+        * 0.9,  # The first layers' gradients come last, and no compute is left to overlap.
         2 * _gathered(size, count),
         # Parameters, gradients and two moments in float32; activations are not counted.
         16 * parameters,
@@ -99,7 +99,7 @@ def data_parallel(
 
 
 def fully_sharded(parameters: float, tokens: int, count: int, machine: Machine) -> Row:
-    """Returns an FSDP step of a language model: two all-gathers of parameters, one reduce-scatter."""
+    """Estimates an FSDP step of a language model: two all-gathers of parameters, one reduce-scatter."""
     compute = 6 * parameters * tokens / machine.flops
     size = 2 * parameters
     return Row(
@@ -114,7 +114,7 @@ def fully_sharded(parameters: float, tokens: int, count: int, machine: Machine) 
 
 
 def context_parallel(tokens: int, count: int, machine: Machine) -> Row:
-    """Returns causal attention, forward and backward, with keys and values in a ring."""
+    """Estimates causal attention, forward and backward, with keys and values sent around a ring."""
     heads, key_heads, features = 32, 8, 128
     flops = 3.5 * 4 * tokens**2 / 2 * heads * features / count
     size = 2 * 2 * tokens * key_heads * features
@@ -133,7 +133,7 @@ def context_parallel(tokens: int, count: int, machine: Machine) -> Row:
 
 
 def tensor_parallel(count: int, machine: Machine, *, overlaps: bool = True) -> Row:
-    """Returns gated_mlp 8192 x 4096 x 14336, forward and gradients, with all tokens on every GPU."""
+    """Estimates gated_mlp 8192 x 4096 x 14336 with gradients, and all tokens on every GPU."""
     rows, width, hidden = 8192, 4096, 14336
     compute = 3 * 3 * 2 * rows * width * hidden / count / machine.flops
     size = 2 * rows * width

@@ -35,7 +35,7 @@ class Sizes:
     """Sizes of all workloads."""
 
     vit: Mapping[str, int]
-    """Images per device, by Vision Transformer."""
+    """Images per device, by the Vision Transformer's name."""
     vit_images: int
     """Images in all for strong scaling of the first of these Vision Transformers."""
     image: int
@@ -45,11 +45,11 @@ class Sizes:
     length: int
     """Tokens of a row."""
     tokens: int
-    """Tokens of the long sequence."""
+    """Tokens of the sequence of context-parallel attention."""
     heads: tuple[int, int, int]
-    """Query heads, key heads and features of the long sequence."""
+    """Query heads, key heads and features per head of context-parallel attention."""
     mlp: tuple[int, int, int]
-    """Rows, width and hidden features of the perceptron."""
+    """Rows, width and hidden features of the tensor-parallel MLP."""
 
 
 FULL = Sizes(
@@ -86,7 +86,7 @@ class Program:
     make: Callable[[], tuple[Any, ...]]
     """Function that returns the operands, sharded."""
     carries: int = 0
-    """Number of leading operands that a call overwrites with its leading results."""
+    """Number of leading operands (donated) that the leading results replace in the next call."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Workload:
 
 
 def workloads(sizes: Sizes) -> list[Workload]:
-    """Returns all workloads, by name and kind of scaling."""
+    """Returns the workloads of weak and of strong scaling."""
     machine = parallel_paper.Machine()
     first = next(iter(sizes.vit))
     of_vit = {"vit-b16": parallel_paper.VIT_B, "vit-l16": parallel_paper.VIT_L}
@@ -186,11 +186,11 @@ def measure(
 
 
 def _timed(workload: Workload, count: int) -> Row:
-    """Returns the times and counts of a workload on the first devices."""
+    """Returns the step time, bytes received and memory of a workload on the first `count` devices."""
     mesh = jax.make_mesh(
         (count,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
     )
-    # Flax reads the names of the models' axes wherever a mesh is set, and this one has others.
+    # Flax would look up the models' axis names in any mesh that is set; this mesh has other names.
     with nnx.use_eager_sharding(False):
         program = workload.build(mesh)
         operands = [*program.make()]
@@ -223,7 +223,7 @@ def _timed(workload: Workload, count: int) -> Row:
 
 
 def _collective_share(once: Callable[[], Any]) -> Row:
-    """Returns the collectives' share of the kernels' time; those that overlap others count too."""
+    """Returns the time of all kernels and of collectives, overlapped or not, and their quotient."""
     try:
         timed = timing.kernels(lambda: jax.block_until_ready(once()))
     except Exception as error:
@@ -234,7 +234,7 @@ def _collective_share(once: Callable[[], Any]) -> Row:
 
 
 def line(row: Row) -> str:
-    """Returns a row as a line."""
+    """Formats a row as a line of text."""
     head = f"scaling {row['model']:22} {row['kind']:6} {row['gpus']:2}"
     if "error" in row:
         return f"{head} {row['error']}"
@@ -286,7 +286,7 @@ def _put(mesh: Any, spec: P, make: Callable[[], Any]) -> Any:
 
 
 def _vit(sizes: Sizes, model: str, variant: str, images: int | None, mesh: Any) -> Program:
-    """Returns a data-parallel training step of a ViT, with the all-reduces of `variant`."""
+    """Returns a data-parallel training step of a ViT, whose gradients `variant` reduces."""
     count = mesh.size
     batch = sizes.vit[model] * count if images is None else images
     classes = 10

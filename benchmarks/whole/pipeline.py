@@ -26,12 +26,11 @@ from examples.vit import train as vit
 
 NAME = "pipeline"
 MUST = 0.95
-"""Least accepted share."""
+"""Least acceptable share: training's images per second over those of its slower part."""
 _SIZE = (500, 375)
 _DISTINCT, _CLASSES = 64, 4
 _ROUNDS = 6
-"""Rounds of one batch per worker: all but one are timed, and the last makes up for images that are held
-out. Two rounds of warm-up precede them."""
+"""Timed batches per worker, plus one as a margin for images held out; two more warm up."""
 _STEPS = 30
 
 
@@ -68,7 +67,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         flags += ["--workers", str(options.workers)]
     out = ["--out", str(directory / "run")]
     workers = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags).workers
-    # There are images for the timed rounds, for warm-up, and for the held-out share.
+    # Enough images for the timed batches, for two warm-up batches per worker, and to hold some out.
     write_images(directory / "images", options.batch_size * max(workers, 1) * (_ROUNDS + 2))
     args = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags)
     data = vit.load_data(args)
@@ -82,7 +81,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def write_images(directory: Path, count: int) -> None:
-    """Writes at least `count` JPEG files of 500 x 375 pixels, by class; a few of them are distinct."""
+    """Writes at least `count` JPEG files of 500 x 375 pixels, in a folder per class; 64 are distinct."""
     rng = np.random.default_rng(0)
     for number in range(_DISTINCT):
         # Smooth shapes with some noise are about as large as photographs, 40 to 60 kB.

@@ -1,7 +1,7 @@
 """Runs the server of examples/lm under load for a while: `python -m benchmarks soak --seconds 600`.
 
 Clients stream texts over real connections, and some of them misbehave: they disconnect, or send prompts
-that are too long, or JSON that is none. Each text is compared with what the server answers to the same
+that are too long, or malformed JSON. Each text is compared with what the server answers to the same
 request when it is alone. Memory, open files and compiled programs must not grow, and all pages must come
 back.
 """
@@ -37,15 +37,15 @@ from examples.packages import needed
 
 NAME = "soak"
 MARGIN = 0.5
-"""Difference of two tokens' log-probabilities below which either may be the likeliest."""
+"""Difference of two log-probabilities below which rounding may make either token the likeliest."""
 MOST_GROWTH = 32.0
 """Largest accepted growth of the process's memory, in MB."""
 _LENGTH, _CHUNK, _PAGE = 128, 32, 16
 _PREFIXES, _PREFIX = 4, 32
-"""Number of prefixes that prompts share, and their tokens."""
+"""Number of prefixes that prompts share, and tokens of each."""
 _FIRST_SYMBOL = 0x4E00
 _STDDEV, _SPREAD = 0.02, 3.6
-"""Standard deviations of initial weights, and of logits that are spread as a trained model's."""
+"""Standard deviations of initial weights, and of logits as wide as a trained model's."""
 
 
 class Symbols:
@@ -66,12 +66,12 @@ class Symbols:
 
 @dataclass
 class Asked:
-    """A request, and its answer when it is alone."""
+    """A request, and the server's answer to it while there is no other."""
 
     body: dict[str, Any]
     text: str = ""
     margins: list[tuple[int, float]] = field(default_factory=list)
-    """For each token its place in the text, and by how much it is likelier than the next."""
+    """Each token's offset in the text, and how far its two largest log-probabilities differ."""
 
     @property
     def is_greedy(self) -> bool:
@@ -88,14 +88,14 @@ class Asked:
 
 @dataclass
 class Counts:
-    """What clients have seen."""
+    """Results of the clients' requests."""
 
     requests: Counter[str] = field(default_factory=Counter)
     events: int = 0
-    """Pieces of text that streams have brought."""
+    """Pieces of text received from streams."""
     near_ties: int = 0
     drawn_otherwise: int = 0
-    """Sampled texts that differ, which only `--batch-invariant` excludes."""
+    """Sampled texts that differ from the answer alone, as they may without `--batch-invariant`."""
     errors: list[str] = field(default_factory=list)
     first_seconds: list[float] = field(default_factory=list)
     """Seconds until the first piece of each stream."""
@@ -159,14 +159,14 @@ def report(row: dict[str, Any]) -> str:
 
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns what a run has seen."""
+    """Serves clients for `args.seconds`; returns rates, growth of memory and files, and problems."""
     model: LanguageModel
     tokenizer: Any = Symbols()
     if args.model is None:
         model = random_model(args)
     else:
         model, tokenizer = loading.load(args)
-    # The pool is too small for all texts at their longest, so that some wait or are preempted.
+    # The KV cache has too few pages for all texts at their longest, so that some wait or are preempted.
     pages = max(args.streams * _LENGTH // _PAGE * 2 // 3, _LENGTH // _PAGE)
     engine = Engine(
         model,
@@ -190,7 +190,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def random_model(args: argparse.Namespace) -> LanguageModel:
-    """Returns a model whose logits are spread as those of a trained one."""
+    """Returns a model of random weights whose logits spread as widely as a trained model's."""
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -223,7 +223,7 @@ async def _clients(
     args: argparse.Namespace, port: int, asked: list[Asked], worker: Worker, compiled: list[str]
 ) -> dict[str, Any]:
     for number, each in enumerate(asked):
-        # The first ones also compile the programs with log-probabilities.
+        # The first two always ask for log-probabilities, so that no program compiles under load.
         judged = each.is_greedy and not args.batch_invariant
         await _alone(port, each, with_margins=number < 2 or judged)
     counts, samples = Counts(), list[tuple[float, int]]()
@@ -269,7 +269,7 @@ async def _crowd(
 
     async def client(number: int) -> None:
         draw = random.Random(args.seed * 1000 + number)
-        # Clients leave out no request, however few they send.
+        # Clients begin with different requests, so that even a short run sends all of them.
         turn = number
         while time.monotonic() < end:
             kind = draw.choices(_KINDS, _WEIGHTS)[0]
@@ -333,7 +333,7 @@ def _compare(asked: Asked, text: str, args: argparse.Namespace, counts: Counts) 
 
 
 async def _alone(port: int, asked: Asked, *, with_margins: bool) -> None:
-    """Notes the answer to a request while there is no other, and the margins of its tokens."""
+    """Stores the answer to a request while there is no other, and perhaps its tokens' margins."""
     asked.text = "".join([piece async for piece in _streamed(port, asked.body)])
     if not with_margins:
         return
@@ -353,7 +353,7 @@ async def _alone(port: int, asked: Asked, *, with_margins: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def _posted(port: int, body: bytes) -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
-    """Sends a request of HTTP 1.0, whose answer ends with the connection; yields its status."""
+    """Sends an HTTP 1.0 request, whose answer ends with the connection; yields (status, reader)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = f"POST /v1/completions HTTP/1.0\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -374,7 +374,7 @@ async def _whole(port: int, body: bytes) -> tuple[int, dict[str, Any]]:
 async def _streamed(
     port: int, body: dict[str, Any], *, leave_after: int | None = None
 ) -> AsyncIterator[str]:
-    """Yields the pieces of a stream; a client may leave after some of them.
+    """Yields the pieces of a stream; disconnects after `leave_after` of them, if given.
 
     Raises:
       ValueError: the stream is not complete.
@@ -434,7 +434,7 @@ def _counted() -> Iterator[list[str]]:
 
 
 async def _watch(samples: list[tuple[float, int]], begin: float) -> None:
-    """Notes the process's memory, in pages of the system, every half second."""
+    """Appends (seconds, resident memory in the system's pages) to `samples` every half second."""
     while True:
         memory = int(Path("/proc/self/statm").read_text().split()[1])
         samples.append((time.monotonic() - begin, memory))

@@ -1,6 +1,6 @@
 """The shape of a language model, read from its config.json in the form of Hugging Face transformers.
 
-Every key of the file is used, known not to change the logits, or refused by name: an ignored key could
+Every key of the file is used, known not to change the logits, or refused: an ignored key could
 mean another model.
 
 Source: the configuration files of transformers 5.23.0.
@@ -55,7 +55,7 @@ class Config:
     """Number of features inside the gated MLP."""
     max_length: int
     ropes: tuple[Rope | None, ...]
-    """Rotation of each layer; None if the layer does not rotate."""
+    """Rotary embedding of each layer; None for a layer without one."""
     windows: tuple[int | None, ...]
     """Keys that a query of each layer attends to, its own included; None for all."""
     scale: float
@@ -93,8 +93,8 @@ class Family:
     features: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Config` that all models of the family share."""
     every: int | None = None
-    """Layers in a period, of which all but the last have a window, if the file does not list the layers;
-    None if the family has no period."""
+    """Period of the layers, of which all but the last have a window, for files without layer_types; None
+    for families without a period."""
     more: frozenset[str] = frozenset()
     """Keys that only this family has."""
 
@@ -326,7 +326,7 @@ def _mixture(read: "_Reader") -> Mixture:
 
 
 class _Reader:
-    """Reads keys of a config; missing ones are refused."""
+    """Reads keys of a config; raises an ExampleError if a value is wrong or a size is missing."""
 
     def __init__(self, given: Mapping[str, Any]):
         self.given = given
@@ -374,7 +374,7 @@ def _check_keys(
 
 
 def _windows(read: _Reader, every: int | None) -> tuple[int | None, ...]:
-    """Returns the window of each layer."""
+    """Returns the window of each layer, None for full attention."""
     depth, window = read.size("num_hidden_layers"), read.given.get(_WINDOW)
     has_switch = "use_sliding_window" in read.given or "max_window_layers" in read.given
     if window is None or (has_switch and not read.flag("use_sliding_window")):
@@ -407,7 +407,7 @@ def _rope(
     config: Mapping[str, Any], layer: int, windows: tuple[int | None, ...], head_size: int
 ) -> Rope | None:
     kind = _FULL if windows[layer] is None else _SLIDING
-    # Without windows all layers of a model are alike, whatever its list says.
+    # The file's layer_types may list windows that another key switches off.
     config = dict(config, layer_types=[_FULL if w is None else _SLIDING for w in windows])
     try:
         options = jaxfused.rope_from_config(

@@ -41,18 +41,18 @@ class Text:
     has_log_probs: bool = False
     """True if the log-probabilities of its tokens are wanted."""
     log_probs: list["TokenLogProbs"] = field(default_factory=list)
-    """Those of each of `tokens`, if they are wanted."""
+    """Log-probabilities at each of `tokens`, if `has_log_probs`."""
 
 
 class TokenLogProbs(NamedTuple):
-    """Log-probabilities at one place of a text, with the bias but without penalties and temperature."""
+    """Log-probabilities at one place of a text, with logit_bias but without penalties and temperature."""
 
     chosen: float
-    """That of the text's token."""
+    """Log-probability of the text's token."""
     top: list[float]
-    """The `MOST_LOG_PROBS` largest ones."""
+    """The `MOST_LOG_PROBS` largest log-probabilities."""
     top_tokens: list[int]
-    """Their tokens."""
+    """Tokens of the log-probabilities in `top`."""
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class _Computed(NamedTuple):
     tokens: jax.Array
     """Last token of each slot, [slots]."""
     log_probs: jaxfused.LogProbs | None
-    """Those of each slot, [slots, ...]."""
+    """Log-probabilities of each slot's token, [slots, ...]; None if no text wants them."""
     slots: list[tuple[int, _Slot]]
     """Slots with a new token, as (index, slot)."""
 
@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """True if a text is waiting or in a slot."""
+        """True if a text is waiting or in a slot, or a sampled token is not read yet."""
         return bool(self._waiting or self._computed or any(self._slots))
 
     @property
@@ -258,7 +258,7 @@ class Engine:
             self._computed.append(_Computed(self._steps, *drawn, [(i, slot)]))
 
     def _make_room(self, ready: Sequence[tuple[int, _Slot]]) -> None:
-        """Reserves room for each text's next token; if pages run out, the newest texts are preempted."""
+        """Reserves pages for each text's next token; if none is free, preempts the newest texts."""
         for i, slot in ready:
             while self._slots[i] is slot and not self._reserve_next(slot):
                 if self._computed:
@@ -269,7 +269,7 @@ class Engine:
                 self._waiting.appendleft(last.text)
 
     def _reserve_next(self, slot: _Slot) -> bool:
-        """Reserves room for a slot's next token; returns False if there is no page for it."""
+        """Reserves a page for a slot's next token if needed; returns False if none is free."""
         try:
             self._allocator.reserve(slot, slot.read + 1 - slot.recorded)
         except jaxfused.OutOfPages:
@@ -295,7 +295,7 @@ class Engine:
         self._computed.append(_Computed(self._steps, *drawn, ready))
 
     def _table(self, names: Sequence[_Slot | None]) -> np.ndarray:
-        """Returns the page table of the slots, padded to one of a few widths."""
+        """Returns the slots' page table, padded to one of a few widths, so that few programs compile."""
         table = self._allocator.table(names)
         width = self._width
         if not self._batch_invariant:
@@ -330,7 +330,7 @@ class Engine:
         start = len(text.prompt)
         answered = text.tokens[max(done - start, 0) : max(slot.read - start, 0)]
         if self._batch_invariant:
-            # Decoded tokens differ in bits from prefilled ones, so a prompt must not reuse them.
+            # Keys of decoded tokens differ in bits from prefilled ones, so prompts must not share them.
             answered = [-1] * len(answered)
         tokens = [*text.prompt[done : slot.read], *answered]
         self._allocator.written(slot, tokens)
@@ -359,7 +359,7 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> None:
 
 
 def _wanted(slots: Sequence[_Slot]) -> dict[str, bool]:
-    """Returns what a program computes beyond plain draws, because one of these slots wants it."""
+    """Returns a program's flags: whether any slot changes logits, or asks for log-probabilities."""
     return dict(
         changes_logits=any(slot.text.sampling.changes_logits for slot in slots),
         log_probs=any(slot.text.has_log_probs for slot in slots),

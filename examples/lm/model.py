@@ -22,11 +22,11 @@ Cache = tuple[jaxfused.KVCache | Pages, ...]
 """Keys and values of the tokens read so far, for each layer."""
 Reduction = Literal["mean", "sum", "none"]
 Tables = tuple[jax.Array, jax.Array]
-"""Cosines and sines of the rotation, [T, R/2] or [B, T, R/2] each."""
+"""Cosines and sines of rope, each [tokens, rotary_dim / 2], or with a batch axis first."""
 
 
 class LanguageModel(nnx.Module):
-    """Maps tokens to the features from which the next token is read.
+    """Maps tokens to the features from which the head computes the next token's logits.
 
     Args:
       config: the shape, as `read_config` returns it.
@@ -127,7 +127,7 @@ class LanguageModel(nnx.Module):
         stream *= jnp.asarray(self.config.embedding_scale, stream.dtype)
         branch = jnp.zeros_like(stream)
 
-        # Equal blocks are traced and differentiated once.
+        # By this jit, equal blocks are traced and differentiated once.
         @functools.partial(jax.jit, static_argnums=0)
         def run(graphdef, state, *arguments):
             return nnx.merge(graphdef, state)(*arguments)

@@ -65,7 +65,7 @@ class Request:
     most: int | None
     """Largest number of tokens of an answer; None for as many as fit."""
     sampling: Sampling
-    """Options of each prompt's first answer; the seed of the others is larger by their number."""
+    """Options of each prompt's first answer; later answers add their index to the seed."""
     log_probs: int | None
     """Number of likeliest tokens whose log-probabilities are wanted; None for no log-probabilities."""
     echo: bool
@@ -121,7 +121,7 @@ def read_request(body: Any, *, is_chat: bool, vocabulary: int) -> Request:
         messages=_messages(given.get("messages")) if is_chat else None,
         prompts=[] if is_chat else _prompts(given.get("prompt"), vocabulary),
         answers=answers,
-        # The older interface stops after 16 tokens.
+        # /v1/completions stops after 16 tokens by default.
         most=16 if most is None and not is_chat else most,
         sampling=sampling,
         log_probs=log_probs,

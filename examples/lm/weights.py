@@ -25,7 +25,7 @@ from jaxfused.quantization import QuantizedLayer
 Read = Callable[[], np.ndarray | jax.Array | jaxfused.QuantizedArray]
 """Function that reads one array of a checkpoint."""
 Layers = Mapping[str, QuantizedLayer]
-"""Quantised layers of a checkpoint, by the names that their weights would have in floats."""
+"""Quantised layers of a checkpoint, by the names that float weights would have."""
 
 _LAYER = {
     "norm1": ("input_layernorm",),
@@ -56,7 +56,7 @@ _ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias"
 
 _NOT_OF_TEXT = ("vision_tower.", "multi_modal_projector.")
 _COMPUTED = ("rotary_emb.inv_freq",)
-"""Ends of the names of tables in old checkpoints that are ignored: config.json determines them."""
+"""Suffixes of ignored arrays of old checkpoints: rope frequencies, which config.json determines."""
 
 
 def load_model(
@@ -240,7 +240,7 @@ def _parameter(
 
 
 def _joined(parts: list[np.ndarray | jax.Array], is_kernel: bool, dtype: Any) -> jax.Array:
-    """Returns [out, in] parts as one kernel [in, out], or vectors as one vector."""
+    """Concatenates parts [out, in] and transposes them to a kernel [in, out]; joins vectors."""
     # The array is copied, because memory-mapped data changes with the file.
     array = jnp.array(parts[0]) if len(parts) == 1 else jnp.concatenate(parts)
     return (array.T if is_kernel else array).astype(dtype)
