@@ -108,7 +108,7 @@ def depthwise_conv(draw: Draw) -> DepthwiseConv:
 
 @dataclass(frozen=True)
 class InvertedResidual(_Images):
-    """MobileNet's block: 1x1 to `expansion` times the channels, relu, depthwise, relu, 1x1 back, plus x."""
+    """MobileNet's block: expands the channels, relu, depthwise convolution, relu, projects, plus x."""
 
     expansion: int
     window: int

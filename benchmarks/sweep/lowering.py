@@ -193,7 +193,7 @@ class Workers:
 
     def _start(self, indices: Iterable[int]) -> None:
         self.close()
-        # These processes see the GPU, because operators choose kernels by its kind, but use none of its memory.
+        # These processes see the GPU, by which operators choose kernels, but use none of its memory.
         context = get_context("spawn")
         self._pool = ProcessPoolExecutor(self._count, context, initializer=_without_memory)
         for index in indices:

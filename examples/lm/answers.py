@@ -15,7 +15,7 @@ from examples.lm.tokenizer import ByteTokenizer, Tokenizer
 from examples.lm.worker import FailedError
 
 _LEAST_LOG_PROB = -9999.0
-"""What JSON has in place of minus infinity."""
+"""Log-probability that is sent for minus infinity, which JSON lacks."""
 
 
 class _Token(NamedTuple):
@@ -30,7 +30,7 @@ class _Token(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A further part of a choice."""
+    """The next part of a choice, which is one of the answers to a request."""
 
     index: int
     """Number of the choice."""
@@ -97,7 +97,7 @@ class Choice:
 
 @dataclass
 class _Said:
-    """Text, tokens and end of a choice."""
+    """Text, tokens and finish reason of a choice, collected from its pieces."""
 
     text: str = ""
     tokens: list[_Token] = field(default_factory=list)
@@ -105,7 +105,7 @@ class _Said:
 
 
 class Answer:
-    """Formats the pieces of all choices."""
+    """Formats the pieces of all choices as OpenAI's API does."""
 
     def __init__(self, asked: Request, choices: Sequence[Choice], name: str):
         self._asked, self._choices = asked, choices
@@ -143,7 +143,7 @@ class Answer:
         text as complete.
         """
         try:
-            # The official client wants the choices to begin in order.
+            # The official client requires that the choices begin in order.
             if self._is_chat:
                 for choice in self._choices:
                     empty = Piece(choice.index, "", [], None)
@@ -251,7 +251,7 @@ def _of_completion(tokens: Sequence[_Token]) -> dict[str, Any]:
     return dict(
         tokens=[name(token.data) for token in tokens],
         token_logprobs=[token.log_prob for token in tokens],
-        # The chosen token is among them, however likely it is.
+        # The chosen token is always listed, however unlikely it is.
         top_logprobs=[
             {name(data): value for data, value in [*token.top, (token.data, token.log_prob)]}
             for token in tokens

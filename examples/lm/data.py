@@ -48,7 +48,7 @@ class Rows:
         return (len(self.tokens) - 1) // self.length - 1
 
     def __call__(self, step: int) -> Batch:
-        """Returns the rows of a step, [B, T + 1]: T tokens to read, then shifted by one the T labels."""
+        """Returns a step's rows [B, T + 1]: the first T tokens are read, the last T are the labels."""
         of_all = dict(size=self.count, batch_size=self.batch_size)
         rows = epoch_indices(step, **of_all, seed=self.seed)[self.part]
         # The rows of each pass start at different places in the text.

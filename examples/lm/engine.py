@@ -45,7 +45,7 @@ class Text:
 
 
 class TokenLogProbs(NamedTuple):
-    """Log-probabilities at one place of a text, with logit_bias but without penalties and temperature."""
+    """Log-probabilities at one place of a text, with logit_bias, without penalties and temperature."""
 
     chosen: float
     """Log-probability of the text's token."""

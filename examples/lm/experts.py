@@ -9,14 +9,14 @@ from examples.lm.config import Mixture
 
 
 class Experts(nnx.Module):
-    """Gives each token the weighted sum of a few perceptrons, which a router chooses.
+    """Gives each token the weighted sum of a few gated MLPs, which a router chooses.
 
-    A perceptron is ((clip(u) + 1) g sigmoid(alpha g)) D + b. As in checkpoints, g and u are the even and
+    An MLP is ((clip(u) + 1) g sigmoid(alpha g)) D + b. As in checkpoints, g and u are the even and
     the odd columns of one product with a bias; g is clipped from above, u on both sides.
 
     Args:
       features: of tokens.
-      hidden: features inside a perceptron.
+      hidden: features inside an MLP.
       mixture: number of experts, and their activation.
       dtype: of the computation.
       param_dtype: of the parameters.
@@ -68,14 +68,14 @@ class Experts(nnx.Module):
         hidden = (up + 1) * gate * jax.nn.sigmoid(mixture.alpha * gate)
         y = self._product(hidden.astype(rows.dtype), self.down, expert, sizes)
         y = (y + self.down_bias[...][expert]).astype(jnp.float32)
-        # Rows return to the order of their tokens by a gather, whose sums have a fixed order.
+        # A gather restores the tokens' order; a scatter-add would sum in no fixed order.
         y = y[jnp.argsort(order)].reshape(*routes.weights.shape, -1)
         return (y * routes.weights[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
 
     def _product(
         self, rows: jax.Array, weights: nnx.Variable, expert: jax.Array, sizes: jax.Array
     ) -> jax.Array:
-        """Returns rows [M, D], in the order of their experts, times their expert's weights [E, D, F]."""
+        """Multiplies rows, sorted by expert, by their expert's weights [experts, inputs, outputs]."""
         kept = weights.get_value()
         if not isinstance(kept, jaxfused.QuantizedArray):
             return jaxfused.ragged_dot(rows, kept.astype(self.dtype), sizes)

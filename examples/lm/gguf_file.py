@@ -86,7 +86,7 @@ _FACTORS = "rope_freqs.weight"
 
 @dataclasses.dataclass(frozen=True)
 class DividedRope(jaxfused.RopeScaling):
-    """Scaling of rope by divisors of the frequencies from the file: llama.cpp's form of Llama 3's."""
+    """Rope with frequencies divided by numbers of the file, as llama.cpp stores Llama 3's scaling."""
 
     divisors: tuple[float, ...]
 

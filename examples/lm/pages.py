@@ -28,10 +28,10 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values of a layer."""
+    """Keys and values of a layer, in pages that texts share."""
 
     key: jax.Array
-    """Pool of the keys' pages, [pages, page size, key heads, head size]; `value` is alike for values."""
+    """Pool of the keys' pages, [pages, page size, key heads, head size]; `value` is the values'."""
     value: jax.Array
 
     @classmethod

@@ -23,7 +23,7 @@ def _size(
     hidden: int,
     routed: Routed | None = None,
 ) -> Config:
-    """Returns a model for bytes, built like Qwen3."""
+    """Returns the shape of a model for bytes, built like Qwen3."""
     head_size = width // heads
     return Config(
         vocabulary=TOKENS,
@@ -58,7 +58,7 @@ MODELS = {
 
 
 def config_of(name: str, *, vocabulary: int) -> Config:
-    """Returns the size of this name for a vocabulary of this many tokens."""
+    """Returns the shape `MODELS[name]` with a vocabulary of this many tokens."""
     return dataclasses.replace(MODELS[name], vocabulary=vocabulary)
 
 

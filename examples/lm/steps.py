@@ -37,7 +37,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int = 0
     bias: Mapping[int, float] = field(default_factory=dict)
-    """What is added to the logits of tokens, before penalties."""
+    """Numbers added to the logits, by token, before penalties."""
 
     @property
     def changes_logits(self) -> bool:
@@ -48,7 +48,7 @@ class Sampling:
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the options as arrays of fixed shapes, by name."""
         numbers = {name: value for name, value in vars(self).items() if name != "bias"}
-        # Without a bias the token is none of the vocabulary, so that nothing is added.
+        # Unused places have a token outside of the vocabulary, whose addition is dropped.
         tokens = np.full(MOST_BIASES, np.iinfo(np.int32).max, np.int32)
         biases = np.zeros(MOST_BIASES, np.float32)
         tokens[: len(self.bias)], biases[: len(self.bias)] = [*self.bias], [*self.bias.values()]
@@ -163,7 +163,7 @@ def _prefill(
     row = jax.tree.map(lambda a: a[slot], replace(state, pages=()))
     drawn, scores = _draw(row, logits, changes_logits, log_probs)
     slots = len(state.last)
-    # Each slot's row has the result, as after `_decode` its own.
+    # The host reads row `slot`, as after `_decode`, so the result is repeated for all slots.
     scores = jax.tree.map(lambda a: jnp.broadcast_to(a, (slots, *a.shape)), scores)
     return *_with_tokens(state, slot, drawn, is_last, end), scores
 
@@ -193,7 +193,7 @@ def _decode(
 def _with_tokens(
     state: State, slot: jax.Array, drawn: jax.Array, active: jax.Array, place: jax.Array
 ) -> tuple[State, jax.Array]:
-    """Returns the state with sampled tokens in one slot, or in those of all slots that are active.
+    """Adds sampled tokens to one slot, or to all active slots; returns (state, last tokens).
 
     The last tokens are a result of their own, since the state is donated to the next program.
     """

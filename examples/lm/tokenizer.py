@@ -17,13 +17,13 @@ _LLAMA_3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS = {"llama-bpe": _LLAMA_3, "qwen2": _LLAMA_3.replace("{1,3}", "")}
-"""Regular expressions that cut a text into words, by tokenizer.ggml.pre."""
+"""Regular expressions that cut a text into words, by tokenizer.ggml.pre of a GGUF file."""
 NO_TEMPLATE = (
     "conversations need a model with a chat template, but this one has none; pass a plain text to go on"
     " with."
 )
 _CONTROL, _USERS = 3, 4
-"""Values of tokenizer.ggml.token_type."""
+"""Values of a GGUF file's tokenizer.ggml.token_type for control and user-defined tokens."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,7 +145,7 @@ def write(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Turns off JAX's cache on disk, from which a saved CPU program may lack functions."""
+    """Turns off JAX's cache on disk: CPU programs that came from it may be serialised incompletely."""
     before = jax.config.jax_enable_compilation_cache
     # JAX decides once whether it uses its compilation cache, until the cache is reset.
     compilation_cache.reset_cache()
@@ -161,7 +161,7 @@ def _portable(program: Program, like: list[Any], size: tuple[int, int, int]) -> 
     """Returns StableHLO for batches of any size, made of operations that every platform has."""
     (batch,) = jax.export.symbolic_shape("b")
     images = jax.ShapeDtypeStruct((batch, *size), jnp.uint8)
-    # The lambda is new to JAX's cache of traces, whose trace for a GPU would contain kernels.
+    # A new lambda prevents that JAX reuses a cached trace for a GPU, which contains kernels.
     with dispatch.assume(_CPU):
         exported = jax.export.export(
             jax.jit(lambda weights, images: program(weights, images)), platforms=("cpu", "cuda")

@@ -166,5 +166,5 @@ def _layer(
 
 
 def _enlarged(logits: jax.Array, images: jax.Array) -> jax.Array:
-    """Returns the logits at the size of the images, bilinearly."""
+    """Resizes the logits bilinearly to the size of the images."""
     return jaxfused.resize(logits.astype(jnp.float32), images.shape[1:3])

@@ -56,7 +56,7 @@ class Data:
     channels: int
     train_size: int
     train_batch: MakeBatch
-    """The batch of a training step: "image", augmented, and "label"."""
+    """Function from a training step to its batch: "image", augmented, and "label"."""
     held_out: HeldOut
     fingerprint: str
     """Hash that changes when images are added, removed or renamed."""

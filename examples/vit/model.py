@@ -26,7 +26,7 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (query, key, value), all [B, T, heads, width / heads], to an output of the same shape."""
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""Values that a block returns: (delta, stream), both [B, T, width], and the bias [width] of delta."""
+"""(delta, stream, bias): the product to be added next, the residual stream, and the product's bias."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class VisionTransformer(nnx.Module):
         patches, added = patchify(images, self.patch), self.positions[...]
         bias = self.embed.bias[...]
         if self.pool == "token":
-            # The class token is a patch without pixels, minus the bias that is added to all patches
-            # later. So nothing of the size of the activations is concatenated.
+            # The class token is a patch of zeros, whose position holds the token minus the bias that all
+            # patches get later. So no array as large as the activations is concatenated.
             token = self.class_token[...] - bias
             added += jnp.pad(token, ((0, 0), (0, patches.shape[1]), (0, 0)))
             patches = jnp.pad(patches, ((0, 0), (1, 0), (0, 0)))
@@ -204,7 +204,7 @@ class VisionTransformer(nnx.Module):
         return run(carry, self.blocks, keys, drop_path)
 
     def _one_by_one(self, carry: Carry, keys: jax.Array | None, drop_path: jax.Array) -> Carry:
-        # Equal blocks are traced and differentiated once.
+        # By this jit, equal blocks are traced and differentiated once.
         @functools.partial(jax.jit, static_argnums=0)
         def run(graphdef, state, carry, key, drop_path):
             return nnx.merge(graphdef, state)(*carry, key=key, drop_path=drop_path)
