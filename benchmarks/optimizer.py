@@ -98,7 +98,7 @@ class Row:
 
 
 def rows(tree: str) -> list[Row]:
-    """Returns the optimizers to measure on a tree: every one that has kernels, or Muon."""
+    """Returns the optimizers to measure on a tree of parameters, with Optax's counterparts."""
     if tree == "vit-l-matrices":
         theirs = contrib.muon(1e-3)
         narrow = optim.muon(1e-3, iteration_dtype=jnp.bfloat16)

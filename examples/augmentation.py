@@ -24,10 +24,10 @@ _COLOURS: dict[str, tuple[object, ...]] = {
     "trivial": (augment.TrivialAugmentWide(),),
 }
 NAMES = tuple(_COLOURS)
-"""The chains that `--augment` takes."""
+"""Names of the chains, which are the values of `--augment`."""
 
 _LARGER = 8 / 7
-"""Height of the images that workers make for a chain that crops, over that of the model's images."""
+"""Ratio of the height of images that workers decode for a chain that crops to the model's height."""
 
 
 def add_flag(group: argparse._ArgumentGroup) -> None:

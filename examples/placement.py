@@ -1,4 +1,4 @@
-"""Placements decide which devices hold and compute a training: only they differ for one device and many.
+"""Placements decide which devices store and compute a training, on one device or on many.
 
 A training is written once, for whole batches and whole parameters, and a placement compiles its
 functions. The placements on many devices are in examples/multi_gpu.

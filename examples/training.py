@@ -160,7 +160,7 @@ def optimizer_share(
     zeros = placement.init(lambda params: jax.tree.map(jnp.zeros_like, params), state["params"])
     state = dict(params=state["params"], opt_state=state["opt_state"], gradients=zeros)
     rows = placement.rows(args.batch_size)
-    # Placements split a batch among devices.
+    # A placement's step needs a batch, which it splits among devices.
     batch = dict(row=np.zeros(rows.stop - rows.start, np.float32))
     take = placement.train_step(step)
     state, _ = take(state, batch, 0)
@@ -257,8 +257,7 @@ def fit(
             except (ExampleError, Stopped) as reason:
                 raise type(reason)(stop(str(reason))) from reason
             state, metrics = train_step(state, batch, step)
-            # The device stays busy, because the metrics of the previous step are read and not those of
-            # this one.
+            # The previous step's metrics are read, not this one's, so that the device stays busy.
             settle()
             step += 1
             pending = (step, metrics)

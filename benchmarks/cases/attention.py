@@ -12,7 +12,7 @@ from benchmarks.sweep.attention import stock_fits
 from benchmarks.sweep.configs import Attention
 
 Shape = tuple[int, ...]
-"""Sizes (B, T, N, H), or (B, T, N, K, H) where query heads share key heads."""
+"""Sizes (batch, tokens, heads, head size); fewer key heads are listed before the head size."""
 
 _LONGEST: Shape = (1, 16384, 16, 128)
 _VIT: tuple[Shape, ...] = ((64, 197, 12, 64), (256, 197, 12, 64))
@@ -136,7 +136,7 @@ def _case(shape: Shape, *, is_causal: bool, with_gradient: bool) -> Case:
 def _bars(shape: Shape, *, is_causal: bool, with_gradient: bool) -> tuple[Bar, ...]:
     bars = [Bar("tokamax", must=1.0), Bar("cudnn", aim=1.0)]
     if shape in _VIT and with_gradient:
-        # JAX refuses cuDNN's gradient here.
+        # JAX refuses cuDNN's gradient for 197 tokens.
         bars = [Bar("tokamax", must=1.0), Bar(BEST_PEER, must=1.3)]
     if shape == _LONGEST:
         bars.append(Bar(TERAFLOPS, aim=600.0 if with_gradient else 700.0))

@@ -77,7 +77,7 @@ def _images(key: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _one_draw(transform: Callable) -> Callable:
-    """Returns a function that gives all images the draws of the first, which it reads once."""
+    """Returns a function that gives all images the first one's draws, copied to the host only once."""
     read: list[list] = []
 
     def run(images, *draws):

@@ -89,7 +89,7 @@ class _Operation:
     operator: str = "layer_norm"
     residual: bool = False
     pre_bias: bool = False
-    """True if a bias and a relu stand before the norm."""
+    """True if a bias and a relu are applied before the norm."""
     with_gradient: bool = False
     liger: Callable[[], Function] | None = None
     tokamax: Function | None = None
@@ -109,7 +109,7 @@ _RMS_NORM: dict[str, Any] = {
 _RESIDUAL: dict[str, Any] = {"torch": _torch_residual, "residual": True}
 
 _TWO_PASS = "reference"
-"""Name of XLA's two-pass variance. Flax's fast variance is the peer "xla"."""
+"""Our implementation "xla", with a two-pass variance; the peer "xla" is Flax's fast variance."""
 
 _FORWARD_AIM = Bar(BULK_COPY, aim=0.95)
 _GRADIENT_AIM = Bar(BULK_COPY, aim=0.85)
@@ -184,7 +184,7 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
         # The backward reads the norm's input and the scale.
         read_again=2 * rows * features + 4 * features if operation.with_gradient else 0,
         bars=operation.bars,
-        # The gradient to the residual is that to x.
+        # The residual's gradient equals x's, so it is not asked for.
         differentiable=2 + has_mean,
         peers={} if operation.tokamax is None else {"tokamax": operation.tokamax},
         torch_peers={} if operation.liger is None else {"liger": operation.liger},

@@ -96,7 +96,7 @@ class _Operation:
     peers: dict[str, Function]
     torch: Function
     products: int
-    """Number of products of [rows, features] and [features, hidden]."""
+    """Number of matrix products, each of rows * features * hidden multiplications."""
     has_bias: bool
 
 

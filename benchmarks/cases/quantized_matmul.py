@@ -55,7 +55,7 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
 
 
 def _bars(operation: _Operation, shape: Shape) -> tuple[Bar, ...]:
-    """Returns the bars against the product in bfloat16."""
+    """Returns the bars: against the product in bfloat16, or in TFLOP/s."""
     if not operation.both:
         few = shape[0] <= 64
         if operation.w_dtype == "int4":

@@ -17,7 +17,7 @@ from benchmarks.run.case import BEST_PEER, Arrays, Bar, Case, functions
 
 
 class Sizes(NamedTuple):
-    """Sizes of a step."""
+    """Sizes of a decode step."""
 
     batch: int
     length: int
@@ -38,7 +38,7 @@ SHAPES: tuple[Sizes, ...] = tuple(
 QUICK_SHAPES = SHAPES[:3]
 _MOST_SPLITS = 32
 _LARGE, _SMALL = 128e6, 32e6
-"""Bytes of keys and values: cases of `_LARGE` or more, and of less than `_SMALL`, have other bars."""
+"""Bytes that a case moves: its bars differ from `_LARGE` on, and below `_SMALL`."""
 
 
 def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) -> list[Case]:
@@ -74,7 +74,7 @@ def _case(sizes: Sizes) -> Case:
 
 
 def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
-    """Returns (query, key, value, key pages, value pages, table, lengths); no pages without a size."""
+    """Returns (query, key, value, lengths), and with pages (key pages, value pages, page table) too."""
     batch, length, heads, key_heads, head_size, page = sizes
     keys = jax.random.split(key, 4)
     shape = (batch, length, key_heads, head_size)
@@ -135,11 +135,11 @@ def _jax_pages(query, key, value, lengths, *pages):
 def _flash_attn3(query, key, value, lengths, *pages):
     from flash_attn3_jax import flash_mha_with_kvcache
 
-    # By default each sequence and head is one part; as many parts as here fill the SMs.
+    # By default the keys of a sequence and head are not split; this many parts fill 132 SMs.
     parts = max(1, min(_MOST_SPLITS, 132 // (key.shape[0] * key.shape[2])))
     return flash_mha_with_kvcache(query, key, value, cache_seqlens=lengths, num_splits=parts)
 
 
 def _torch(backend, query, key, value, lengths, *pages):
-    # All sequences have their full length.
+    # All sequences have their full length, so no mask is needed.
     return in_torch(query, key, value, backend=backend, is_causal=False)

@@ -18,7 +18,7 @@ SIDE, COLUMNS = 8192, 512
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A square product with blocks at random places."""
+    """A product with a square block-sparse matrix, whose blocks are at random places."""
 
     size: int
     density: float

@@ -192,7 +192,7 @@ _UNIT_VECTORS = 256
 
 
 def _rounded_output_noise(o: Options) -> Any:
-    """Returns the additional error of gradients if the backward reads the rounded output.
+    """Returns a function that estimates the error of gradients from reading the rounded output.
 
     The gradient of a logit is p (dp - delta), with delta = sum(dy * y) of a row. Where a row gives all
     of its weight to one key, dp and delta are equal, and only p times the rounding error of y remains.
@@ -233,9 +233,9 @@ def _rounded_output_noise(o: Options) -> Any:
 
 
 def _weights(attend: Any, k: jax.Array) -> jax.Array:
-    """Returns the weights [..., T, N, S]: attention's results for unit vectors as values.
+    """Returns the weights [..., queries, heads, keys]: attention's results for unit vectors as values.
 
-    All S unit vectors at once would take S * S numbers per head, so `attend` gets a few at a time.
+    All unit vectors at once would take keys * keys numbers per head, so `attend` gets a few at a time.
     """
     keys = k.shape[-3]
     count = max(1, min(keys, _UNIT_VECTORS))
@@ -251,7 +251,7 @@ def _weights(attend: Any, k: jax.Array) -> jax.Array:
 
 
 def _over_broadcast(moved: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Sums errors [..., T, N, S] to a bias's shape, by squares, as errors of rows are independent."""
+    """Adds errors over a bias's broadcast axes, by squares, because errors of rows are independent."""
     moved = jnp.moveaxis(moved, -2, -3)
     whole = (1,) * (4 - len(shape)) + shape
     moved = moved.reshape((1,) * (4 - moved.ndim) + moved.shape)

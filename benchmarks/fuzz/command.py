@@ -119,7 +119,7 @@ def _told(case: Options, verdict: judge.Verdict) -> str:
 
 
 def _summary(counts: collections.Counter[str]) -> str:
-    """Returns the counts so far; refused cases are not among the cases."""
+    """Formats the counts so far; refused cases are counted separately."""
     wrong, raised = counts[judge.WRONG], counts[judge.RAISED]
     cases = counts.total() - counts[judge.REFUSED]
     hung = counts[processes.HUNG] + counts[processes.CRASHED]

@@ -172,7 +172,7 @@ def conv(options: Options) -> Problem:
     eps = float(jnp.finfo(o["dtype"]).eps)
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, jax.Array]:
-        """Returns the allowed noise of the bias's gradient: it sums gradients rounded to x's dtype."""
+        """Returns the allowed noise of the bias's gradient, which sums gradients rounded to x's dtype."""
         if "bias" not in operands or cotangents is None:
             return {}
         before = jnp.zeros(results[0].shape, operands["x"].dtype)
@@ -188,7 +188,7 @@ def conv(options: Options) -> Problem:
 
 
 def _statistics(y: jax.Array, statistics: Any) -> Any:
-    """Returns y's statistics, without gradient; they are computed here if the kernel returned None."""
+    """Returns y's mean and variance, without gradient; computes them if the kernel returned None."""
     if statistics is None:
         values, axes = y.astype(jnp.float32), tuple(range(y.ndim - 1))
         statistics = values.mean(axes), values.var(axes)
@@ -199,7 +199,7 @@ def draw_quantized_conv(draw: Draw) -> Options:
     options = _draw_window(draw)
     weights = draw.pick(("int8", "int8", "int8", "int4", "float8_e4m3fn"))
     return options | dict(
-        # int4 are stored in pairs.
+        # int4 values are stored in pairs, so the number of channels must be even.
         channels=options["channels"] * (2 if weights == "int4" else 1),
         weights=weights,
         quantized_x=draw.pick(("int8", "int8", "int8", "float8_e4m3fn", None)),

@@ -121,8 +121,8 @@ def _add_draw(
         slack[index] = slack[index] + of_one
     cut = true
     if programs.problem.tf32:
-        # XLA may multiply small matrices in full float32. The truth of operands rounded to tf32 has
-        # tf32's error.
+        # XLA may multiply small matrices in full float32, without tf32's error, so that error is taken
+        # from the truth for operands cut to tf32.
         cut = programs.run(TRUTH, truth, *programs.as_tf32(operands, cotangents))[: len(errors)]
     shaken = programs.run(TRUTH, truth, programs.shaken(operands), cotangents)[: len(errors)]
     for seen, *arrays in zip(errors, first, low, true, cut, slack, shaken, strict=True):

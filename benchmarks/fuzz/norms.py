@@ -39,7 +39,7 @@ def draw_norm(draw: Draw) -> Options:
     after = activation(draw, 0.25)
     shape = [*rows(draw, max(1, _MOST // width)), width]
     residual = draw.pick(("float32", "bfloat16", "float16")) if draw.chance(0.35) else None
-    # A relu needs a bias before it, which the judge shifts to see what a change of sign changes.
+    # A relu gets a bias before it, which the judge shifts to see how much changes of sign matter.
     return _draw_images(draw, len(shape), residual is not None) | dict(
         shape=shape,
         dtype=draw.pick(DTYPES),
@@ -152,7 +152,7 @@ def _images(o: Options) -> dict[str, Operand]:
 def draw_group_norm(draw: Draw) -> Options:
     groups, size = draw.pick((1, 2, 4, 8, 32)), draw.pick((1, 2, 3, 4, 8, 16))
     options = _draw_image(draw, groups * size)
-    # No modulation before a relu: the judge shifts the bias, not the image's shift that comes last.
+    # No modulation before a relu: the judge could not shift the relu's input by the bias.
     modulated = options["activation"] != RELU and draw.chance(0.2)
     return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)), modulated=modulated)
 

@@ -166,7 +166,7 @@ def draw_optimizer(draw: Draw) -> Options:
 
 
 def optimizer_step(options: Options) -> Problem:
-    """Returns a problem of two steps, the second of which starts from moments."""
+    """Returns a problem of two optimizer steps; the second starts from moments that are not 0."""
     o = options
     ours, theirs, arguments = _OPTIMIZERS[o["optimizer"]]
     operands = {}

@@ -66,7 +66,7 @@ class Problem:
     kinks: tuple[str, ...] = ()
     """Operands that are added to a relu's input; the judge shifts them across the relu's kink."""
     tf32: bool = False
-    """True if float32 products may round their operands to 11 bits."""
+    """True if float32 products may round their operands to 11 significant bits."""
     with_gradient: bool = True
     noise: Callable[[Any, Any, Any, Any], Mapping[str, jax.Array]] | None = None
     """Function of (operands, constants, results, cotangents) that returns additional errors to allow, by
@@ -123,7 +123,7 @@ class Problem:
         whole = [noise.get(f"result {i}", jnp.zeros(y.shape)) for i, y in enumerate(results)]
         if cotangents is None:
             return whole
-        # The order is the problem's, because jax.jit sorts a dict by its keys.
+        # The loop has the problem's order, because jax.jit sorts a dict by its keys.
         for name in self.operands:
             values = noise.get(name, jnp.zeros(operands[name].shape))
             # An unbatched operand's gradient is a sum over the batch, whose errors are independent.
@@ -134,7 +134,7 @@ class Problem:
 
 
 def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) -> Function:
-    """Returns `f` under vmap over the operands in `batched`; `axes` are those of the other arguments."""
+    """Returns `f` under vmap over the operands in `batched`; `axes` are the other arguments' in_axes."""
     if not batched:
         return f
     return jax.vmap(f, in_axes=({name: 0 if name in batched else None for name in operands}, *axes))
@@ -199,7 +199,7 @@ def parameter(size: int, dtype: str | None, mean: float = 0.0) -> Operand | None
 
 
 def weight(shape: tuple[int, int], dtype: str) -> Operand:
-    """Returns weights [D, F] that keep the variance of their input."""
+    """Returns weights [inputs, outputs] that keep the variance of their input."""
     return Operand(shape, dtype, 0.0, max(1, shape[0]) ** -0.5)
 
 

@@ -149,7 +149,7 @@ def ragged_dot(options: Options) -> Problem:
 
 
 def _group_sizes(options: Options, rng: np.random.Generator) -> np.ndarray:
-    """Returns random sizes of the groups, which may have fewer or more rows than there are."""
+    """Returns random group sizes, whose sum may be less or more than the number of rows."""
     count = options["groups"] + options["others"]
     shares = rng.dirichlet(np.full(count, 0.7)) * options["fills"] * options["rows"]
     return shares.astype(np.int32)
@@ -266,7 +266,7 @@ def gated_mlp(options: Options) -> Problem:
         more = _shared(o, operands, how) | _dropped(o, constants)
         return jaxfused.gated_mlp(*weights, **biases, save=o["save"], **more)
 
-    # The judge shifts w_up's part of a stacked bias too, which no relu follows and which changes little.
+    # The judge shifts a stacked bias's half for w_up too, which no relu follows and changes little.
     kinks = ("b_gate",) if o["activation"] == RELU else ()
     return Problem(run, operands, _dropout(o), kinks, tf32=_may_be_tf32(o))
 

@@ -82,7 +82,7 @@ class Programs:
         }
 
     def as_tf32(self, operands: Arrays, cotangents: list[Any]) -> tuple[Arrays, list[Any]]:
-        """Truncates float32 to tf32's first 11 bits, which tensor cores read.
+        """Truncates float32 to tf32's 11 significant bits, which tensor cores read.
 
         Other dtypes stay as they are.
         """

@@ -20,12 +20,12 @@ _MOSAIC = "mosaic_gpu"
 
 
 def lowered(options: Options) -> judge.Verdict:
-    """Judges whether a case lowers, by the operator's choice and by the drawn implementation."""
+    """Judges whether a case lowers, with the default implementation and with the drawn one."""
     return _judge(options, lambda text, program: None)
 
 
 def compiled(options: Options) -> judge.Verdict:
-    """Judges whether a case compiles, by the operator's choice and by the drawn implementation."""
+    """Judges whether a case compiles, with the default implementation and with the drawn one."""
     seen = set()
 
     def compile_new(text: str, program: Any) -> None:
@@ -41,7 +41,7 @@ WITHOUT_GPU: dict[str, Judge] = {"lowered": lowered, "compiled": compiled}
 
 
 def _judge(options: Options, finish: Callable[[str, Any], None]) -> judge.Verdict:
-    """Returns the verdict on a case; `finish` takes each program's text and the program."""
+    """Returns the verdict on a case; `finish` is called with each program's text and the program."""
     device = _device()
     try:
         programs = Programs(operators.problem_of(options), options)

@@ -48,7 +48,7 @@ FORWARD, GRADIENT = "forward", "gradient"
 
 PARTS = ("text", "raised", "choices", "keys")
 Record = dict[str, Any]
-"""Values of `PARTS` for a lowering, which JSON can represent."""
+"""A lowering's text hash or error, choices of kernels, and keys of the tuning table, as JSON values."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -202,7 +202,7 @@ _ESCAPED = re.compile(rb'\\(?:([0-9A-F]{2})|(["\\]))')
 
 
 def without_places(text: str) -> str:
-    """Returns a program with its kernels as text, and without files and line numbers."""
+    """Returns a program's text with its Mosaic bytecode decoded, without files and line numbers."""
     return _MODULE.sub(lambda found: f"module = {_kernel(found[1])}", text)
 
 

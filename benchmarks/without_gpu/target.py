@@ -55,7 +55,7 @@ def prepare() -> Any:
 
 
 def lower_for(device: Any, f: Callable[..., Any], shapes: Sequence[Any]) -> Any:
-    """Lowers `f` with the operators' choices for an H200; `shapes` are trees of arrays or shapes."""
+    """Lowers `f` with the kernels chosen for an H200; `shapes` are trees of arrays or shapes."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     operands = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tuple(shapes)

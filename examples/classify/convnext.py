@@ -22,10 +22,10 @@ class ConvNeXtSize:
     patch: int = 4
     """Height and width, in pixels, of the patches that the first layer embeds."""
     kernel: int = 7
-    """Rows and columns of the depthwise convolutions."""
+    """Height and width of the depthwise convolutions' windows."""
 
 
-# The digits' size learns 8 x 8 pixels in a minute or two on two CPU cores.
+# "convnext-digits" learns 8 x 8 digits in a minute or two on two CPU cores.
 CONVNEXTS = {
     "convnext-digits": ConvNeXtSize((2, 2), (32, 64), patch=1, kernel=3),
     "convnext-t": ConvNeXtSize((3, 3, 9, 3), (96, 192, 384, 768)),

@@ -1,4 +1,4 @@
-"""Vision Transformers whose patches attend to those near them alone, by a mask of `jaxfused.masks`.
+"""Vision Transformers whose patches attend only to near patches, by a mask of `jaxfused.masks`.
 
 The mask is never stored: kernels visit only the blocks of patches that it allows. The class is read from
 the mean over the patches, because a class token would have no position in the grid of patches.
@@ -21,7 +21,7 @@ class NeighborhoodSize(NamedTuple):
     window: int
 
 
-# The digits' size learns 8 x 8 pixels in a minute on two CPU cores.
+# "near-digits" learns 8 x 8 digits in a minute on two CPU cores.
 NEIGHBORHOODS = {
     "near-digits": NeighborhoodSize(MODELS["vit-digits"], window=3),
     "near-s16": NeighborhoodSize(MODELS["vit-s16"], window=7),

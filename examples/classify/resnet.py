@@ -34,7 +34,7 @@ class ResNetSize:
     """True for small images: the first layer is then 3 x 3 with stride 1, and nothing is pooled."""
 
 
-# The digits' size learns 8 x 8 pixels in a minute or two on two CPU cores.
+# "resnet-digits" learns 8 x 8 digits in a minute or two on two CPU cores.
 RESNETS = {
     "resnet-digits": ResNetSize((1, 1), bottleneck=False, width=32, groups=8, is_small=True),
     "resnet-18": ResNetSize((2, 2, 2, 2), bottleneck=False),

@@ -30,7 +30,7 @@ LOST = (
     " them with another --processes and --mesh."
 )
 _COLLECTIVES = ("gloo", "nccl", "coordination service")
-"""Words in the error of a collective in which another process no longer takes part."""
+"""Words in the error message of a collective after another process has ended."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

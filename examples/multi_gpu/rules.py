@@ -36,7 +36,7 @@ RULES: Rules = {
 }
 
 FSDP_ELEMENTS = 2**12
-"""Fewest elements of a parameter without names, of two axes or more, that is split over fsdp."""
+"""Fewest elements of a parameter that is split over fsdp although its axes (two or more) lack names."""
 
 
 def spec(

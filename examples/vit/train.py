@@ -215,7 +215,7 @@ def make_loss(
     dtype: str,
     chain: augment.Chain | None = None,
 ) -> Callable[[dict, Batch, jax.Array], jax.Array]:
-    """Returns a function (params, batch, key) -> the mean cross-entropy of images that `chain` augments."""
+    """Returns a function (params, batch, key) -> the mean cross-entropy of augmented images."""
 
     def loss_of(params: dict, batch: Batch, key: jax.Array) -> jax.Array:
         if chain is None:
