@@ -1,1 +1,1 @@
-"""One file per operator: its cases, the implementations to run, and the bars to meet."""
+"""One file per operator: its cases, the implementations to run, and the target ratios (bars)."""

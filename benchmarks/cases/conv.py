@@ -10,7 +10,7 @@ from benchmarks.sweep.image_configs import Conv
 from benchmarks.sweep.program_parts import split_operands
 
 Shape = tuple[int, ...]
-"""Sizes (images, *height and width or depth too, channels, features)."""
+"""Sizes (images, *spatial sizes, channels, features)."""
 
 _FEW: Shape = (64, 56, 56, 64, 64)
 _FEW_LARGE: Shape = (32, 128, 128, 64, 64)

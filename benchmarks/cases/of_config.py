@@ -1,4 +1,4 @@
-"""Cases of listed shapes from configs of the sweep, or from problems of the fuzz with stock's forms."""
+"""Builds benchmark cases from configs of the sweep, or from programs of a problem of the fuzz."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,7 +37,7 @@ def case(
     skipped: Mapping[str, str] | None = None,
     error_limit: float = 1e-2,
 ) -> Case:
-    """Returns a case of a config.
+    """Returns the benchmark case of a config: ours, stock JAX, torch and other peers.
 
     Args:
       name: name of the case, with its direction.

@@ -26,7 +26,7 @@ class _Operation:
     columns: int = 1
     """Columns of w that share a scale."""
     both: bool = False
-    """True if x has w's dtype."""
+    """True if x is quantised too, to w's dtype."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

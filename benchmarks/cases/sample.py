@@ -39,7 +39,7 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
         logits = 3.0 * jax.random.normal(key, shape, jnp.float32)
         return logits, jnp.arange(shape[0], dtype=jnp.int32)
 
-    # The bar is 30 us for the first shape on an H100, whose bulk copy reads about 3 TB/s.
+    # The target is 30 us for the first shape on an H100, whose bulk copy reads about 3 TB/s.
     is_timed = shape == SHAPES[0] and "top_k" not in operation.options
     bars = (Bar(BULK_COPY, must=0.36),) if is_timed else ()
     return Case(

@@ -38,7 +38,7 @@ SHAPES: tuple[Sizes, ...] = tuple(
 QUICK_SHAPES = SHAPES[:3]
 _MOST_SPLITS = 32
 _LARGE, _SMALL = 128e6, 32e6
-"""Bytes that a case moves: its bars differ from `_LARGE` on, and below `_SMALL`."""
+"""Bytes that a case moves: its target ratios differ from `_LARGE` on, and below `_SMALL`."""
 
 
 def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) -> list[Case]:

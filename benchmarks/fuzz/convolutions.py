@@ -172,7 +172,7 @@ def conv(options: Options) -> Problem:
     eps = float(jnp.finfo(o["dtype"]).eps)
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, jax.Array]:
-        """Returns the allowed noise of the bias's gradient, which sums gradients rounded to x's dtype."""
+        """Returns the allowed noise of the bias's gradient, a sum of gradients rounded to x's dtype."""
         if "bias" not in operands or cotangents is None:
             return {}
         before = jnp.zeros(results[0].shape, operands["x"].dtype)

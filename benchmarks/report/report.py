@@ -28,7 +28,7 @@ def rate(case: CaseResult, time: float) -> tuple[float, str]:
 
 
 def ceiling_share(case: CaseResult, time: float, section: Section) -> float | None:
-    """Returns the rate relative to that of the best copy, or matrix product, in the same run."""
+    """Returns a case's rate as a share of the best copy's, or the matrix product's, in the same run."""
     ceiling = section["ceilings"].get("gemm" if case["flops"] else "copy")
     return rate(case, time)[0] / ceiling if ceiling else None
 
@@ -41,7 +41,7 @@ def best_peer(case: CaseResult) -> str | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One bar at one shape; `ratio` is None if a side has no time."""
+    """A bar (target ratio) at one shape, and the measured ratio, None if a side has no time."""
 
     case: str
     shape: tuple[int, ...]

@@ -20,7 +20,7 @@ STOCK_LOGITS_BYTES = 5 * 2**30
 """Most bytes of stock's float32 logits; XLA holds up to four such arrays for a gradient."""
 
 _TRUTH_LOGITS = 2**27
-"""Largest number of logits in an array of the truth, which computes some heads at a time."""
+"""Most logits that the float32 truth holds in an array; it computes some heads at a time."""
 
 
 def programs(config: Attention) -> Programs:

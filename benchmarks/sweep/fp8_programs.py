@@ -66,7 +66,7 @@ def fp8_mlp(config: Fp8MLP) -> Programs:
 
 
 def _fp8_programs(problem: Problem, written: Function) -> Programs:
-    """Returns the programs; stock is `written` with XLA's products of bfloat16 and of float8."""
+    """Returns a layer's programs: ours, and `written` with XLA's products of bfloat16 and float8."""
     stock = {
         "bfloat16": partial(written, jnp.matmul),
         "float8 scaled first": partial(written, _fp8_product(_scaled_first)),

@@ -1,4 +1,4 @@
-"""Quantised operators, ours and stock, and their truths.
+"""Quantised operators of jaxfused and in stock JAX, and the exact results to compare with.
 
 Stock multiplies the same numbers in the forms that XLA has kernels for. The truth of a product is the
 float32 product of the dequantised numbers. Errors of quantised results are counted in steps of their

@@ -286,7 +286,7 @@ def _put(mesh: Any, spec: P, make: Callable[[], Any]) -> Any:
 
 
 def _vit(sizes: Sizes, model: str, variant: str, images: int | None, mesh: Any) -> Program:
-    """Returns a data-parallel training step of a ViT, whose gradients `variant` reduces."""
+    """Returns a data-parallel training step of a ViT, with gradients reduced as `variant` says."""
     count = mesh.size
     batch = sizes.vit[model] * count if images is None else images
     classes = 10

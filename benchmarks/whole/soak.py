@@ -95,7 +95,7 @@ class Counts:
     """Pieces of text received from streams."""
     near_ties: int = 0
     drawn_otherwise: int = 0
-    """Sampled texts that differ from the answer alone, as they may without `--batch-invariant`."""
+    """Sampled texts that differ from those without load, as they may without `--batch-invariant`."""
     errors: list[str] = field(default_factory=list)
     first_seconds: list[float] = field(default_factory=list)
     """Seconds until the first piece of each stream."""

@@ -1,1 +1,1 @@
-"""Classifiers of images, by name: `python -m examples.classify.train --model convnext-t`."""
+"""Trains classifiers of images: `python -m examples.classify.train --model convnext-t`."""

@@ -31,7 +31,7 @@ class Pages:
     """Keys and values of a layer, in pages that texts share."""
 
     key: jax.Array
-    """Pool of the keys' pages, [pages, page size, key heads, head size]; `value` is the values'."""
+    """Pool of the keys' pages, [pages, page size, key heads, head size]; `value` is the values' pool."""
     value: jax.Array
 
     @classmethod
