@@ -35,11 +35,11 @@ class OneDevice:
         return jax.value_and_grad(loss_of)
 
     def train_step(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `f(state, batch, step)`, compiled for this process's rows; it donates the state."""
+        """Returns the compiled `f(state, batch, step)`: reads this process's rows, donates the state."""
         return jax.jit(f, donate_argnums=0)
 
     def predict(self, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns `f(params, images)`, compiled for this process's rows; its result has all rows."""
+        """Returns the compiled `f(params, images)`: reads this process's rows, and returns all rows."""
         return jax.jit(f)
 
 

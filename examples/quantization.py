@@ -30,7 +30,7 @@ RULES = {
 FOLDS = (jaxfused.Fold("norm1", ("qkv",)), jaxfused.Fold("norm2", ("mlp/up",)))
 
 _SECONDS = 1.0
-"""Seconds of each of three timings."""
+"""Seconds that each of the three timings of a network takes."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def in_all_formats(
     args: argparse.Namespace,
     calibration: Callable[[int], jaxfused.Calibration],
 ) -> Iterator[Quantized]:
-    """Yields the network in each format; `calibration(n)` runs it on n training batches."""
+    """Yields the network in each format; `calibration(n)` returns the calibration on n batches."""
     # The rules of all formats are made first, so that an invalid flag is reported before the first
     # format's measurements, which take minutes.
     formats = {name: with_flags(model, given, args) for name, given in RULES.items()}

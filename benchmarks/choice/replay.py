@@ -63,7 +63,7 @@ def _key(entry: dict[str, Any]) -> Key:
     return entry["case"], entry["direction"]
 
 
-# --- what runs ------------------------------------------------------------------------------------
+# --- which kernels run ----------------------------------------------------------------------------
 
 
 def _choices(keys: Sequence[Key]) -> Iterator[tuple[Key, list[Stage]]]:
@@ -109,7 +109,7 @@ def _stages(line: str, with_gradient: bool) -> list[Stage]:
     ]
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- effect on recorded times ---------------------------------------------------------------------
 
 
 def _compare(

@@ -148,7 +148,7 @@ def _modules(
 
 
 def _time(key: Any, line: str, compiled: Sequence[Any], ratios: Any) -> None:
-    """Runs both programs of a case in turns, and adds the ratio of their times."""
+    """Times both programs of a case in turns, and adds the ratio of their times to `ratios`."""
     try:
         written = programs.of(configs.from_line(line))
         make = jax.jit(lambda seed: written.make_inputs(jax.random.key(seed)))

@@ -82,7 +82,7 @@ def main() -> int:
     return 0
 
 
-# --- a process ------------------------------------------------------------------------------------
+# --- the measuring processes ----------------------------------------------------------------------
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -222,7 +222,7 @@ def _layers(
     yield from (rope, replace(rope, interleaved=False)) if of_text else ()
 
 
-# --- what was found -------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def _report(folder: Path, seconds: float) -> None:

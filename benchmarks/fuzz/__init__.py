@@ -1,1 +1,1 @@
-"""Random configurations of every operator against float32 XLA: `python -m benchmarks fuzz`."""
+"""Tests random options of every operator against XLA in float32: `python -m benchmarks fuzz`."""

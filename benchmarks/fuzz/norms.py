@@ -152,7 +152,7 @@ def _images(o: Options) -> dict[str, Operand]:
 def draw_group_norm(draw: Draw) -> Options:
     groups, size = draw.pick((1, 2, 4, 8, 32)), draw.pick((1, 2, 3, 4, 8, 16))
     options = _draw_image(draw, groups * size)
-    # No modulation before a relu: the judge could not shift the relu's input by the bias.
+    # No modulation before a relu: it would scale the bias, by which the judge shifts the relu's input.
     modulated = options["activation"] != RELU and draw.chance(0.2)
     return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)), modulated=modulated)
 

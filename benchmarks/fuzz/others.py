@@ -22,7 +22,7 @@ from benchmarks.fuzz.problem import (
 )
 from benchmarks.run.draw import HEAD_SIZES, Draw
 
-# --- rotations ------------------------------------------------------------------------------------
+# --- rope and qkv_projection ----------------------------------------------------------------------
 
 
 def _head_size(draw: Draw) -> int:

@@ -140,7 +140,7 @@ def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) ->
     return jax.vmap(f, in_axes=({name: 0 if name in batched else None for name in operands}, *axes))
 
 
-# --- what several operators draw ------------------------------------------------------------------
+# --- draws shared by several operators ------------------------------------------------------------
 
 
 def length(draw: Draw, most: int) -> int:

@@ -266,7 +266,7 @@ def gated_mlp(options: Options) -> Problem:
         more = _shared(o, operands, how) | _dropped(o, constants)
         return jaxfused.gated_mlp(*weights, **biases, save=o["save"], **more)
 
-    # The judge shifts a stacked bias's half for w_up too, which no relu follows and changes little.
+    # The judge shifts a stacked bias's half for w_up too, which matters little: no relu follows it.
     kinks = ("b_gate",) if o["activation"] == RELU else ()
     return Problem(run, operands, _dropout(o), kinks, tf32=_may_be_tf32(o))
 

@@ -59,7 +59,7 @@ def block_sparse_matmul(options: Options) -> Problem:
     return Problem(run, operands, constants, tf32=o["dtype"] == "float32")
 
 
-# --- two of four ----------------------------------------------------------------------------------
+# --- 2:4 sparsity ---------------------------------------------------------------------------------
 
 
 def draw_sparse24(draw: Draw) -> Options:
@@ -94,7 +94,7 @@ def sparse24_matmul(options: Options) -> Problem:
     return Problem(run, operands, constants, tf32=o["dtype"] == "float32")
 
 
-# --- entries --------------------------------------------------------------------------------------
+# --- sparse matrices of single entries ------------------------------------------------------------
 
 
 def draw_sparse_matmul(draw: Draw) -> Options:

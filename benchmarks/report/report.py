@@ -192,7 +192,7 @@ def faults(section: Section) -> Iterator[str]:
 
 
 def print_report(name: str, section: Section) -> None:
-    """Prints the table, the ceilings, what is missing, and the bars, which matter most, last."""
+    """Prints the table, the ceilings, what is missing, and last the bars (target ratios)."""
     _print_table(f"{name}: microseconds", *table(section))
     print(ceilings_line(section))
     for peer, reason in section["missing"].items():
@@ -251,7 +251,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(str(size) for size in shape)
 
 
-# --- pages ----------------------------------------------------------------------------------------
+# --- the page of results --------------------------------------------------------------------------
 
 
 def page(

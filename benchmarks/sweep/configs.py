@@ -259,7 +259,7 @@ def _least(size: int) -> int:
     return min(size, 2)
 
 
-# --- drawing --------------------------------------------------------------------------------------
+# --- drawing cases at random ----------------------------------------------------------------------
 
 
 def _norm(draw: Draw, operator: str) -> Norm:
@@ -476,7 +476,7 @@ def drawn(operator: str, seed: int, index: int) -> Config:
     return config
 
 
-# --- lines to paste -------------------------------------------------------------------------------
+# --- cases as lines of JSON -----------------------------------------------------------------------
 
 
 def label(config: Config) -> str:

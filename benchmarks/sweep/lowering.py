@@ -148,7 +148,7 @@ def _export(platform: str, f: Callable[..., Any], *shapes: Any) -> Module:
         return peers.describe(error)
 
 
-# --- processes ------------------------------------------------------------------------------------
+# --- worker processes -----------------------------------------------------------------------------
 
 
 _ATTEMPTS = 2

@@ -43,11 +43,11 @@ class Programs:
     reference: Function | None = None
     """Stock's formula in a form that needs little memory; None for the first form of `stock`."""
     truth: Function | None = None
-    """Formula whose float32 results are the truth; None for `plain()`, unless it quantises."""
+    """Formula whose float32 results are the truth; None to use `plain()`, if that does not quantise."""
     judged: Callable[[Arrays], Arrays] = lambda results: results
     """Function from results to the arrays that are compared."""
     units: tuple[Any, ...] = ()
-    """Dtype of each result in whose last place it may be off by one; () for our results' dtypes."""
+    """Dtypes, one a result, whose unit in the last place is an allowed error; () for our results'."""
     floats: Function | None = None
     """Function from the quantised operands to their float values. A listed case appends these to the
     operands, for its peer that multiplies floats; the other functions ignore them."""

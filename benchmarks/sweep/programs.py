@@ -205,7 +205,7 @@ def _gated_mlp(config: MLP) -> Programs:
     return _mlp_programs(config, products.gated_mlp(_mlp_options(config)), unit)
 
 
-# --- rotations ------------------------------------------------------------------------------------
+# --- rope and qkv_projection ----------------------------------------------------------------------
 
 
 def _rope(config: Rope) -> Programs:

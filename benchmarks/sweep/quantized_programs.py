@@ -36,7 +36,7 @@ from benchmarks.sweep.quantized_configs import (
 from jaxfused.ops.quantized.quantized_gated_unit import gated_unit
 from jaxfused.runtime.quantized_array import Layout
 
-# --- weights --------------------------------------------------------------------------------------
+# --- arrays of quantised weights ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def narrow_sums(dtype: Any) -> Any:
     return jnp.float32 if dtype == jnp.float16 else dtype
 
 
-# --- quantised weights ----------------------------------------------------------------------------
+# --- products with quantised weights --------------------------------------------------------------
 
 
 def quantized_matmul(config: QuantizedMatmul) -> Programs:
@@ -201,7 +201,7 @@ def _by_groups(weights: _Weights, x, arrays):
     return (sums * scale[:, None]).sum(0).astype(x.dtype)
 
 
-# --- both operands quantised ----------------------------------------------------------------------
+# --- products of two quantised operands -----------------------------------------------------------
 
 
 def quantized_product(config: QuantizedProduct) -> Programs:

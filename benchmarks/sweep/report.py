@@ -20,7 +20,7 @@ PEERS = {"cuDNN": "cudnn", "bf16": "bfloat16"}
 the bfloat16 convolution of the unquantised operands."""
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- result files ---------------------------------------------------------------------------------
 
 
 def save(path: Path, run: dict[str, Any], entries: Sequence[Entry]) -> None:
@@ -43,7 +43,7 @@ def load(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Entry]]:
     return runs, list(by_case.values())
 
 
-# --- ratios ---------------------------------------------------------------------------------------
+# --- ratios of stock's time to ours ---------------------------------------------------------------
 
 
 def stock_time(entry: Entry) -> tuple[str, float] | None:

@@ -267,7 +267,7 @@ def _images_and_labels(batch: int, image_size: int, classes: int, key: jax.Array
 _KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
-# --- the steps ------------------------------------------------------------------------------------
+# --- training and inference steps -----------------------------------------------------------------
 
 
 def _with_jaxfused(
@@ -557,7 +557,7 @@ class StockResNet(nn.Module):
         return head(x.mean(axis=(1, 2))).astype(jnp.float32)
 
 
-# --- arithmetic -----------------------------------------------------------------------------------
+# --- FLOPs ----------------------------------------------------------------------------------------
 
 
 def _forward_flops(model: nn.Module, images: Any) -> int:

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _scaling(options: argparse.Namespace) -> int:
-    """Measures whole programs on several numbers of devices, and draws them."""
+    """Measures whole programs on several numbers of devices, and draws a chart."""
     counts = sorted(count for count in options.devices if count <= jax.device_count())
     section: Row = {
         "date": results.now(),

@@ -145,7 +145,7 @@ def _measured(args: argparse.Namespace) -> int:
 
 
 def report(row: dict[str, Any]) -> str:
-    """Returns a line about a run."""
+    """Formats a run's results as a line of text."""
     memory, first = row["memory_mb"], row["first_token_ms"]
     return (
         f"{row['streams']} streams for {row['seconds']:.0f} s"
@@ -319,7 +319,7 @@ async def _client(
 
 
 def _compare(asked: Asked, text: str, args: argparse.Namespace, counts: Counts) -> None:
-    """Compares a text with the one that the server wrote when it was alone."""
+    """Compares a text with the server's answer to the same request without load."""
     if text == asked.text:
         return
     if args.batch_invariant:
@@ -413,7 +413,7 @@ def _listening(app: Any) -> Iterator[int]:
         listener.close()
 
 
-# --- what must not grow ---------------------------------------------------------------------------
+# --- memory, open files and compiled programs -----------------------------------------------------
 
 
 @contextlib.contextmanager

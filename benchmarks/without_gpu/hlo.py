@@ -150,7 +150,7 @@ def _kernel(
 
 
 def _slices(body: Mapping[str, _Instruction], place: int) -> tuple[str, ...]:
-    """Returns the slices that a fusion reads of an operand; () if it also reads it otherwise."""
+    """Returns shapes of the slices that a fusion reads of an operand; () if it reads all of it."""
     parameters = (i for i in body.values() if i.opcode == "parameter")
     names = {i.name for i in parameters if i.operands == (str(place),)}
     shapes: list[str] = []

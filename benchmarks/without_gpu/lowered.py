@@ -194,7 +194,7 @@ def record(program: Program, device: dispatch.Device) -> Record:
     }
 
 
-# --- texts ----------------------------------------------------------------------------------------
+# --- text of a lowered program --------------------------------------------------------------------
 
 _MODULE = re.compile(r'kernel_hash = "(?:[^"\\]|\\.)*", module = "((?:[^"\\]|\\.)*)"')
 """A Mosaic GPU kernel in a program's text: MLIR's bytecode and its hash."""
@@ -219,7 +219,7 @@ def _kernel(escaped: str) -> str:
         return str(module.operation.get_asm(enable_debug_info=False))
 
 
-# --- two files ------------------------------------------------------------------------------------
+# --- comparing two files --------------------------------------------------------------------------
 
 
 def differences(before: Any, now: Any) -> list[str]:

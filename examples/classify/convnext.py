@@ -87,7 +87,7 @@ class ConvNeXt(nnx.Module):
             jaxfused.nnx.Linear(many, width, kernel_init=normal, dtype=dtype, rngs=rngs)
             for many, width in zip(before, size.widths, strict=True)
         )
-        # The first norm comes after its convolution, the others before theirs.
+        # The first norm follows its downsampling layer, the others precede theirs.
         norms = (size.widths[0], *size.widths[:-1])
         self.norms = nnx.List(
             jaxfused.nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for width in norms

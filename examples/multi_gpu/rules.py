@@ -36,7 +36,7 @@ RULES: Rules = {
 }
 
 FSDP_ELEMENTS = 2**12
-"""Fewest elements of a parameter that is split over fsdp although its axes (two or more) lack names."""
+"""Fewest elements of a parameter without axis names, of two axes or more, to be split over fsdp."""
 
 
 def spec(

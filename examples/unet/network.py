@@ -105,7 +105,7 @@ def narrowed(model: nnx.Module, dtype: Any) -> nnx.Module:
     """Returns the model with kernels of `dtype`; norms, biases and scales stay in float32."""
 
     def leaf(path: Any, array: jax.Array) -> jax.Array:
-        # Scales of a quantised kernel have two axes too, and are few.
+        # Scales of a quantised kernel have two axes too, but must stay in float32.
         is_kernel = array.ndim >= 2 and "scale" not in jax.tree_util.keystr(path)
         return array.astype(dtype) if is_kernel and array.dtype == jnp.float32 else array
 
