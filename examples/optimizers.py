@@ -21,7 +21,7 @@ DEFAULT = "adamw"
 
 @dataclass(frozen=True)
 class Entry:
-    """An optimizer of the table."""
+    """An optimizer that `--optimizer` can name."""
 
     make: Callable[[optax.Schedule, float], FusedTransformation]
     """Function (learning rate, weight decay) -> optimizer."""

@@ -60,7 +60,7 @@ def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Shape]) -> dict[str
 
 
 def like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the target for restoring a stack of this shape, split like its layer `array`."""
+    """Returns what Orbax restores a stack of this shape into, sharded like its layer `array`."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.empty(shape, dtype)
     sharding = array.sharding

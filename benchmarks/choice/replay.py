@@ -163,7 +163,7 @@ def _told(stages: Sequence[Stage]) -> str:
 def _ratio(
     entry: dict[str, Any], before: Sequence[Stage], now: Sequence[Stage]
 ) -> tuple[float, str]:
-    """Returns the time before over the time now, and whether that is same, measured or unknown."""
+    """Returns the time before over the time now, and its source: "same", "measured" or "unknown"."""
     runs = [[stage["runs"] for stage in stages] for stages in (before, now)]
     if runs[0] == runs[1]:
         return 1.0, "same"

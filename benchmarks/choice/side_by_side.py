@@ -124,7 +124,7 @@ def _compare(options: argparse.Namespace, lines: Sequence[str], processes: Seque
                 elif not raised:
                     compiled = [pool.submit(judge.compile_module, module) for module in modules]
                     batch.append((key, lines[index], compiled))
-            # Timing begins after all compilations have ended.
+            # Timing begins after all compilations, whose autotuning uses the GPU too.
             wait([future for _, _, compiled in batch for future in compiled])
             for key, line, compiled in batch:
                 if time.monotonic() < deadline:

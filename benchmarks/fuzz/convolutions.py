@@ -142,7 +142,7 @@ def conv(options: Options) -> Problem:
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
-        # conv has no precision argument.
+        # conv has no precision argument, so this context sets the precision.
         with jax.default_matmul_precision("highest" if how.exact else "default"):
             y, x, statistics = conv_operator.run(
                 _input(operands["x"], o),

@@ -112,7 +112,7 @@ def _loss(
     def run(operands: Any, constants: Any, how: How) -> Any:
         given = dict(constants)
         bias = {"bias": operands["bias"]} if "bias" in operands else {}
-        # The losses have no precision argument.
+        # The losses have no precision argument, so this context sets the precision.
         with jax.default_matmul_precision("highest" if how.exact else "default"):
             return loss(
                 *(operands[name] for name in first),

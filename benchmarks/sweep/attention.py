@@ -54,8 +54,8 @@ def programs(config: Attention) -> Programs:
         stock,
         peers={"cudnn": partial(of_jax, config, implementation="cudnn")},
         reference=partial(in_pieces, config),
-        # If one key has all the weight, the gradients of q and k are differences of numbers that are
-        # equal but for the rounding of the output to 16 bits.
+        # If one key has all the weight, the gradients of q and k are differences of numbers that differ
+        # only by the output's rounding to 16 bits; errors relative to these terms are allowed.
         terms=(
             0.0,
             config.keys**-0.5,

@@ -200,7 +200,7 @@ def run_jax(
 def _submit(
     pool: ThreadPoolExecutor, build: Callable[[], Program], workload: Workload
 ) -> Future[Compiled]:
-    """Traces in this thread and compiles in another."""
+    """Traces and lowers a program in this thread, and compiles it in another."""
     key = jax.random.key(0)
     try:
         program = build()

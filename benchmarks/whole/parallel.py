@@ -218,7 +218,7 @@ def _time_apart(steps: Sequence[_Step]) -> Row:
 def _data_parallel(
     pool: ThreadPoolExecutor, model: str, variant: str, devices: Sequence[jax.Device]
 ) -> Future[_Step]:
-    """Compiles a training step on some devices."""
+    """Compiles a data-parallel training step for `devices`."""
     batch = SIZES[model] * len(devices)
     workload = end_to_end_jax.vit(model, MODELS[model], batch=batch)
     program = workload.programs[variant]()

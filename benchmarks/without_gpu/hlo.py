@@ -27,7 +27,7 @@ _WORKSPACE = ("__cublas", "__cudnn")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch, or one call into a library, which may launch several."""
+    """One kernel launch, or one call into a library, which may launch several kernels."""
 
     name: str
     what: str

@@ -24,7 +24,7 @@ class Rope(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """A mixture of experts in place of a gated MLP; see `examples.lm.experts`."""
+    """The mixture of experts of gpt-oss, in place of a gated MLP: `examples.lm.experts.Experts`."""
 
     experts: int
     experts_of_token: int

@@ -22,7 +22,7 @@ SEEDS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains the runs that are missing, and draws."""
+    """Trains the runs that are missing, and draws their curves."""
     parser = argparse.ArgumentParser(prog="python -m examples.vit.fp8_curves", description=__doc__)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--runs", type=Path, default=Path("runs/fp8_curves"), metavar="DIR")
