@@ -52,7 +52,7 @@ def is_decayed(params: Any) -> Any:
 
 
 def matrices(params: Any) -> Any:
-    """Returns the axes of a kernel that are a matrix's rows and columns for Muon; None for AdamW's.
+    """Returns the axes of a kernel that are a matrix's rows and columns for Muon; None for AdamW.
 
     A stack of kernels [layers, in, out] is one matrix a layer; a convolution's kernel, [height, width,
     in, out], is one of height * width * in rows. AdamW gets the first and the last layer, as Muon's

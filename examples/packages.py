@@ -7,7 +7,7 @@ from examples.errors import ExampleError
 
 
 def needed(name: str) -> ModuleType:
-    """Returns the module of this name.
+    """Imports and returns the module of this name.
 
     Raises:
       ExampleError: its package is not installed.

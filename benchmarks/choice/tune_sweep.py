@@ -1,4 +1,4 @@
-"""`python -m benchmarks.choice.tune_sweep`: measures a table for shapes of models and of the sweep.
+"""`python -m benchmarks.choice.tune_sweep`: measures an autotuning table for models and the sweep.
 
 Each stage of these programs, forward and gradient, is measured in all its implementations, each in its
 default config. The file in `--out` has the format of the shipped tables; a run appends to it, so an

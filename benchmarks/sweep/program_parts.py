@@ -45,7 +45,7 @@ class Programs:
     truth: Function | None = None
     """Formula whose float32 results are the truth; None to use `plain()`, if that does not quantise."""
     judged: Callable[[Arrays], Arrays] = lambda results: results
-    """Function from results to the arrays that are compared."""
+    """Function from results to the arrays that are compared with the truth's."""
     units: tuple[Any, ...] = ()
     """Dtypes, one a result, whose unit in the last place is an allowed error; () for our results'."""
     floats: Function | None = None

@@ -173,7 +173,7 @@ _MOST_PARTS = 2**26
 
 
 def _forms_of_float_x(config: QuantizedMatmul) -> dict[str, Function]:
-    """Returns the product of float x with weights, in each form that may be fast in XLA."""
+    """Returns functions that multiply float x by weights, in each form that may be fast in XLA."""
     forms: dict[str, Function] = {"dequantised": _dequantised_first}
     if not config.group:
         forms["scaled last"] = _scaled_last
@@ -262,7 +262,7 @@ def quantized_product(config: QuantizedProduct) -> Programs:
 
 
 def _forms_of_both(config: QuantizedProduct, out_dtype: Any) -> dict[str, Function]:
-    """Returns the product of two quantised matrices, in each form that may be fast in XLA."""
+    """Returns functions that multiply quantised matrices, in each form that may be fast in XLA."""
     if config.group:
         return {"dequantised": partial(_dequantised_both, dtype=out_dtype)}
     # bfloat16 represents all numbers of int8 and float8 exactly.

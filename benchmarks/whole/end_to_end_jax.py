@@ -159,7 +159,7 @@ def unet(
     groups: int = 32,
     answers: bool = False,
 ) -> Workload:
-    """Returns a U-Net with group norm and SiLU that separates foreground from background."""
+    """Returns the workload of a U-Net, with group norm and SiLU, for foreground and background."""
 
     def make_batch(key: jax.Array) -> Batch:
         keys = jax.random.split(key)
@@ -190,7 +190,7 @@ def convnext(
     classes: int = 1000,
     answers: bool = False,
 ) -> Workload:
-    """Returns a ConvNeXt without stochastic depth."""
+    """Returns the workload of a ConvNeXt without stochastic depth."""
 
     def build() -> ConvNeXt:
         return ConvNeXt(
@@ -217,7 +217,7 @@ def resnet(
     classes: int = 1000,
     answers: bool = False,
 ) -> Workload:
-    """Returns a ResNet with batch norm, as in its paper, or with group norm."""
+    """Returns the workload of a ResNet with batch norm, as in its paper, or with group norm."""
 
     def build() -> ResNet:
         return ResNet(

@@ -42,7 +42,7 @@ NAME = "parallel"
 SIZES = {"vit-b16": 256, "vit-l16": 128}
 """Images per device, by model."""
 ROWS, WIDTH, HIDDEN = 8192, 4096, 14336
-"""Sizes of the MLPs whose hidden features are split."""
+"""Rows, width and hidden features of the MLPs whose hidden features are split."""
 
 Row = dict[str, Any]
 

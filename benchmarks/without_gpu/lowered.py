@@ -197,7 +197,7 @@ def record(program: Program, device: dispatch.Device) -> Record:
 # --- text of a lowered program --------------------------------------------------------------------
 
 _MODULE = re.compile(r'kernel_hash = "(?:[^"\\]|\\.)*", module = "((?:[^"\\]|\\.)*)"')
-"""A Mosaic GPU kernel in a program's text: MLIR's bytecode and its hash."""
+"""Pattern of a Mosaic GPU kernel in a program's text: MLIR's bytecode and its hash."""
 _ESCAPED = re.compile(rb'\\(?:([0-9A-F]{2})|(["\\]))')
 
 

@@ -23,7 +23,7 @@ class _Token(NamedTuple):
 
     data: bytes
     start: int
-    """Number of characters of the answer before it."""
+    """Number of characters of the answer before the token."""
     log_prob: float
     top: list[tuple[bytes, float]]
     """The likeliest tokens, as many as the request asks for."""
@@ -161,7 +161,7 @@ class Answer:
             raise
 
     def _of(self, piece: Piece | None) -> list[bytes]:
-        """Returns the events of a piece; the end of a choice is one of its own."""
+        """Returns the events of a piece; the end of a choice is an event of its own."""
         if piece is None:
             return [b": ping\n\n"]
         events = []

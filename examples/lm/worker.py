@@ -36,7 +36,7 @@ class _Ticket:
 
 
 class Worker:
-    """Runs an engine in a thread, from `with` to the end of its block.
+    """Runs an engine in a thread until its `with` block ends.
 
     Args:
       engine: generates the texts; no other code may call it.
