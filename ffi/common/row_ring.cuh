@@ -4,7 +4,7 @@
 
 #include "rows.cuh"
 
-constexpr int kMaxStages = 3;  // the most groups that async_copies_wait can distinguish
+constexpr int kMaxStages = 3;  // limit of async_copies_wait, which tells up to 3 groups apart
 // Bytes in flight that saturate an SM's share of memory bandwidth; with more, kernels are slower.
 constexpr int kBytesInFlight = 64 * 1024;
 

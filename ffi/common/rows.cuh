@@ -125,7 +125,7 @@ __device__ __forceinline__ float largest_of(const float (&values)[kSize]) {
   return most;
 }
 
-// The columns that a thread owns in every row. The team has `features` columns from `first` on.
+// The columns that a thread owns in each row of its team, which has `features` from `first` on.
 template <int kVec, int kVectors, bool kShifted = false>
 class Columns {
  public:
@@ -543,7 +543,7 @@ inline Spread choose_spread(int features, int vec, bool shifted, int most_elemen
       return {elements, power_of_two_from(threads)};
     }
     const Spread spread{elements, divide_up(threads, kWarpSize) * kWarpSize};
-    // The second condition is that of choose_narrow_spread, on which Columns::has relies.
+    // Columns::has needs the second condition: it tests only the last kElementStep values.
     if (spread.team_size <= threads_limit(limits, elements) &&
         values >= spread.team_size * (elements - kElementStep) &&
         (best.elements == 0 || spread.padded() < best.padded() ||

@@ -232,8 +232,7 @@ class FlatWords {
   static constexpr int kValues = kPerWord * kWords;
   using Values = float[kValues];
 
-  // Sets the words of row `line` of a tile, which are those of all rows that start in the same half
-  // of a word.
+  // Selects the words of row `line` of a tile, or of others that start in the same half of a word.
   __device__ FlatWords(const Team& team, int features, int line)
       : rank_(team.rank),
         size_(team.size),

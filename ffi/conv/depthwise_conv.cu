@@ -514,7 +514,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
   for (int index = blockIdx.x * K::kStrips + K::strip(); index < args.strips.count;
        index += gridDim.x * K::kStrips) {
     const Strip strip = Strip::at<K>(shape, args.strips, index);
-    K::sync();  // the lanes have read the previous strip's rows
+    K::sync();  // all lanes have read the previous strip's rows
     X x_rows({args.x, strip.image, shape.height, shape.width, shape.channels,
               strip.column * K::kStride - shape.left},
              reinterpret_cast<char*>(on_their_way[K::strip()]));

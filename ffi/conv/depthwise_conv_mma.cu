@@ -219,7 +219,7 @@ class View {
   __device__ __forceinline__ bool has_column(const Quad& quad, int i) const {
     return static_cast<unsigned>(quad.column() - column_ + i) < static_cast<unsigned>(columns_);
   }
-  // Returns the byte offset of the first of the four columns.
+  // Returns the byte offset of a quad's first column.
   __device__ __forceinline__ int64_t at(const Quad& quad) const {
     const int pixel = quad.image() * image_pitch_ + quad.row() * row_pitch_ + quad.column();
     return first_ + static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(pitch_)) *
@@ -716,7 +716,7 @@ __device__ __forceinline__ void write_sums(const WeightsArgs& args, int worker, 
   }
 }
 
-// Bytes of the planes of dy. The last fragment of a plane may have an unused phase beyond its end.
+// Bytes of the planes of dy. The last fragment of a plane may reach one row beyond its end.
 template <typename S>
 constexpr int kGradientsBytes =
     kChannels * kBlocks * S::kGradientPitch + kOctets * kSkew + kGranule;

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Adds up each column over the lines of a block, in order, and writes the sums to `partials`.
+// Sums each column over a block's rows of threads, in order, and writes the sums to `partials`.
 template <int kVec>
 __device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int features,
                                                const float (&sums)[kVec], float* partials) {

@@ -32,8 +32,7 @@ constexpr int kElsewhere = -2;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMaxClusterBlocks = 8;
 constexpr int kMaxThreads = 512;
-constexpr int kMaxKeepingThreads =
-    256;  // limit on threads of a block that keeps a row in shared memory
+constexpr int kMaxKeepingThreads = 256;  // limit for a block that keeps a row in shared memory
 // Rows that an SM's shared memory should hold: while one is summed, the others are in flight.
 constexpr int kRowsInFlight = 3;
 constexpr int kWarpRowThreads = 256;  // threads of a block in which each warp has its own row
@@ -138,7 +137,7 @@ struct RowSums {
     maximum = to;
   }
 
-  // Joins the sums of the lanes of a warp.
+  // Combines the sums of the lanes of a warp.
   __device__ __forceinline__ void join_lanes() {
     float most = maximum;
 #pragma unroll
@@ -161,7 +160,7 @@ class RowAdder {
 
   // Makes the sums relative to `most`, if larger; to be called before adding logits up to `most`.
   __device__ __forceinline__ void raise(float most) {
-    if (!(most > sums_.maximum)) return;  // NaN raises nothing
+    if (!(most > sums_.maximum)) return;  // also for a NaN
     take_out_slip();
     sums_.raise(most);
     exponent_ = Exponent(most);
@@ -363,7 +362,7 @@ class RowReader {
 
   __device__ __forceinline__ bool is_inner(int j) const { return vectors_.is_inner(j); }
 
-  // Adds vectors that hold only values of the row, without soft labels.
+  // Adds vectors that lie wholly in the row to the sums; there must be no soft labels.
   template <int kGroup>
   __device__ __forceinline__ void add_inner(const Vector<T, kVec> (&packed)[kGroup],
                                             RowAdder<kForm>& adder) const {
@@ -456,7 +455,7 @@ class RowReader {
 // Coefficients of the gradient of a row.
 struct RowGradient {
   Exponent exponent;
-  float pull;    // factor of 2^power(logit)
+  float pull;    // factor of 2^exponent.power(logit)
   float push;    // factor of the target, subtracted
   float spread;  // subtracted for each class
 

@@ -26,7 +26,7 @@ constexpr int kFewClasses = 24;
 // Pixels of a lane whose loads are in flight together.
 constexpr int kUnroll = 4;
 constexpr int kMostClasses = 256;
-// Sums of an image over its pixels' weights and weighted losses; three for each class follow them.
+// Number of an image's sums besides three per class: of pixels' weights and of weighted losses.
 constexpr int kOverall = 2;
 
 enum class LabelType : int { kInt32, kUint8, kFloat32 };
@@ -518,7 +518,7 @@ template <typename T, int kVec, bool kFocal, bool kPlain>
 __device__ __forceinline__ void add_two(const ImageArgs& args, int64_t pixel, int64_t step,
                                         MaskTotals<kFocal, kPlain>& totals, Kept<kVec>& kept) {
   const int64_t first = blockIdx.y * args.pixels + pixel;
-  // Beyond the image the first vector is read again and not added.
+  // If the second lies beyond the image, the first is read again and not added.
   const bool two = pixel + step < args.pixels;
   const int64_t places[2] = {first, two ? first + step : first};
   const MaskBits<T, kVec> bits[2] = {{args, places[0]}, {args, places[1]}};
@@ -740,7 +740,7 @@ struct Rows {
   int row;    // bytes of a pixel
   int pitch;  // bytes between the starts of successive pixels
 
-  // An odd multiple of 16 bytes between rows causes the fewest bank conflicts.
+  // If a row's bytes are a multiple of 32, a gap of 16 avoids most bank conflicts.
   __host__ __device__ __forceinline__ Rows(int classes, int itemsize)
       : row(classes * itemsize), pitch(row % 32 == 0 ? row + 16 : row) {}
 

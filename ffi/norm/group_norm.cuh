@@ -71,7 +71,7 @@ struct Plan {
   int item_lanes;     // adjacent threads that merge the parts of one sum
   int channel_lanes;  // adjacent threads that merge the channels of a group
   int slice_lanes;    // adjacent threads that merge a group's slices in the second pass
-  int parts;          // partial sums of an image for the second pass: one per slice, or one in all
+  int parts;          // partial sums of an image for the second pass: one per slice, or 1 if merged
   int second_image;   // first image of the blocks that do the second pass
   int second_blocks;
   int first_image;  // first image of the blocks that do the first pass

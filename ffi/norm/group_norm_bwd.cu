@@ -174,7 +174,7 @@ __device__ __forceinline__ void merge_sums(const Crew<kBarrier>& crew, const Bac
         store_channel(of, sums);
         float scale[1];
         load_channels(args.scale, args.scale_rows, image, images.channels, of, 1.0f, scale);
-        // The threads that merge this channel have already read its items.
+        // The channel's parts have all been read, so its sums may replace the first of them.
         items[of * plan.item_pitch] = make_float2(sums.x * scale[0], sums.y * scale[0]);
       });
   if (!has_groups) return;
@@ -248,7 +248,7 @@ __device__ void write(const BackwardArgs& args, const Place& place, float2* grou
   const Images& images = args.images;
   const Plan& plan = args.plan;
   const bool has_dz = args.dresidual != nullptr;
-  // These loads are in flight while the parts are merged.
+  // These loads are in flight while the slices' sums are merged.
   Steps<T, kVec, true> steps(args, place, has_dz ? args.dresidual : args.dy);
   const float2* parts = args.parts + static_cast<int64_t>(place.image) * plan.parts * images.groups;
   merge_parts(

@@ -237,7 +237,7 @@ __device__ __forceinline__ void take_statistics(const ForwardArgs& args, const C
 // Factor and bias of a thread's channels, and the mean if it is not folded into the bias.
 template <typename T, int kVec>
 struct Line {
-  // 16-bit values have so few bits that x factor + (bias - mean factor) is accurate enough.
+  // 16-bit values have so few bits that x factor + (bias - mean factor), one FMA, is exact enough.
   static constexpr bool kFolds = sizeof(T) == 2;
   float mean[kVec], factor[kVec], bias[kVec];
 
@@ -276,7 +276,7 @@ __device__ void write(const ForwardArgs& args, const Place& place, float2* stats
   T* y = static_cast<T*>(args.y);
   int64_t at = place.offset(images) - (place.steps - 1) * stride;
   const auto load = [x](int64_t offset) { return load_vector<T, kVec>(x + offset); };
-  // These loads are in flight while the parts are merged.
+  // These loads are in flight while the slices' moments are merged.
   Stream<Vector<T, kVec>> stream(place.steps, at, stride, load);
   Line<T, kVec> line;
   if (place.steps > 0) line.begin(args, place.image, place.channel);

@@ -44,7 +44,7 @@ struct Ring {
   int barriers_at;
   int sum_threads, write_threads;
   int write_rows;  // pixels that the writing warps read at a time
-  // Numbers of blocks that have stored their sums of each image, then those of all: [images + 1].
+  // Numbers of blocks that have stored their sums: of each image, and of all. [images + 1]
   unsigned* counters;
 };
 
@@ -84,7 +84,7 @@ struct Visits {
   int row;
   int channel;  // first channel of the vector
   int first;    // first pixel; beyond every chunk for a thread without a column
-  int own;      // values of the chunk before the thread's first vector
+  int own;      // offset of the thread's first vector in a chunk, in values
   int stride;   // values between a thread's successive vectors
 
   __device__ Visits(const Images& images, const Plan& plan, int rows, int thread, int vec) {

@@ -43,7 +43,7 @@ struct SlabArgs {
   int part_pixels;  // pixels of a part; the first `longer` parts have one more
   int longer;
   int slab_groups;
-  int line_sums;  // partial sums of a channel in shared memory
+  int line_sums;  // number of partial sums of a channel in shared memory
   int lanes;      // adjacent threads that add the partial sums of a group: 2^lane_bits
   int lane_bits;
   float of_part, of_longer_part, of_all;  // 1 / a group's values in a part, a longer part, an image
@@ -63,7 +63,7 @@ __device__ __forceinline__ void sum_over_groups(const SlabArgs& args, float (&va
   const int vector = thread - line * vectors;
   bool writes = line < args.line_sums;
   if (32 % vectors == 0) {
-    // The lanes of a warp add up first; its first `vectors` lanes then write the sums.
+    // Lanes with the same channels add up first; the first `vectors` lanes then write the sums.
     for (int lane = vectors; lane < 32; lane *= 2) {
 #pragma unroll
       for (float& value : values) value += __shfl_xor_sync(~0u, value, lane);
@@ -169,8 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     group_norm_slab_kernel(const __grid_constant__ SlabArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int thread = static_cast<int>(threadIdx.x);
-  const int unit =
-      args.by_parts.quotient(blockIdx.x);  // index of the slab among those of all images
+  const int unit = args.by_parts.quotient(blockIdx.x);  // index among the slabs of all images
   const int part = static_cast<int>(blockIdx.x) - unit * args.parts;
   const int image = unit / args.slabs;
   const int slab = unit - image * args.slabs;

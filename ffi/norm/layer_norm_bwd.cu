@@ -28,7 +28,7 @@ struct BackwardArgs {
   void* dx;
   // Each block's sums over its rows, [segments * segment_blocks, features]; nullptr if not needed
   float* gradients[kParameters];
-  float2* row_terms;  // row_terms() of all rows, from one kernel to the next, for long rows
+  float2* row_terms;  // row_terms() of all rows, passed from one kernel of long rows to the next
   int rows;           // rows of a segment; each segment has gradients of its own
   int segments;
   int segment_blocks;
@@ -478,7 +478,7 @@ __global__ void __launch_bounds__(kWideThreads)
 }
 
 constexpr int kColumnThreads = 128;
-constexpr int kFewestWideRows = 8;  // fewest rows of a block, if enough blocks remain
+constexpr int kFewestWideRows = 8;  // fewest rows of a block, if blocks are enough for all SMs
 
 // Computes dx and the sums over each block's rows. Each thread has one vector of columns.
 template <typename T, int kVec>
@@ -836,7 +836,7 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
     backward_few_rows(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
-  // Blocks of columns come first because they take longest.
+  // Blocks that sum columns come first because they take longest.
   const int column_blocks = args.segments * args.column_blocks * args.row_splits;
   if (static_cast<int>(blockIdx.x) < column_blocks) {
     ColumnBlock<T, kChain, kShifted>::run(args, shared);

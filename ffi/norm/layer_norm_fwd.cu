@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 #pragma unroll
       for (int i = 0; i < kVec; ++i) parts[i] = v == 0 ? u[i] : parts[i] + u[i];
     }
-    // Larger teams fetch the next rows after team_sum, whose barriers they need.
+    // Larger teams fetch the next rows after team_sum, which synchronises a team.
     if (team.size <= kWarpSize) {
       __syncthreads();
       ring.fetch();
@@ -750,7 +750,7 @@ template <typename T, Chain kChain, bool kResidual, bool kMean = true>
 ForwardPlan plan_rows(const ForwardArgs& args, int elements) {
   constexpr int kShared = ForwardForm<T, kChain, kResidual, kMean>::kShared;
   const bool spares_pre_bias = kResidual && args.pre_bias.data == nullptr;
-  // Only frequent chains have kernels for teams of one warp, because each adds compile time.
+  // Only frequent combinations (chains) have a kernel for teams of one warp, to save compile time.
   constexpr bool kKnowsWarps = kChain != Chain::kGeneral;
   return {kKnowsWarps && args.team_size == kWarpSize
               ? rows_kernel<T, kChain, kResidual, kMean, kKnowsWarps>(elements)
