@@ -99,8 +99,8 @@ def backward(
     dkey, dvalue = key_gradients(*arrays, **options, config=config.keys)
     dreads: dict[int, jax.Array] = {}
     if shapes:
-        # delta comes from the output, which is rounded to 16 bits. The reads' derivatives would multiply
-        # its error, so the kernel's own sums correct it.
+        # delta comes from the output, which is rounded to 16 bits. Derivatives by arrays of score_mod
+        # would multiply its error, so the kernel's own sums correct it.
         exact = sums[0] if dlse is None else sums[0] - dlse
         error = delta[:, :, : shape.query_count] - exact
         for i, number in enumerate(of_rows):
@@ -125,7 +125,7 @@ def backward(
 
 
 def _shapes_of_reads(logits: Logits, operands: Operands) -> dict[int, tuple[int, ...]]:
-    """Returns the shapes of the reads that have gradients, by their number from 1."""
+    """Returns the shapes of the arrays of `logits.score` that get gradients, by number from 1."""
     if logits.score is None:
         return {}
     reads = logits.score_reads(operands)

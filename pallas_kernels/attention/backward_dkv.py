@@ -171,7 +171,7 @@ def key_gradients(
     multiprocessors: int,
     config: KeyGradientConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (dkey, dvalue); lse2, in base 2, and delta are [B, N, T padded to whole blocks]."""
+    """Returns (dkey, dvalue). lse2 (base 2) and delta, rowsum(out dout) - dlse, are [B, N, padded T]."""
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits)
     tiles = shared_tiles(shape, logits, config, multiprocessors)

@@ -215,7 +215,7 @@ class _QueryGradient:
     value: Columns
     writes_dlogits: bool
     reads: tuple[int, ...] | None
-    """Numbers of the reads of `logits.score` whose gradients are summed over the keys."""
+    """Numbers, from 1, of the arrays of `logits.score` whose gradients are summed over keys."""
 
     @property
     def sum_count(self) -> int:

@@ -53,7 +53,7 @@ class Tables(NamedTuple):
     """Entries [start, stop) of each tile's list, int32 [B or 1, masks, tiles, 2]. `ranges`, `entries`
     and `bits` are None without lists. `OwnLists` has more columns."""
     entries: Any = None
-    """Block of each entry, and the index of its bits, int32 [masks, tiles, entries, 2]."""
+    """Block of each entry, and the index of its mask bits, int32 [masks, tiles, entries, 2]."""
     bits: Any = None
     """Partial blocks, uint32 [blocks, words of a row, rows]: bit c % 32 of word c // 32 is column c. Or
     those of `OwnLists`, uint32 [blocks, rows, 8]."""

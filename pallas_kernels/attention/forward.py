@@ -147,7 +147,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
         replace(config, heads_together=together[0], wide_blocks=wide_blocks) for config in configs
     )
     if any(layout.count > 1 for layout in configs[0].columns(shape)):
-        # With products of several blocks, consumers that take turns disturb each other less.
+        # If a product is several, one a block of columns, taking turns disturbs consumers less.
         configs = tuple(sorted(configs, key=lambda config: not config.takes_turns))
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
@@ -156,7 +156,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
         # Larger tiles of queries visit blocks that most of their rows do not attend to.
         legal.sort(key=lambda config: config.query_block > 128)
     if logits.has_functions and logits.mask.pattern is None and legal[0].consumers > 1:
-        # The products of other consumers hide the instructions of functions.
+        # While one consumer evaluates a function, tensor cores work for the others.
         legal.sort(key=lambda config: config.consumers != 3)
     if logits.pads_keys(legal[0].key_block):
         narrow = replace(legal[0], key_block=WGMMA_ROWS, stages=2 * legal[0].stages)
@@ -281,7 +281,7 @@ class _Forward:
         own = self.tiles.own
         if own is None or not own.split:
             return ()
-        # Stores from registers are whole blocks of columns.
+        # Registers are stored in whole blocks of columns, so the results are padded.
         shape = self.shape._replace(value_size=self.value.width)
         return results_of_shares(shape, len(own.split), self.tiles.shares, self.tiles.rows)
 
@@ -440,7 +440,7 @@ class _Forward:
         products: jax.Array,
         softmax: Softmax,
     ) -> Weighted:
-        """Adds the block of visit i to the softmax."""
+        """Returns the weights of the block of visit i, and the running softmax with this block."""
         is_partial = self.is_masked(rows.visits, i)
         weighing = Weighing(self.logits, self.dtype)
         return weighing(products, tile, cta.operands, rows.at.extent, is_partial, softmax)

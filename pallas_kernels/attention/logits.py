@@ -166,7 +166,7 @@ class Tile:
     transposed: bool = False
     layout: Any = plgpu.Layout.WGMMA
     bits: "Bits | OwnBits | list[jax.Array] | jax.Array | None" = None
-    """Bits of the pairs that the mask's pattern allows, or their words; None without a pattern."""
+    """Mask bits of the pattern, or the words of bits that are already loaded; None without one."""
     early: tuple[tuple[Any, jax.Array], ...] = ()
     """Pairs of an array's reference and the part of it that is already loaded."""
 

@@ -154,7 +154,7 @@ class Matrix(NamedTuple):
     @classmethod
     def of(cls, memory: Any, *index: Any) -> "Matrix":
         """Returns the matrix at a leading index of the buffers that `Columns.memory` describes."""
-        # A block has one reference for both purposes, or one for each.
+        # A block has one reference that WGMMA and TMA share, or one for each.
         blocks = [tuple(block) for block in memory]
         operands, copied = tuple(b[0] for b in blocks), tuple(b[-1] for b in blocks)
         if index:

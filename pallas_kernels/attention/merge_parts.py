@@ -218,7 +218,7 @@ class _Merge(MergedRows):
                 head = key_head * self.packing.group + lax.min(lax.div(first + i, count), most)
                 sink = jnp.exp2(operands.sinks[head] * LOG2E - maximum)
                 total = jnp.where(row() == i, total + sink, total)
-        # Mosaic finds no layout for the constant of a division.
+        # This is 1 / total: Mosaic finds no register layout for a division's constant 1.
         inverse = jnp.exp2(-jnp.log2(total))
         if operands.query_lengths is not None:
             query = self.packing.query(first + row())

@@ -33,12 +33,12 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """Rows of a key head."""
+        """Rows of a key head: the queries of all heads that share it."""
         return self.group * self.query_count
 
     @property
     def tiles(self) -> int:
-        """Tiles of rows of a key head."""
+        """Tiles of 64 rows of a key head."""
         return -(-self.rows // WGMMA_ROWS)
 
     def queries(self, array: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ class Packing:
     def query(self, row: jax.Array) -> jax.Array:
         """Returns the query index of each row of a key head."""
         if self.query_count == 1:
-            # A 0 that Mosaic cannot fold into a constant: it finds no layout for one in dropout.
+            # A 0 that Mosaic does not fold: it finds no register layout for constants in dropout.
             return jnp.minimum(row, 0)
         return row if self.group == 1 else lax.rem(row, jnp.int32(self.query_count))
 

@@ -318,7 +318,7 @@ class _ShortForward:
         extent = worker.operands.extent(self.logits.mask, at.batch_idx)
 
         plgpu.barrier_wait(worker.full("q"))
-        # The copy of the results that this memory held two steps ago is complete; see `write`.
+        # The results that this memory held two steps ago are copied out: `write` waits for that.
         pl.when(has_next)(lambda: self.copy_queries(worker, step + 1))
         pl.when(is_first)(lambda: plgpu.barrier_wait(worker.full("k")))
 

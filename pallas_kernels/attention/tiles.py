@@ -606,7 +606,7 @@ def schedule_of(visits: jax.Array, heads: int, multiprocessors: int) -> jax.Arra
     batch, tiles = visits.shape
     count = batch * tiles
     ctas = min(multiprocessors, heads * count)
-    # The tile's index is a part of the key, so that tiles of equal cost keep their order.
+    # The tile's index is a part of the sort key, so that tiles of equal cost keep their order.
     keys = jnp.max(visits) - visits.reshape(-1)
     order = jnp.sort(keys * count + jnp.arange(count, dtype=jnp.int32)) % count
     cta = np.arange(ctas, dtype=np.int32)[:, None]

@@ -49,7 +49,7 @@ class Operands(NamedTuple):
     query_bounds: jax.Array | None = None
     """Blocks of queries for each block of keys, int32 [B, S / SEGMENT_BLOCK rounded up, 4], likewise."""
     dropout_seeds: jax.Array | None = None
-    """First counters [2, B, N] uint32 from which dropout's random bits are computed."""
+    """Seeds [2, B, N] uint32 of dropout's counter-based random bits."""
     sinks: jax.Array | None = None
     """Sinks [N] float32, one more logit in every row of a head."""
 

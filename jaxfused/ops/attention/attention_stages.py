@@ -190,9 +190,9 @@ class Arrays(NamedTuple):
     key_segments: Any = None
     explicit: Any = None
     dropout_seeds: Any = None
-    """First counters [2, B, K, G] of dropout's random bits."""
+    """Seeds [2, B, K, G], uint32, of dropout's counter-based random bits."""
     pattern_heads: Any = None
-    """Index [K, G] of each head's mask in the pattern."""
+    """Index [K, G] into `Options.pattern` of each query head's mask."""
     reads: tuple[Any, ...] = ()
     """Arrays that `Options.score` reads, then those that `Options.allows` reads; axes as in `bias`."""
 
@@ -514,7 +514,7 @@ def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
 
 
 def _grouped(arrays: Arrays, output: jax.Array, lse: jax.Array) -> Results:
-    """Reshapes [B, T, N, V] and [B, N, R] to [B, T, K, G, V] and [B, K, G, R]."""
+    """Splits axis N of the output [B, T, N, V] and of the log-sum-exp [B, N, R] into [K, G]."""
     shape = arrays.query.shape[:4]
     batch, _, key_heads, groups = shape
     lse = lse.reshape(batch, key_heads, groups, lse.shape[-1])

@@ -21,18 +21,18 @@ class CallFunctions:
     """The functions that kernels evaluate in a call."""
 
     why_no_kernel: str | None
-    """Why kernels evaluate no function, or None if they can."""
+    """Reason why kernels can evaluate no function of this call; None if they can."""
     query_offset: Any
     sizes: tuple[int, int, int, int]
     """Sizes: batch entries B, query heads N, queries T, keys S."""
     score: KernelFunction | None = None
     mask: KernelFunction | None = None
     why_no_score: str | None = None
-    """Why XLA evaluates score_mod, or None."""
+    """Reason why kernels cannot take the score_mod, so that XLA runs; None otherwise."""
 
     @functools.cached_property
     def places(self) -> Any:
-        """The arguments of `IndexFunction.over`."""
+        """Indices b, h, q and k of all elements, which `IndexFunction.over` takes."""
         return places(self.query_offset, *self.sizes)
 
     @property
@@ -83,7 +83,7 @@ class CallFunctions:
         return self.why_no_kernel
 
     def takes_mask(self, function: IndexFunction) -> bool:
-        """Whether kernels evaluate a mask_mod, instead of reading an array of it."""
+        """Returns whether kernels evaluate a mask_mod, not read it as an array; sets `mask` if so."""
         _, _, by_query, by_key = function.used
         if self._why_no_kernel(function) is not None:
             return False

@@ -221,7 +221,7 @@ def append(
     stage = AppendToPages(pools.layout)
     choice = run.choice(stage, *arrays)
     if choice.implementation == "xla":
-        # XLA's scatters are not run as a stage, so `explain` must not look for its kernel.
+        # XLA's scatters do not run through `Runner`, so `explain` must not look for a kernel.
         dispatch.record(choice._replace(kernel=None))
         return append_xla(pools, arrays)
     spelt = stage.axes(*arrays)

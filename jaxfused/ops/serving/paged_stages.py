@@ -22,7 +22,7 @@ from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 
 _PAGE_OF_A_COPY = 64
-"""Smallest page, in tokens, whose copies the Pallas kernel does not wait for."""
+"""Smallest page, in tokens, that is copied fast enough for the Pallas kernel not to wait."""
 
 
 class More(NamedTuple):

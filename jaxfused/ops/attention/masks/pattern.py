@@ -46,7 +46,7 @@ class Pattern:
         return Pattern(masks)
 
     def tiles(self, query_block: int, key_block: int) -> BlockedMasks:
-        """Returns the masks in tiles."""
+        """Cuts the masks into tiles, and classifies these as empty, full or partial."""
         return prepare(self.masks, query_block, key_block)
 
     def allowed(self, heads: jax.Array | None) -> jax.Array:
