@@ -71,14 +71,14 @@ def why_unsupported(
 
 
 def are_wide(head_size: int, value_size: int) -> bool:
-    """Returns whether heads are too large for all kernels but the forward of `wide_heads`."""
+    """Returns whether heads are above 256, too large for all kernels but that of `wide_heads`."""
     return max(head_size, value_size) > _LARGEST_HEAD_SIZE
 
 
 ForwardConfig = (
     attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardConfig | WideForwardConfig
 )
-"""Config of a family of kernels; its type decides which family runs."""
+"""Config of the forward; its type says which of the four forward kernels runs."""
 BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackwardConfig
 
 

@@ -41,7 +41,7 @@ class Pattern(Protocol):
         """Returns the masks in tiles; keys beyond the last are forbidden."""
 
     def allowed(self, heads: jax.Array | None) -> jax.Array:
-        """Returns the allowed pairs, bool [1, N or 1, T, S]; `heads` [N] are indices of their masks."""
+        """Returns the allowed pairs, bool [1, N or 1, T, S]; `heads` [N] says which mask a head has."""
 
 
 class Tables(NamedTuple):
@@ -64,7 +64,7 @@ class BlockLists:
     """Lists of a `Pattern`, known at compile time; `tables` limits them by the arrays of a call."""
 
     counts: np.ndarray
-    """Entries of each tile's list, int32 [masks, tiles]."""
+    """Number of entries in each tile's list, int32 [masks, tiles]."""
     entries: np.ndarray
     """`Tables.entries`; the last entry of each list is a block that forbids all pairs."""
     bits: np.ndarray
@@ -137,7 +137,7 @@ def reached(
 def block_lists(
     pattern: Pattern, query_block: int, key_block: int, transposed: bool = False
 ) -> BlockLists:
-    """Returns the lists of tiles of queries, or of tiles of keys if `transposed`."""
+    """Returns the lists of blocks that tiles of queries visit, or tiles of keys if `transposed`."""
     tiles = pattern.tiles(query_block, key_block)
     kinds, partial = tiles.kinds, tiles.partial
     if transposed:

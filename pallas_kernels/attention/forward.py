@@ -147,7 +147,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
         replace(config, heads_together=together[0], wide_blocks=wide_blocks) for config in configs
     )
     if any(layout.count > 1 for layout in configs[0].columns(shape)):
-        # If a product is several, one a block of columns, taking turns disturbs consumers less.
+        # With a product for each block of columns, consumers interfere less if they take turns.
         configs = tuple(sorted(configs, key=lambda config: not config.takes_turns))
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:

@@ -103,7 +103,7 @@ class _Merge(MergedRows):
 
     @property
     def quads(self) -> int:
-        """Number of groups of four queries of a head; each warp of a CTA takes one query of a group."""
+        """Number of groups of four queries of a head; each warp of a CTA merges one query."""
         return -(-self.shape.query_count // WARPS)
 
     @property

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     sequence: jax.Array
     unit: jax.Array
-    """Index of the unit, a tile of rows among those of the sequence's key heads."""
+    """Index of the tile of rows (unit) among the tiles of all key heads of the sequence."""
     block: jax.Array
     """Index of the block among those that the unit visits."""
     blocks: jax.Array
@@ -61,7 +61,7 @@ class Division:
         return blocks.start, jnp.maximum(count, 1)
 
     def plan(self, mask: BlockMask, operands: Operands, batch: int) -> Plan:
-        """Returns the plan for the lengths in `operands`, in XLA."""
+        """Computes in XLA where each sequence's and each CTA's blocks begin, from the lengths."""
 
         def blocks(sequence: jax.Array) -> jax.Array:
             return self.blocks(mask, operands.extent(mask, sequence))[1]
@@ -78,7 +78,7 @@ class Division:
         return Plan(starts, jnp.minimum(first, batch - 1))
 
     def quota(self, total: jax.Array) -> jax.Array:
-        """Returns the number of blocks that a CTA takes."""
+        """Returns the number of blocks that each CTA processes, given that of all blocks."""
         return lax.div(total + (self.ctas - 1), jnp.int32(self.ctas))
 
     def work(self, plan: Plan, cta: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -195,7 +195,7 @@ class PagedConfig:
 
 
 def _columns_of_output(sizes: Sizes) -> Columns:
-    """Returns the layout of the output in float32, where a swizzle has half as many columns."""
+    """Returns the layout of the float32 output, whose swizzles have half the columns of 16-bit ones."""
     return Columns.in_blocks(sizes.value_size, memory.SWIZZLED_COLUMNS // 2)
 
 

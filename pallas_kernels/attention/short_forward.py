@@ -233,7 +233,7 @@ class _ShortForward:
 
     @property
     def parts(self) -> int:
-        """Parts into which the queries of a head are cut."""
+        """Number of parts of a head's queries, each of `config.tiles` tiles."""
         return -(-self.shape.query_count // (self.config.tiles * WGMMA_ROWS))
 
     @property

@@ -71,7 +71,7 @@ class SplitForwardConfig:
 
 
 def _columns_of_output(shape: Shape) -> Columns:
-    """Returns the layout of the output in float32, where a swizzle has half as many columns."""
+    """Returns the layout of the float32 output, whose swizzles have half the columns of 16-bit ones."""
     return Columns.in_blocks(shape.value_size, memory.SWIZZLED_COLUMNS // 2)
 
 

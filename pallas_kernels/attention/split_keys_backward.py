@@ -135,7 +135,7 @@ def backward(
     config: SplitBackwardConfig | None = None,
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns what pallas_kernels.attention.attention.backward does, given the same arguments."""
+    """Returns the same gradients as pallas_kernels.attention.attention.backward, in its order."""
     shape = Shape.of(query, key, value)
     config = config or candidates(shape, logits, multiprocessors)[0]
     keys = backward_dkv.default_config(shape, logits)
@@ -235,7 +235,7 @@ class _Part(NamedTuple):
     """First visited block of keys; [first, first + count) are visited in order."""
     count: jax.Array
     skipped: tuple[jax.Array, jax.Array]
-    """Range to which this CTA writes zero gradients, counted among the blocks that no query reaches."""
+    """Range, among the blocks that no query attends to, in which this CTA writes zero gradients."""
     blocks: tuple[Index, Index, Index, Index]
     """The `Blocks` of keys that the queries attend to."""
     extent: Extent

@@ -39,7 +39,7 @@ class Place(NamedTuple):
     """The tile's list, int32: in each row a block of keys and the index of its mask bits; or None."""
     bits: Any = None
     ranges: Any = None
-    """Each consumer's range of the list, as `OwnLists.tables.ranges` describes it, or None."""
+    """Integers with each consumer's range [start, stop) of the list (see `OwnLists`), or None."""
 
     def block(self, visit: Index) -> jax.Array:
         """Returns the index of the block of keys in iteration `visit` of the tile's loop."""
@@ -325,7 +325,7 @@ class QueryVisits(NamedTuple):
     list, the iterations are numbered as the blocks."""
     bits_gmem: Any = None
     ranges: Any = None
-    """Each warpgroup's range of the list, as `OwnLists.tables.ranges` describes it, or None."""
+    """Integers with each warpgroup's range [start, stop) of the list (see `OwnLists`), or None."""
 
     def of_part(self, part: Index) -> "OwnQueryVisits | QueryVisits":
         """Returns the loop of one warpgroup, which owns part number `part` of the tile's keys."""
@@ -413,7 +413,7 @@ class KeyTiles:
 
     @functools.cached_property
     def costs(self) -> tuple[int, ...]:
-        """Cost of each tile of a key head for one of its shares, in visited queries."""
+        """Cost of one share of each tile of a key head, in visited queries."""
         visited = []
         for j in range(self.count):
             blocks = self.mask.query_blocks(

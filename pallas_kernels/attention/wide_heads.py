@@ -78,7 +78,7 @@ class WideForwardConfig:
 
 
 def _half(value_size: int) -> int:
-    """Returns the columns of the output that a warpgroup computes, a multiple of a swizzle's."""
+    """Returns the columns of the output that a warpgroup computes, a multiple of 64."""
     return ceil_to(-(-value_size // _HALVES), memory.SWIZZLED_COLUMNS)
 
 
@@ -152,7 +152,7 @@ class _WideForward(SplitForward):
     """The kernel's static parameters, shared memory and code."""
 
     sharing: int = 1
-    """Key heads as `shape` counts them for each key head of the arrays."""
+    """Number of `shape.key_heads` that share a key head of K and V; 1 for up to 64 queries."""
 
     def memory(self) -> dict[str, Any]:
         block, stages, dtype = self.config.key_block, self.config.stages, self.dtype

@@ -41,7 +41,7 @@ def moves(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Masking:
-    """A step that masks logits."""
+    """An operation of the program that masks logits."""
 
     parts: tuple[mask.Part, ...]
     number: float

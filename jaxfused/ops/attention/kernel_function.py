@@ -122,7 +122,7 @@ class Division:
         )
 
     def visit(self, var: Any) -> None:
-        """Adds what kernels read to compute `var` to `read`, and why they cannot to `reasons`."""
+        """Collects the variables that kernels load to compute `var`, and reasons why they cannot."""
         if isinstance(var, Literal) or var in self.read:
             return
         on = self.dependences[var]

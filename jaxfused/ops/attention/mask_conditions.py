@@ -52,7 +52,7 @@ class Conditions:
 
 
 def conditions(function: IndexFunction) -> Conditions:
-    """Returns the conditions of a traced function of (b, h, q, k)."""
+    """Divides a traced mask_mod of (b, h, q, k) into conditions and a rest."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return _conditions(Division(function.program, "mask_mod"))
 
@@ -159,7 +159,7 @@ def _sum(one: _Linear, other: _Linear, sign: int) -> _Linear:
 
 
 def _takes_length(division: Division, name: str, one: Any, other: Any, found: Conditions) -> bool:
-    """Takes conditions `k < length` and `k <= length`, where the length depends on b alone."""
+    """Adds a condition `k < length` or `k <= length` to `found`, if the length depends on b alone."""
     if isinstance(one, Literal) or division.letters.get(one) != "k" or name not in ("lt", "le"):
         return False
     if isinstance(other, Literal) or division.dependences[other] != {"b"}:

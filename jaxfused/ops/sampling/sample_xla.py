@@ -37,7 +37,7 @@ class Filters(NamedTuple):
     share: jax.Array
     """Fraction of the weight of top-k's words: a word is kept if the words before it weigh less."""
     least: jax.Array
-    """Least exponent of a kept word, as in `Row.exponents`."""
+    """Least exponent of a kept word: its logit less the largest, times the inverse temperature."""
     top_k: jax.Array
     """Number of words that top-k keeps, int32."""
 

@@ -7,13 +7,13 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MOST = 64
-"""Largest count for which one pass over the row for each token is fast enough."""
+"""Largest number of likeliest tokens for which a pass over the row for each is fast enough."""
 
 
 def forward(
     logits: jax.Array, tokens: jax.Array, *, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what top_log_probs_xla.top_log_probs does, for logits [M, V] and tokens [M]."""
+    """Returns log-probabilities of tokens [M] and of the likeliest [M, count], and the latter's ids."""
     cuda_library.register()
     rows = logits.shape[0]
     call = jax.ffi.ffi_call(

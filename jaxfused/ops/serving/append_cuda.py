@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Arrays that are written in place, [P, S, K, ..] or [K, P, S, ..]; all but `key` may be None."""
+    """Arrays written in place, [pages, places, K, ..] or [K, pages, places, ..]; all but `key` optional."""
 
     key: Any
     value: Any

@@ -378,7 +378,7 @@ class KVCache:
     ) -> jax.Array | None:
         """Returns the output of the kernel that reads the cache in place, or None if it cannot run."""
         parts = (self.key_scale, layer, batch_index)
-        # The kernels of dot_product_attention read a float cache of one layer themselves.
+        # The kernels of dot_product_attention read a float cache of one layer without a copy.
         if all(part is None for part in parts) or implementation not in (None, "cuda"):
             return None
         device = dispatch.current_device(query, self.key)

@@ -201,7 +201,7 @@ class PageAllocator:
         sequence.prefix, sequence.tail = self._known[key][1], []
 
     def _evicted(self) -> int:
-        """Takes the page that has been unused the longest; its tokens can then no longer be found."""
+        """Evicts and returns the page unused for longest; its tokens can then no longer be found."""
         page, _ = self._unused.popitem(last=False)
         del self._known[self._key_of.pop(page)]
         return page

@@ -156,7 +156,7 @@ class AppendToPages:
         return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
 
     def estimate(self, device, able, *operands) -> Estimate:
-        """Returns the order measured on an H200 for 64 sequences: 5 us by the kernel, 22 by XLA."""
+        """Prefers the kernel, which took 5 us on an H200 for 64 sequences, and XLA 22."""
         del device, able, operands
         return Rule(("cuda",), "XLA finds each token's place and writes it in some 20 kernels")
 
