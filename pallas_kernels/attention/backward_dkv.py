@@ -318,7 +318,7 @@ class _KeyGradients:
             values.fill(v_heads, at.batch_idx, start, at.key_head_idx, ring.full.at[slot])
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, first: jax.Array) -> jax.Array:
-        """Copies the queries that a tile of keys visits, from step `first` on; returns the next step."""
+        """Copies the queries that a tile visits; takes and returns the count of blocks copied so far."""
         at = cta.place(tile_idx)
         following = tile_idx + 1
         copies_ahead = self.config.tile_stages > 1

@@ -458,7 +458,7 @@ class Logits:
         return by_score if derivative is None else by_score * derivative
 
     def chained(self, gradient: jax.Array, derivative: jax.Array | None) -> jax.Array:
-        """Returns the product of a gradient and a derivative, None for 1; 0 where the gradient is 0.
+        """Multiplies a gradient by a derivative (None: by 1); the result is 0 where the gradient is 0.
 
         Where an element is masked or beyond the last key, the derivative of a function may be NaN.
         """

@@ -302,12 +302,12 @@ class _ShortBackward:
 
     @property
     def chunks(self) -> int:
-        """Steps that one query head takes."""
+        """Steps of one query head, with 64 queries each."""
         return -(-self.shape.query_count // WGMMA_ROWS)
 
     @property
     def steps(self) -> int:
-        """Steps that an item takes."""
+        """Steps of an item, a key head of a batch entry, with 64 queries each."""
         return self.shape.group * self.chunks
 
     @property

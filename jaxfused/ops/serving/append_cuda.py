@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
     sequences: Any = None
     """Number of sequences of a ragged batch, int32 [1]; None for B."""
     table: Any = None
-    """Page table, int32 [B, n]; None if sequence b has page b."""
+    """Page table, int32 [B, n]; None if page b is sequence b's only one."""
     layer: Any = None
     """Index of the layer, int32 []; None for one layer."""
     cos: Any = None
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Arrays written in place, [pages, places, K, ..] or [K, pages, places, ..]; all but `key` optional."""
+    """Arrays written in place, [pages, places, K, ..] or [K, pages, places, ..]; `key` at least."""
 
     key: Any
     value: Any

@@ -65,11 +65,11 @@ class Arrays(NamedTuple):
     """Slopes of ALiBi, float32 [K, G], or None."""
 
     def pages(self) -> paged.Pages:
-        """Returns the pages in the form that the kernel takes."""
+        """Returns the pages as the Pallas kernel takes them."""
         return paged.Pages(self.key, self.value, self.table, self.key_scale, self.value_scale)
 
     def pools(self, layout: Layout) -> Pools:
-        """Returns the pages in the form that XLA copies."""
+        """Returns the pages as `Pools`, of which XLA makes a copy to attend to."""
         if self.key_scale is None:
             return Pools(self.key, self.value, layout)
 

@@ -293,7 +293,7 @@ class RandomBlocksMask(AttentionMask):
     def _table(self) -> np.ndarray:
         """Array of bool, True where a block of queries attends to a block of keys."""
         rows, columns = (-(-size // self.block_size) for size in self.shape)
-        # Sorted random numbers draw without replacement, and equally on every platform.
+        # Sorting random numbers draws without replacement, with the same result on every platform.
         drawn = np.random.default_rng(self.seed).random((rows, columns))
         order = np.argsort(drawn, axis=1, kind="stable")
         table = np.zeros((rows, columns), np.bool_)
