@@ -26,8 +26,7 @@ struct Bounds {
   int start, full_start, full_stop, stop;
 };
 
-// An optional operand [batch, heads, queries, keys] that broadcasts: axes of length 1 have stride
-// 0.
+// An optional operand [batch, heads, queries, keys]; axes of length 1 broadcast, with stride 0.
 struct LogitsOperand {
   const void* data;
   int64_t strides[4];
@@ -96,7 +95,7 @@ struct Owner {
   }
 };
 
-// An unlimited side of a window, and the largest query offset: sums with two lengths fit an int.
+// Stands for a window without limit, and limits query offsets: sums with two lengths fit an int.
 constexpr int kNoLimit = 1 << 29;
 
 // Lengths of a batch entry, and the position of its queries among its keys.

@@ -123,7 +123,7 @@ __device__ __forceinline__ void read_values(const Args& args, const Map& map, co
     values_of(pixels.z, values[2]);
     values_of(pixels.w, values[3]);
   } else {
-    // The box's memory is free if no pixels are staged, and set_room made it large enough.
+    // No pixels were copied to the box's memory here, so it is free; set_room made it large enough.
     float* read = reinterpret_cast<float*>(words) + threadIdx.x * (kPixels * kChannels);
     read_directly<kChannels>(
         args, map.values, image, spot.row(),

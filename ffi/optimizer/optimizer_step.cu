@@ -150,7 +150,7 @@ struct StepArgs {
 };
 static_assert(sizeof(StepArgs) <= 32764);
 
-// Returns the factor of the gradients: the inverse loss scale, and clipping to the global norm.
+// Returns the factor that undoes the loss scale and clips the gradients' global norm.
 __device__ __forceinline__ float gradient_factor(const StepArgs& args, const Scalars& s) {
   if (!args.clips) return s.inverse_loss_scale;
   const float norm = sqrtf(__ldg(args.stats));

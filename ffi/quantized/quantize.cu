@@ -382,7 +382,7 @@ struct Load {
     const int column =
         place.column * kTileColumns + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
     const int first_row = place.row * kTileRows + static_cast<int>(threadIdx.x) / kRowThreads;
-    // Threads beyond the end read the last row again: a branch would make them wait for the loads.
+    // Threads beyond the end read column 0 or the last row: a branch would wait for the loads.
     const int in_source = column < args.columns ? column : 0;
     const Columns<T> source = columns_from<T>(args, in_source);
 #pragma unroll
@@ -405,7 +405,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
   const int row_start = place.row * kTileRows, column_start = place.column * kTileColumns;
   const int column = column_start + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
   const int first_row = threadIdx.x / kRowThreads;
-  // Beyond the matrix, results of repeated values become zeros or are not stored.
+  // Beyond the matrix, threads compute on repeated values, and store zeros or nothing.
   const int rows_left = args.rows - row_start - first_row;
   const int rows = column < args.columns ? rows_left : 0;
   const int rows_of_pitch = column < args.pitch ? rows_left : 0;

@@ -15,7 +15,7 @@
 enum class Weights : int { kInt8, kInt4, kFloat8 };
 
 constexpr int kWarpRows = 16;  // columns of the weights that a warp multiplies
-constexpr int kStep = 128;     // features (elements along K) that a copy brings
+constexpr int kStep = 128;     // features (along K) that one copy brings to shared memory
 constexpr int kChunk = 32;
 
 // Constants that turn a byte of float8 into a 16-bit float. The exponent and the mantissa are

@@ -165,7 +165,7 @@ class ClusterJoin {
 
   __device__ ClusterJoin(float* places, int cluster) : places_(places), cluster_(cluster) {}
 
-  // `Found` consists of 32-bit words; joining a default `Found` to another changes nothing.
+  // `Found` consists of 32-bit words; a default `Found` is the neutral element of `join`.
   template <typename Found, typename Join>
   __device__ __forceinline__ Found operator()(Found found, const Join& join) {
     constexpr int kWords = sizeof(Found) / sizeof(float);

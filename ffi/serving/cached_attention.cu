@@ -21,7 +21,7 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowest = -1e30f;  // maximum of a row until it sees a key
 constexpr int kRows = 16;          // most rows of a unit, the queries of a key head that a warp has
-constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of this
+constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of these bytes
 
 struct CacheArgs {
   const void* query;   // [batch, tokens, key heads, group, head size]

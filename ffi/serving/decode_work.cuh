@@ -43,7 +43,7 @@ __device__ __forceinline__ int sum_of_lanes(int x) {
 // The list of all tiles; all lanes of a warp must call its functions.
 struct TileList {
   int total = 0;
-  int quota = 1;  // tiles of a slot
+  int quota = 1;  // consecutive tiles that each slot has
 
   __device__ __forceinline__ explicit TileList(const Sequences& sequences) {
     const int lane = threadIdx.x % 32;

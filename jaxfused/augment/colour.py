@@ -134,7 +134,7 @@ class RandomGamma(_OneStep):
 
 @transform
 class RandomGrayscale(_OneStep):
-    """Replaces colours by their shade, in as many channels.
+    """Replaces colours by gray, in the same number of channels.
 
     Args:
       p: probability.

@@ -73,7 +73,7 @@ def _sampled(
     of_arrays: tuple[int, int],
     of_images: jax.Array | None,
 ) -> Draws:
-    """Returns the draws for images with the arrays' size or, if not None, sizes `of_images` [B, 2]."""
+    """Returns the draws for images of size `of_arrays` or, if not None, sizes `of_images` [B, 2]."""
     shared, keys, count = None, key, len(index)
     if key.ndim == 0:
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)

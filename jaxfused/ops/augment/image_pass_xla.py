@@ -20,7 +20,7 @@ class Blur:
     reach: tuple[int, int]
     """Number of pixels on each side that a value depends on, along columns and along rows."""
     sharpens: bool
-    """True if images are blended with their blur, by a factor in place of weights."""
+    """True if images are blended with a 3 x 3 blur, by a factor that is passed in place of weights."""
     is_ragged: bool
     """True if an image may be smaller than its array."""
     steps: Steps
