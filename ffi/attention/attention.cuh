@@ -315,7 +315,7 @@ __device__ __forceinline__ uint64_t kept(const AttentionArgs& args,
   for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
     const uint32_t query = place.query(i, j, e), key = place.key(i, j, e);
     const uint32_t u = murmur(seeds[0] ^ query), v = murmur(seeds[1] ^ query);
-    // A lane's first column is even: this lets the compiler see that adjacent columns form a pair.
+    // Two adjacent keys share a hash. This form shows the compiler that the first column is even.
     const uint32_t pair = kTransposed ? key / 2 : place.column / 2 + 4 * j;
     const bool is_odd = kTransposed ? key % 2 : e % 2;
     const uint32_t x = murmur(u ^ pair, v);

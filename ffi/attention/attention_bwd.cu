@@ -16,7 +16,7 @@
 
 namespace {
 
-// Rows of statistics are padded to a multiple of this number.
+// The query axis of statistics is padded to a multiple of this number.
 constexpr int kStatisticsBlock = 128;
 
 // `lse` is the log-sum-exp in base 2, or +inf for a row that contributes nothing. `delta` is

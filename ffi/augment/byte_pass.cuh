@@ -73,7 +73,7 @@ __device__ __forceinline__ void places(const Map& map, const Within<kBlur>& spot
   }
 }
 
-// Reads the values of adjacent pixels, from 0 to 1.
+// Reads kPixels adjacent pixels; the values are from 0 to 1.
 template <Reading kOnly, bool kBlur, int kChannels>
 __device__ __forceinline__ void read_values(const Args& args, const Map& map, const Box& box,
                                             int image, const Tables& tables, uint32_t* words,

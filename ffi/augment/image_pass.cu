@@ -117,7 +117,7 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
     table = (2 + taps) * (columns + lines);
     args->taps = static_cast<int>(taps);
   } else if (args->reads) {
-    // Twice a tile's side each way, which covers usual angles and scales.
+    // A box of twice a tile's width and height covers usual angles and scales.
     box = 4 * round_up(columns + 3, int64_t{4}) * lines;
   } else if (blurs) {
     box = (columns + 3 + 15) * lines;

@@ -83,8 +83,9 @@ struct Args {
   const float* rows;        // operation and values of each step, [images, steps, kStepSize]
   const float* statistics;  // [images, statistics_size], or nullptr if no step needs statistics
   int statistics_size;
-  const float* blurs;  // weights or a factor, [images, 2 reach_y + 1 + 2 reach_x + 1], or nullptr
-  void* y;             // [images, out_height, out_width, channels]
+  const float*
+      blurs;  // blur weights [images, 2 (reach_y + reach_x + 1)], factors [images, 1] or null
+  void* y;    // [images, out_height, out_width, channels]
   // The sum of gray, and least and largest values of three channels, before the step that needs
   // statistics: [images, tiles, kSums], or nullptr.
   float* sums;

@@ -17,7 +17,7 @@ constexpr int kLeafVec = 4;  // values that a thread handles at a time
 // Limit on the leaves of a launch. A kernel's parameters have room for 500, but XLA's compile time
 // grows with the square of a call's results.
 constexpr int kMaxLeaves = 256;
-constexpr int kMaxStreams = 8;  // arrays of one leaf: gradient, parameter, moments, ...
+constexpr int kMaxStreams = 8;  // most arrays of one leaf: gradient, parameter, moments, ...
 
 constexpr int kBlockValues = 256;  // values that share a scale, for 8-bit values
 

@@ -49,8 +49,7 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
 
 // Converts a thread's 8 weights of a chunk to T, which represents each of them exactly.
 //
-// `Offset` is subtracted afterwards: the zero point, plus the constant that turning bits into
-// floats adds.
+// `Offset` is subtracted afterwards: the zero point plus the bias that the bit trick adds.
 template <typename T, Weights kWeights>
 struct Converter;
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ float from_ordered(int x) {
   return __int_as_float(x ^ ((x >> 31) & INT_MAX));
 }
 
-// Returns the v of a word's Gumbel noise -log(-log(1 - v)), from its random bits.
+// Returns a uniform number v from random bits; -log(-log(1 - v)) is then Gumbel noise.
 __device__ __forceinline__ float uniform(uint32_t bits) {
   return fminf(fmaf(static_cast<float>(bits), 0x1p-32f, 0x1p-33f), 1.0f - 0x1p-24f);
 }

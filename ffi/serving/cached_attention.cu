@@ -55,7 +55,7 @@ struct CacheArgs {
 
   __device__ __forceinline__ int units() const { return key_heads * row_tiles; }
   __device__ __forceinline__ int rows() const { return tokens * group; }
-  // Index in query and output of a key head's row, which is a token's query head.
+  // Index in query and output of a key head's row: token row / group, query head row % group.
   __device__ __forceinline__ int64_t place_of(int sequence, int head, int row) const {
     const int token = row / group;
     return (static_cast<int64_t>(sequence * tokens + token) * key_heads + head) * group +
@@ -373,7 +373,7 @@ class Unit {
     return args_.cap * kLog2e * (1.0f - __fdividef(2.0f, e + 1.0f));
   }
 
-  // Returns pages and places of a tile's keys, wrong past the last page, where nothing is loaded.
+  // Returns where a tile's keys are. Past the last page it is wrong, but nothing is loaded there.
   __device__ __forceinline__ TilePlace place_of(int tile) const {
     TilePlace place;
     const int key = tile * kTileKeys;
