@@ -46,8 +46,8 @@ struct AttentionArgs {
   const int* query_offset;    // [B]: query t has position p = t + offset
   const int* query_segments;  // [B, T]
   const int* key_segments;    // [B, S]
-  // For each block of queries, the Bounds (in blocks) of keys of the same segments, [B, blocks, 4];
-  // then for each block of keys, those of queries.
+  // The Bounds (in blocks) of keys in the segments of each block of queries, [B, blocks, 4]; and of
+  // queries in the segments of each block of keys.
   const int4* key_bounds;
   const int4* query_bounds;
   LogitsOperand bias;
@@ -122,7 +122,7 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   const int rows = kTransposed ? extent.keys : extent.queries;
   const int columns = kTransposed ? extent.queries : extent.keys;
   if (first >= rows) return {0, 0, 0, 0};
-  // Columns at the positions of the first and of the last row.
+  // Positions of the first and of the last row, counted in columns.
   const int offset = kTransposed ? -extent.offset : extent.offset;
   const int from = first + offset, to = min(end, rows) - 1 + offset;
   const auto clip = [columns](int stop) { return max(0, min(columns, stop)); };

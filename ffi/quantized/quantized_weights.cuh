@@ -57,7 +57,7 @@ struct Converter;
 // conversion instruction.
 template <typename T>
 struct Converter<T, Weights::kInt4> {
-  static constexpr int kWords = 1;  // words of a thread in a chunk
+  static constexpr int kWords = 1;  // 32-bit words of weights that a thread has in a chunk
   static constexpr bool kIsHalf = std::is_same_v<T, __half>;
   using Offset = uint32_t;
 

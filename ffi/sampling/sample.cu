@@ -81,7 +81,7 @@ struct Best {
   __device__ __forceinline__ Best of_lanes() const {
     const uint32_t key = static_cast<uint32_t>(ordered(score)) ^ 0x80000000u;
     const uint32_t most = largest_of_warp(key);
-    const uint32_t last = ~static_cast<uint32_t>(word);  // the larger, the earlier the word
+    const uint32_t last = ~static_cast<uint32_t>(word);  // larger for an earlier word
     const uint32_t first = largest_of_warp(key == most ? last : 0);
     const uint32_t lane = threadIdx.x % kWarpSize;
     const uint32_t winner = largest_of_warp(key == most && last == first ? lane : 0);

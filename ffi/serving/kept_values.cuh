@@ -87,7 +87,7 @@ struct KeyTile {
     return chunk * 4 * kValues + q * kValues + 4 * step;
   }
 
-  // Loads the row of a group of keys from where the lane's first chunk begins.
+  // Loads the lane's chunks of a row of a group of keys; `from` is the first chunk.
   template <bool kMaybe>
   __device__ __forceinline__ void load(int group, const uint8_t* from, bool exists) {
 #pragma unroll

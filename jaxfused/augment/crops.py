@@ -11,7 +11,7 @@ from jaxfused.augment.transform import Geometric, pair, transform, whole
 from jaxfused.ops.augment.resample_xla import Interpolation
 
 _TRIES = 10
-"""Number of draws, if none of which fits the image a central crop is taken, as in torchvision."""
+"""Number of draws of a crop; if none fits the image, a central crop is taken, as in torchvision."""
 
 
 class Crop(Geometric):

@@ -246,8 +246,7 @@ class RandomPerspective(Geometric):
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         to_corners = _from_unit_square(values)
         back = inverted(to_corners)
-        # As in torchvision, the map's positions count from a pixel's edge, its corners' from a pixel's
-        # centre.
+        # As in torchvision, the map counts from pixel edges, but corners are at pixel centres.
         first = back[2, 0] * values[0, 0] + back[2, 1] * values[0, 1] + back[2, 2]
         scaled = matrix([[size[1] - 1, 0, 0], [0, size[0] - 1, 0], [0, 0, 1]])
         of_edges = product(scaled, back / first)
