@@ -27,7 +27,7 @@ LANES = 32
 
 
 def row_of_copies(count: int, dtype: Any) -> int:
-    """Returns `count` elements rounded up to `COPY_BYTES`, so that a copy may fill the next row."""
+    """Returns `count` elements rounded up to whole `COPY_BYTES`: a copy may then fill the next row."""
     itemsize = jnp.dtype(dtype).itemsize
     return -(-count * itemsize // COPY_BYTES) * COPY_BYTES // itemsize
 

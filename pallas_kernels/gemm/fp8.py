@@ -79,7 +79,7 @@ _SPARE_BYTES = 4096
 
 
 def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for a hidden layer's gradient, first small tiles, which spill no registers."""
+    """Returns configs for a hidden layer's gradient, first small tiles, which leave more registers."""
     configs = candidates(work, multiprocessors)
     return sorted(configs, key=lambda config: config.tile_m * config.tile_n > 128 * 128)
 

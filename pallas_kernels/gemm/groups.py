@@ -124,7 +124,7 @@ class _Sizes:
     tile_m: int
 
     def _all(self) -> Iterator[tuple[Any, Group, Any, Any]]:
-        """Yields for each group whether it is multiplied, the group, its first tile and its tiles."""
+        """Yields for each group whether it is multiplied, the group, its first tile and tile count."""
         offset, start, before = self.offset[0], jnp.int32(0), jnp.int32(0)
         for position in range(self.sizes.shape[0]):
             size = jnp.maximum(jnp.minimum(self.sizes[position], self.rows - start), 0)

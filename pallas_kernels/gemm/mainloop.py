@@ -205,7 +205,7 @@ class Consumer:
     ring: Ring
     wg_idx: jax.Array
     epilogue_of: Callable[[TilePlace], Any]
-    """Returns a tile's `TileEpilogue`, or `SummingEpilogue` if the product also sums operands."""
+    """Function to a tile's `TileEpilogue`, or `SummingEpilogue` if the product also sums operands."""
     step_scales: Sequence[Any] = ()
 
     def run(self) -> None:
@@ -404,7 +404,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Product(TiledProduct):
-    """A product with its warpgroups, to be launched with an epilogue."""
+    """A product with its producer and consumer warpgroups, to be launched with an epilogue."""
 
     def launch(
         self,

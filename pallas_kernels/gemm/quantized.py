@@ -301,7 +301,7 @@ def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulC
 
 
 _SCALES_BYTES = 2048
-"""Bytes of shared memory for the scales of a tile's rows and columns, next to the vectors of linear."""
+"""Bytes of shared memory for the scales of a tile's rows and columns, in addition to a bias."""
 
 
 def why_gradient_unsupported(

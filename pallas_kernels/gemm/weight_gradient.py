@@ -105,7 +105,7 @@ _TILES = ((64, 256), (64, 192), (64, 128), (64, 64))
 _CLUSTERS = (1, 2)
 _MAX_STAGES = 6
 _PARTS_TRIED = 2
-"""Values of `parts` per tile and cluster size that are worth measuring."""
+"""Number of values of `parts` to measure for each tile and cluster size."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,7 +138,7 @@ def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfi
 
 
 _MOST_ROUNDS = 4
-"""Largest number of waves of CTAs that computing all parts of all tiles may take."""
+"""Largest number of waves of CTAs for all parts of all tiles."""
 _MOST_BYTES_OF_PARTS = 2**28
 """Largest number of bytes of a gradient's parts before they are added."""
 
@@ -376,7 +376,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do(array, first)` for the array whose columns of tiles from `first` on have `n_idx`."""
+        """Calls `do(array, first)` for the array whose columns of tiles, `first` on, include `n_idx`."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)

@@ -186,7 +186,7 @@ class RowTiles:
             "grid_names": ("cta",),
             "num_threads": self.config.warpgroups,
             "thread_name": "wg",
-            # Without a ring and with a row per warp, a warp never reads another warp's results.
+            # Without pipeline stages, and with a row per warp, no warp reads another warp's results.
             "compiler_params": plgpu.CompilerParams(
                 unsafe_no_auto_barriers=self.config.slots == 0 and self.config.row_per_warp
             ),
