@@ -8,7 +8,7 @@ from examples.packages import needed
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at the address; port 0 stands for any free one.
+    """Returns a socket that listens at the address; port 0 means any free one.
 
     Raises:
       ExampleError: the address is not free, or none of this machine.

@@ -128,7 +128,7 @@ def table(section: Section) -> tuple[list[str], list[list[str]]]:
 def summary(section: Section) -> tuple[list[str], list[list[str]]]:
     """Returns header and rows: one row per case and bar, with ratios in the order of the shapes.
 
-    "." stands for a shape without this bar, "-" for one without a measurement.
+    "." means a shape without this bar, "-" one without a measurement.
     """
     header = ["case", "ours", "against", "must", "aim", "ratio at each shape", "met"]
     groups: dict[tuple[Any, ...], list[Judgement]] = {}

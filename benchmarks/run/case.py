@@ -60,7 +60,7 @@ DEFAULT = "default"
 class Bar:
     """Target: `ours` must be `must` times as fast as `against`; `aim` is a further goal.
 
-    `ours` is an implementation or DEFAULT, the one that implementation=None takes. `against` is an
+    `ours` is an implementation or DEFAULT, the one that implementation=None selects. `against` is an
     implementation, BEST_PEER, BULK_COPY (then the ratio is the share of that kernel's rate), or
     TERAFLOPS (then it is the rate itself).
     """
@@ -113,7 +113,7 @@ def functions(
     """Returns `truth`, `jax`, `torch` and `differentiable` of a Case, from functions of a forward.
 
     Args:
-      ours: takes implementation= as well.
+      ours: has the keyword implementation= as well.
       differentiable: how many leading operands have a gradient.
       cotangents: how many of the last inputs are dys; 0 measures the forward alone.
       truth: by default our implementation "xla".

@@ -54,8 +54,8 @@ def compile_case(
     """Compiles a case's programs in threads; returns futures: of shared programs, and by direction.
 
     Programs of a direction compile one after the other, ours last. XLA autotunes a product or fusion
-    once in a process, and its choice varies between runs; so parts that two programs share get the same
-    config.
+    once in a process, and the config it selects varies between runs; so parts that two programs share
+    get the same config.
     """
     quick = _NO_AUTOTUNING if on_gpu else {}
     options = dict.fromkeys((INPUTS, TRUTH, COMPARE), quick) | {YARDSTICK: quick | _AS_WRITTEN}

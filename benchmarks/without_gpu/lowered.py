@@ -2,8 +2,8 @@
 
 Cases of the fuzz and of the sweep, an example of each operator and the optimizers are lowered, forward
 and with gradients, for an absent H200 and an absent A100. The file has the hash of each lowering's text,
-its choices with their reasons, and its keys of the tuning table; `--compare` says what differs between
-two files. METHOD.md says what is hashed.
+the implementations chosen with their reasons, and its keys of the tuning table; `--compare` says what
+differs between two files. METHOD.md says what is hashed.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 A text is a request: a prompt and its answer. Texts with a common prefix share its pages, also with texts
 that have ended. Prompts are prefilled in chunks of one size, with a decoded token between two chunks, so
 that long prompts do not delay other texts. If the pool runs out of pages, the text that came last is
-preempted: it frees its pages, and is prefilled again when there is room.
+preempted: it frees its pages, and is prefilled again when enough are free.
 """
 
 import collections
@@ -78,7 +78,7 @@ class _Computed(NamedTuple):
     tokens: jax.Array
     """Last token of each slot, [slots]."""
     log_probs: jaxfused.LogProbs | None
-    """Log-probabilities of each slot's token, [slots, ...]; None if no text wants them."""
+    """Log-probabilities of each slot's token, [slots, ...]; None if no text asks for them."""
     slots: list[tuple[int, _Slot]]
     """Slots with a new token, as (index, slot)."""
 

@@ -109,7 +109,7 @@ class Worker:
                 self.end(text)
 
     def end(self, text: Text) -> None:
-        """Ends a text, which makes room for others."""
+        """Ends a text, which frees its slot and pages for others."""
         if self._tickets.pop(text, None) is not None:
             self._calls.put(functools.partial(self._engine.cancel, text))
 
