@@ -396,7 +396,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Attends from the inputs to themselves; the arguments are those of the class above."""
+        """Attends from the inputs to themselves; the arguments are those of the base class."""
         return super().__call__(
             inputs_q,
             mask=mask,

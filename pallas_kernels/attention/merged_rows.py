@@ -22,7 +22,7 @@ class MergedRows:
 
     @property
     def columns(self) -> int:
-        """Columns that a CTA merges."""
+        """Columns of the output that a CTA merges: 64 or 128."""
         return _WIDEST if self.shape.value_size > _WIDEST // 2 else _WIDEST // 2
 
     @property

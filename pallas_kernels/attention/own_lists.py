@@ -19,7 +19,7 @@ from pallas_kernels.attention.block_lists import Pattern, Tables
 from pallas_kernels.attention.memory import WGMMA_ROWS
 
 _STEP = 8
-"""Columns after which a thread's columns repeat."""
+"""Columns from a thread's pair of columns to its next pair, in WGMMA's layout."""
 
 
 @dataclass(frozen=True, eq=False)

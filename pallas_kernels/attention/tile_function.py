@@ -119,7 +119,7 @@ class TileFunction:
     """Program from scalars (score, query, key, *reads) to one; without the score if not `of_score`."""
     of_score: bool
     wanted: tuple[bool, ...] = ()
-    """True for each read that gets a gradient."""
+    """True for each array read that gets a gradient."""
     is_additive: bool = False
     """True if the result is the score plus a term that does not depend on it."""
 

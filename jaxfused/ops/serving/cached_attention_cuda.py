@@ -11,7 +11,7 @@ from jaxfused.runtime import cuda_library
 
 HEAD_SIZES = (64, 128)
 MOST_ROWS = 64
-"""Largest number of queries of a key head."""
+"""Largest number of queries of a key head, over its query heads, that the kernel takes."""
 ROWS_OF_A_READ = 16
 """Largest number of queries of a key head for which a warp reads the keys once."""
 _WARPS = 16
