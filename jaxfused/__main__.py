@@ -255,7 +255,7 @@ def describe(device: dispatch.Device) -> str:
 
 
 def versions() -> str:
-    """Returns the versions of the packages on which the choices depend."""
+    """Returns the versions of the packages on which the chosen implementations depend."""
     names = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy")
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     found = [f"{name} {installed[name]}" for name in names if name in installed]

@@ -111,7 +111,7 @@ class Choice(NamedTuple):
     reasons: Mapping[str, str | None]
     """The implementations, fastest first, each with None or why it cannot run."""
     by_partitioner: bool = False
-    """True if the choice was made for one shard while XLA partitioned the operation."""
+    """True if the implementation was chosen for one shard while XLA partitioned the operation."""
     source: Literal["named", "model", "table", "neighbour"] | None = None
     """The basis of the choice: the caller's name, the operator's rule ("model"), or the autotuning table
     at these shapes or at near ones. None for a choice that does not depend on shapes."""
@@ -124,7 +124,7 @@ class Choice(NamedTuple):
     measured: Any = None
     """The measured times that decided, a `jaxfused.runtime.table.Found`, or None."""
     stages: "Sequence[Choice]" = ()
-    """The choices for the kernels that would have run if the operator had not left the call to XLA."""
+    """Implementations of the kernels that would run if the operator had not left the call to XLA."""
 
 
 class Fallback(NamedTuple):

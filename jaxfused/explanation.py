@@ -69,7 +69,7 @@ _SOURCES = {
 
 
 def basis(choice: dispatch.Choice) -> list[str]:
-    """Returns lines with the times or rule that decided a choice, and why others cannot run."""
+    """Returns lines with the times or rule that decided, and why other implementations cannot run."""
     # If the operator's own rule left the call to XLA, estimates for its kernels decided nothing.
     asked = [c for c in choice.stages if c.implementation == "xla" or c.measured is not None]
     stages = dict.fromkeys(f"{c.stage}, {_figures(c)}" for c in asked if _figures(c))
@@ -250,7 +250,7 @@ def _without_kernels(choice: dispatch.Choice) -> dispatch.Choice:
 
 
 class _Key:
-    """A choice made hashable by its text; choices of equal content have equal keys."""
+    """A `Choice` made hashable by its text, such that equal ones are counted as one."""
 
     def __init__(self, choice: dispatch.Choice):
         self.choice = choice

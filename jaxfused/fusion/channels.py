@@ -24,7 +24,7 @@ class Arrangement:
 
     @property
     def operand(self) -> Layout:
-        """The layout of an operator's operand: [B, *pixels, C]."""
+        """The parts of each axis of an operator's operand: [B, *pixels, C]."""
         return (self.images, *self.pixels, self.channels)
 
     @property

@@ -19,7 +19,7 @@ Step = Site | Node | Call
 
 @dataclass
 class Plan:
-    """A graph's operations, and the sites that replace some, in their order of evaluation."""
+    """A graph's operations, and the operators that replace some, in their order of evaluation."""
 
     graph: Graph
     steps: list[Step]
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 def plan(graph: Graph, sites: Sequence[Site], bodies: dict[Node, tuple[Plan, ...]]) -> Plan:
-    """Returns the order in which to evaluate a graph whose operations these sites replace.
+    """Returns the order in which to evaluate a graph some of whose operations `sites` replace.
 
     Raises:
       Cyclic: no order exists.
@@ -117,7 +117,7 @@ def _in_order(items: Sequence[Node | Call], open_calls: set[Call]):
 
 
 def _open_calls(graph, sites, covered, bodies) -> set[Call]:
-    """Returns the `jax.jit` calls to evaluate by operation, since sites replace or read a part."""
+    """Returns the `jax.jit` calls of which `sites` replace or read a part: they run by operation."""
     found: set[Call] = set()
 
     def open_from(call: Call | None) -> None:

@@ -41,9 +41,9 @@ class Frame:
     """An array, with its axes cut into parts."""
 
     sizes: tuple[int, ...]
-    """Lengths of the parts."""
+    """Length of each part; parts are named by their indices here."""
     stages: tuple[Stage, ...]
-    """Array whose moments are taken, followed by its versions before each cast, reshape or
+    """Array whose mean is taken, followed by its versions before each cast, reshape or
     transposition."""
 
     @property
@@ -52,7 +52,7 @@ class Frame:
         return self.stages[-1]
 
     def length(self, parts: Iterable[int]) -> int:
-        """Returns the number of elements along the parts."""
+        """Returns the product of the parts' lengths."""
         return math.prod(self.sizes[part] for part in parts)
 
     def layouts(self, shape: tuple[int, ...]) -> list[Layout]:

@@ -1,4 +1,4 @@
-"""Drops sites without a kernel: on a GPU, operations that XLA would run anyway are not replaced."""
+"""Drops replacements without a kernel: on a GPU, what XLA would run anyway stays as it is."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jaxfused.fusion.site import Book, Site, first_line, is_refusal
 
 
 def drop_what_xla_runs(book: Book) -> None:
-    """Removes the sites that no kernel runs, forward or backward, and those that an operator refuses.
+    """Removes replacements that no kernel runs, forward or backward, or that an operator refuses.
 
     An operator in plain jax.numpy is no faster than the program. On other devices than GPUs, which have
     no kernels, all sites stay, so that reports show what would be found.
@@ -30,7 +30,7 @@ def drop_what_xla_runs(book: Book) -> None:
 
 
 def _why_none(site: Site) -> str | None:
-    """Returns why no kernel runs a site; None if one does, or if that is decided when XLA compiles."""
+    """Returns why no kernel would run; None if one would, or if that is decided when XLA compiles."""
     shapes = [v.struct for v in site.inputs]
     floating = [i for i, v in enumerate(site.inputs) if v.is_floating]
 

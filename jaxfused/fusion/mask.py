@@ -115,7 +115,7 @@ def truth(value: Value) -> Value:
 def parts_of(
     value: Value, axes: tuple[int | None, ...], logits: tuple[tuple[str, ...], ...], negated: bool
 ) -> list[Part]:
-    """Splits a mask into the parts whose conjunction (logical and) it is."""
+    """Splits a mask into the parts whose logical and it is."""
     rank = len(logits)
     value = truth(value)
     seen = view(value, axes)

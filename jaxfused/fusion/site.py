@@ -18,7 +18,7 @@ class Site:
     operator: str
     """The public name of the operator."""
     anchor: Node
-    """An operation of the site, whose source line is reported."""
+    """One of the replaced operations, whose source line is reported."""
     inputs: Sequence[Value]
     outputs: Sequence[Value]
     call: Callable[..., Sequence[jax.Array]]
@@ -29,7 +29,7 @@ class Site:
     """Description of the call for reports."""
     label: str = ""
     parts: tuple["Site", ...] = ()
-    """Sites found earlier that this site replaces."""
+    """Smaller replacements found earlier, in place of which this one comes."""
     facts: Any = None
     """Details for later recognisers; the type depends on the operator."""
 
@@ -50,25 +50,25 @@ class Miss:
 
 @dataclass
 class Book:
-    """The sites (replacements) found so far in one graph, and the near misses."""
+    """The replacements (sites) found so far in one graph, and the near misses."""
 
     graph: Graph
     without: Collection[str] = ()
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     owner: dict[Node, Site] = field(default_factory=dict)
-    """The site that replaces each operation."""
+    """For each replaced operation, the `Site` that replaces it."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Error messages of operators that refused a site when the program ran, by the site's label."""
+    """Error messages of operators that refused their operands when the program ran, by label."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Number of sites found of each operator, also dropped ones, in all graphs of the program."""
+    """Number of replacements by each operator, also dropped ones, in all graphs of the program."""
 
     def is_free(self, nodes: Iterable[Node]) -> bool:
-        """Returns whether no site replaces any of the operations."""
+        """Returns whether none of the operations is replaced yet."""
         return not any(node in self.owner for node in nodes)
 
     def add(self, site: Site) -> bool:
-        """Adds a site, unless one of its values is used elsewhere or the user leaves it out."""
+        """Adds a replacement, unless an inner value is used elsewhere or the user leaves it out."""
         if any(0 in value.shape for value in (*site.inputs, *site.outputs)):
             return False
         site.covered -= _free(site)
@@ -102,7 +102,7 @@ class Book:
         return True
 
     def take_out(self, sites: Iterable[Site]) -> list[Site]:
-        """Removes sites, and restores and returns the earlier sites that they had replaced."""
+        """Removes replacements; restores and returns earlier ones in whose place they came."""
         back: list[Site] = []
         for site in sites:
             self._remove(site)
@@ -124,7 +124,7 @@ class Book:
 
 
 def leaking(site: Site) -> Value | None:
-    """Returns a value inside the site that something outside uses too, or None."""
+    """Returns a value that the replacement no longer computes but something else uses, or None."""
     for node in sorted(site.covered, key=lambda node: node.order):
         for value in node.outs:
             if value in site.outputs:

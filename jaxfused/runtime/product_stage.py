@@ -40,5 +40,5 @@ class ProductStage:
         return self.in_order(product.run(multiprocessors=device.multiprocessors, config=config))
 
     def in_order(self, found: Mapping[str, jax.Array]) -> Results:
-        """Returns the stage's results in order, given the product's results by name."""
+        """Returns the results in the order of `results`, given the product's results by name."""
         return tuple(found.get(name) for name in self.results)

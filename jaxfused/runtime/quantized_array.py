@@ -192,7 +192,7 @@ class QuantizedArray:
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", arrays: Any) -> "QuantizedArray":
-        """Rebuilds the array unchecked, from any parts that a transformation returns."""
+        """Rebuilds the array unchecked, from whatever a JAX transformation puts in its fields."""
         array = object.__new__(cls)
         *fields, has_offset = static
         arrays = (*arrays, None)[: len(_ARRAYS)]
@@ -346,16 +346,16 @@ def assembled(
     offset: Any = None,
     codebook: tuple[float, ...] | None = None,
 ) -> QuantizedArray:
-    """Returns an array of parts that are known to fit together, without checking them again."""
+    """Builds a `QuantizedArray` of arrays that are known to fit together, without checks."""
     arrays = (values, scale, zero_point, *(() if offset is None else (offset,)))
     static = (axis, layout, group_size, codebook, offset is not None)
     return QuantizedArray.tree_unflatten(static, arrays)
 
 
 def as_operand(op: str, name: str, array: QuantizedArray) -> QuantizedArray:
-    """Returns the operand in the form that products read, after checking its parts.
+    """Returns the operand in the form that products read, after checking its arrays.
 
-    The parts are checked again, because transformations build arrays without the constructor.
+    They are checked again, because transformations build arrays without the constructor.
     """
     check_parts(op, name, array)
     return array.as_read()
@@ -437,7 +437,7 @@ def _why_unreadable(values: Any, codebook: tuple[float, ...] | None) -> str | No
 
 
 def check_parts(op: str, name: str, array: QuantizedArray) -> None:
-    """Checks that the parts of an array fit together.
+    """Checks that values, scale, zero point and offset of an array fit together.
 
     Args:
       name: the operand's name for messages; empty in the array's own constructor.

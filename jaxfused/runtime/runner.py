@@ -192,7 +192,7 @@ class Runner:
         object.__setattr__(self, "table", tables.load(self.device))
 
     def __call__(self, stage: Stage, *operands: jax.Array | None) -> Any:
-        """Runs a stage and returns its results; the operands are arrays of any rank, or None.
+        """Runs a kernel and returns its results; the operands are arrays of any rank, or None.
 
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel sees.
@@ -278,7 +278,7 @@ class Runner:
         return "xla" if named is not None and named not in reasons else named
 
     def _measured(self, choice: dispatch.Choice, found: tables.Found) -> dispatch.Choice:
-        """Returns `choice` with the fastest measured implementation and config that can run here."""
+        """Returns `choice`, with the fastest measured implementation and config that can run, if any."""
         named = self._named(choice.reasons)
         for ranked in found.ranking:
             implementation = ranked.implementation
@@ -307,7 +307,7 @@ def _choice_of_shapes(
     shapes: Sequence[jax.ShapeDtypeStruct | None],
     precision: Any,
 ) -> dispatch.Choice:
-    """Returns the implementation chosen for a stage and operands of known sizes, none of which is 0.
+    """Returns the implementation chosen for operands of known sizes, none of which is 0.
 
     A stage may read JAX's `precision` setting, so `precision` is part of the cache's key.
     """
@@ -518,7 +518,7 @@ class _OnShard:
 def configs(
     stage: Stage, implementation: str, device: dispatch.Device, operands: Sequence[Any]
 ) -> Sequence[Hashable]:
-    """Returns an implementation's configs, the default first; (None,) if there is no choice."""
+    """Returns an implementation's configs, the default first; (None,) if it has only the default."""
     if not isinstance(stage, HasConfigs):
         return (None,)
     return stage.configs(implementation, device, *operands) or (None,)

@@ -176,7 +176,7 @@ class Table:
         self.entries = dict(entries)
         self.files = tuple(files)
         self.digest = _digest(self.entries)
-        """SHA-256, in hexadecimal digits, of everything that choices depend on."""
+        """SHA-256, in hexadecimal digits, of all entries but their times."""
         self._families: dict[tuple[Any, ...], list[Key]] = {}
         for key in self.entries:
             self._families.setdefault(key.family, []).append(key)

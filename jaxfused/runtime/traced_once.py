@@ -35,7 +35,7 @@ class Choices:
 
 
 class Traced(NamedTuple):
-    """The results of a call as pytree leaves, and its choices as part of the pytree's structure."""
+    """A call's results as pytree leaves; the implementations chosen are part of the tree's structure."""
 
     results: tuple[jax.Array | None, ...]
     choices: Choices

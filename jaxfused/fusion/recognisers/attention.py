@@ -184,7 +184,7 @@ def _in_two(axes: Axes, cut: CutAxis, sizes: dict[str, int]) -> Axes:
 
 
 def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
-    """Returns the operand index of the probabilities, and the views from softmax to product, or None."""
+    """Returns the operand index of the probabilities, and the reshapes after the softmax, or None."""
     for side, operand in enumerate(after.ins):
         steps: list[Node] = []
         value = operand
