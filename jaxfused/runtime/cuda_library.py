@@ -212,7 +212,7 @@ def operands(
 
 
 def readable(vector: jax.Array | None) -> jax.Array | None:
-    """Returns a bias or scale in a dtype that handlers read."""
+    """Returns a bias or scale in a dtype that handlers read; None for None."""
     return vector if vector is None or vector.dtype in DTYPES else vector.astype(jnp.float32)
 
 

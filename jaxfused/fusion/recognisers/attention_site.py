@@ -123,7 +123,7 @@ def make_site(
 def _explicit_mask(
     layout: mask.Layout, parts: Sequence[mask.Part], arrays: Iterator[jax.Array]
 ) -> jax.Array | None:
-    """Returns the conjunction of the mask's `parts`, whose arrays `arrays` yields."""
+    """Returns the logical and of the mask's `parts`, whose arrays `arrays` yields, or None."""
     explicit = None
     for part in parts:
         array = layout.spread(next(arrays), part.seen.axes, part.logits)
@@ -316,7 +316,7 @@ def _of_absorbed_logits(
 
 @_of_absorbed_logits.defjvp
 def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Returns the derivative of rows without keys, where p = 1 / S changes by p (dl - mean dl)."""
+    """Returns the mean and its tangent: p = 1 / S of each key changes by p (dl - mean dl)."""
     (query, key, value), (dq, dk, dv) = primals, tangents
     result = _of_absorbed_logits(query, key, value, scale)
     dtype = accumulator_dtype(value.dtype)

@@ -210,7 +210,7 @@ def _numbers(reader: Reader, terms: Terms, columns: Columns) -> np.ndarray:
 
 
 def _table(reader: Reader, terms: Terms, at: np.ndarray) -> Table | None:
-    """Returns the table that multiplies the features `at`, or None if there are several."""
+    """Returns the table that multiplies the features `at`; None if there are several tables or signs."""
     index, sign = np.unique(terms.table[at]), np.unique(terms.factor[at])
     if len(index) != 1 or len(sign) != 1:
         return None
