@@ -61,7 +61,7 @@ class Axes(NamedTuple):
     the caller names another implementation, the contracted axes are gathered for it."""
 
     def split(self, implementation: str | None) -> tuple[str, str]:
-        """Returns (axes not to split, contracted axes that may be) for a named implementation or None."""
+        """Returns (axes not to split, contracted axes that may be) for an implementation or None."""
         if implementation in (None, self.parts_by) or self.parts_by is None:
             return self.whole, self.parts
         return self.whole + self.parts, ""
