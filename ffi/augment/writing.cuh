@@ -1,4 +1,4 @@
-// Writing pixels of a tile of a result.
+// Writes the pixels of a block's tile of a result to global memory.
 #pragma once
 
 #include "augment/steps.cuh"

@@ -109,7 +109,7 @@ class RowSlice {
  private:
   __device__ __forceinline__ int place_of(int turn) const { return turn * threads_ + first_; }
 
-  // Starts to copy the vectors of a group of turns.
+  // Starts async copies of the thread's vectors of kGroup turns.
   __device__ __forceinline__ void copy(int turn) const {
     const T* from = data_ + static_cast<int64_t>(place_of(turn)) * kVec;
     Pack* to = shared_ + (turn - begin_) * blockDim.x;

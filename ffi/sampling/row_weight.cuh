@@ -11,7 +11,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 // Returns a logit that is no NaN, with FLT_MAX for infinity: distances from it are numbers.
 __device__ __forceinline__ float finite(float logit) { return fminf(logit, FLT_MAX); }
 
-// Sum over words of 2^((logit - maximum) * scale), and the maximum.
+// Sum over words of 2^((logit - maximum) * scale), and the largest logit.
 struct RowWeight {
   float maximum = -FLT_MAX;  // not -inf, as its distance from a logit of -inf would be NaN
   float weight = 0.0f;

@@ -438,7 +438,7 @@ class Row {
     return exp2_fast((z - maximum_) * scale_);
   }
 
-  // Returns how many words are at least each of the pivots, in the order of `ordered`.
+  // Returns how many words have logits of at least each pivot, mapped by `ordered`.
   __device__ __forceinline__ Counts counts_from(const int (&pivots)[kPivots]) {
     Counts found;
     slice_.template for_each<false>([&](int, const float (&z)[kVec]) {
@@ -456,7 +456,7 @@ class Row {
     });
   }
 
-  // Returns the number and the weight of the words that are at least `least`, in the order of
+  // Returns the number and weight of the words with logits of at least `least`, mapped by
   // `ordered`.
   __device__ __forceinline__ Before words_from(int least) {
     Before words;

@@ -42,7 +42,7 @@ class Transform:
         raise NotImplementedError
 
     def result_size(self, size: jax.Array) -> jax.Array:
-        """Returns [height, width] of the result of an image."""
+        """Returns [height, width] of the result for an image of `size`."""
         return size
 
 
