@@ -183,7 +183,7 @@ class WeightGradient:
 
 @dataclass(frozen=True)
 class JoinedInputGradient(Windowed):
-    """dgrad plus `other`, a second gradient of x, with a relu's mask: y is x if x is a relu's result.
+    """Computes dgrad + `other`, a second gradient of x, masked if x is the result y of a relu.
 
     `other` and y may be None. This is no option of `InputGradient`, so that its recorded timings stay
     valid.
@@ -211,7 +211,6 @@ class JoinedInputGradient(Windowed):
         return self.gradient.call(device, dz, w)
 
     def product(self, device, dz, w, other, y) -> tuple[Work, float]:
-        """Returns the matrix product of a 1 x 1 window, and microseconds of XLA's passes after it."""
         streams = self.streams(dz, other, y)
         work = self.call(device, dz, w).as_product(**streams)
         # XLA writes dgrad's result, and a second kernel adds the other gradient to it.

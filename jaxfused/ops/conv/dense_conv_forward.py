@@ -111,7 +111,7 @@ class AsProduct:
 
 
 class Windowed(AsProduct):
-    """Mixin for a convolution; `dense_conv_regimes` judges its kernel, except for 1 x 1 windows."""
+    """Mixin for a convolution; a 1 x 1 window is a product, and `dense_conv_regimes` judges others."""
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         call = self.call(device, *operands)
@@ -122,7 +122,7 @@ class Windowed(AsProduct):
 
 @dataclass(frozen=True)
 class Forward(Windowed):
-    """Computes y, and z before the activation or None, from x [B, *spatial, C], w [*kernel, C, F]."""
+    """Computes y and the activation's input z, or None, of x [B, *spatial, C], w [*kernel, C, F]."""
 
     options: Options
     save_preactivation: bool
@@ -219,7 +219,6 @@ class ForwardOfTwo(Windowed):
         return axes._replace(operands=(*two, *axes.operands[1:]))
 
     def call(self, device, first, second, w, *others) -> pallas_conv.ConvCall:
-        """Returns the kernel's shapes and window."""
         call = call_of(device, self.alone.options.window, first.shape[:-1], first.dtype, w)
         return replace(call, first_channels=first.shape[-1])
 
@@ -228,7 +227,6 @@ class ForwardOfTwo(Windowed):
         return self.alone.why_not(device, whole, w, bias, residual)
 
     def product(self, device, first, second, w, bias, residual) -> tuple[Work, float]:
-        """Returns the matrix product of a 1 x 1 window, and microseconds of XLA's passes after it."""
         whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
         work, passes = self.alone.product(device, whole, w, bias, residual)
         concatenation = Passes(bytes_of_element=2 * first.dtype.itemsize)
@@ -274,11 +272,9 @@ class ForwardWithStatistics(Windowed):
         return self._alone.why_not(device, x, w, bias, residual)
 
     def call(self, device, x, w, *others) -> pallas_conv.ConvCall:
-        """Returns the kernel's shapes and window."""
         return self._alone.call(device, x, w)
 
     def product(self, device, x, w, bias, residual) -> tuple[Work, float]:
-        """Returns the matrix product of a 1 x 1 window, and microseconds of XLA's passes after it."""
         streams = self._alone.streams(x, residual)
         work = self.call(device, x, w).as_product(**streams)
         # XLA's statistics read the result once more; the kernel merges the statistics of its tiles.

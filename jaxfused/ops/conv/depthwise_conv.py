@@ -190,7 +190,7 @@ _WHOLE = "hwkjuv"
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes y, and z before the activation or None, from x [B, H, W, C], w [kh, kw, C]."""
+    """Computes y and the activation's input z, or None, from x [B, H, W, C] and w [kh, kw, C]."""
 
     options: _Options
     save_preactivation: bool

@@ -43,7 +43,7 @@ def depthwise_conv1d(
     hands_on: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Convolves x [B, *spatial, C] with w [*kernel, 1, C]; returns y, and x if `hands_on`, else None."""
-    # The rows of images become separate lines.
+    # Each row of an image becomes a sequence of its own.
     lines = [a if a is None else a.reshape(-1, *a.shape[-2:]) for a in (x, residual)]
     weights = w.astype(x.dtype).reshape(-1, w.shape[-1])
     operands = sharding.align(

@@ -64,7 +64,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Strips:
-    """Config of the kernels of strips, which have no parameters."""
+    """Config of the kernels that compute strips of columns; it has no parameters."""
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,7 @@ _AHEAD_PIXELS = 1536
 """Largest input of a tile, in pixels, that kernels of 7 rows a block load during the previous tile."""
 _BY_TWO = 0.85
 """Factor on a tile's time if an SM runs two CTAs at a time, or all of its CTAs at once, in place of
-three.
-"""
+three."""
 _TILE_CYCLES = 600
 """Cycles of a tile for barriers and waits."""
 _SHARED_BYTES = 226 * 1024

@@ -10,17 +10,13 @@ from jaxfused import dispatch
 from jaxfused.ops.conv.depthwise_conv_cuda import Tile, Window
 
 _SMALL, _LARGE = 3, 7
-"""Width of the 3 x 3 window, and width from which the strip kernels are faster than XLA at stride 1. The
-tensor-core kernels are faster at every window that they support.
-"""
+"""Width of the 3 x 3 window, and width from which strips are faster than XLA at stride 1. Tensor-core
+kernels are faster at all of their windows."""
 _LEAST_USEFUL, _LEAST_USEFUL_OF_FLOAT32 = 0.7, 0.9
-"""Least share of a 3 x 3 kernel's results that lie inside the output if it is faster, in 16 and 32 bits.
-If all do, XLA takes 1.45 times (16 bits) and 1.05 times (32 bits) as long without an activation.
-"""
+"""Least share of a 3 x 3 kernel's results inside the output at which it is faster, in 16 and 32 bits. If
+all are inside, XLA takes 1.45 and 1.05 times as long without an activation."""
 _NARROWEST_BLOCK, _WIDEST_BLOCK, _STRIP_COLUMNS = 16, 64, 8
-"""Fewest and most channels of a 3 x 3 kernel's block, and columns of a warp's strip at stride 1, as in
-CUDA.
-"""
+"""Fewest and most channels of a 3 x 3 kernel's block, and columns of a warp's strip at stride 1."""
 
 
 def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:

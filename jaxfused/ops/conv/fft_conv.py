@@ -32,7 +32,7 @@ class Sums:
 
 
 def choice(run: Runner, x: jax.Array, w: jax.Array, window: Window) -> dispatch.Choice | None:
-    """Returns the decision for transforms or direct sums; None if the call leaves none to make."""
+    """Returns the decision for transforms or direct sums, or None if only direct sums can run."""
     if run.implementation is not None or _why_not(run.device, x, w, window) is not None:
         return None
     return run.choice(_Forward(window), x, w)

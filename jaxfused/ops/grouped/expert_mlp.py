@@ -204,7 +204,7 @@ class Order(NamedTuple):
 
 
 def order_of(indices: jax.Array, experts: int, capacity: int | None = None) -> Order:
-    """Returns the order of the choices [T, k]; those beyond an expert's `capacity` are of no expert."""
+    """Returns the `Order` that sorts choices [T, k] by expert; those beyond `capacity` have none."""
     # An index equal to the number of experts means no expert, and one byte may not hold it.
     chosen = indices.T.reshape(-1)
     chosen = chosen.astype(np.promote_types(chosen.dtype, np.int32))

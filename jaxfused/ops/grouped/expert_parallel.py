@@ -209,9 +209,9 @@ class _Slots(NamedTuple):
     """Map between rows, sorted by expert, and the slots of the buffers sent to all devices."""
 
     row: jax.Array
-    """Index of each slot's row; the number of rows where it has none."""
+    """Index of each slot's row; for an empty slot the number of rows, out of range."""
     slot: jax.Array
-    """Index of each row's slot; the number of slots where it has none."""
+    """Index of each row's slot; for a row without one the number of slots, out of range."""
 
 
 @functools.partial(stated_gradient, linear=(0,))

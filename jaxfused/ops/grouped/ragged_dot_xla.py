@@ -181,7 +181,7 @@ def rows_product(
     sizes: jax.Array,
     offset: jax.Array,
 ) -> jax.Array:
-    """Computes `ragged_dot` without its gradient rule: JAX would differentiate the loop over tiles."""
+    """Computes `ragged_dot` without its custom gradient, for callers that define one."""
     rows, groups = lhs.shape[0], rhs.shape[0]
     width = rhs.shape[1 if options.transpose_rhs else 2]
     if 0 in (*lhs.shape[1:], *rhs.shape) or (not is_symbolic(lhs) and rows == 0):

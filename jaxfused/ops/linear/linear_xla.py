@@ -148,7 +148,7 @@ def finish(
     out_dtype: Any,
     save_preactivation: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the results of `layer`, given the product z = x @ w in x's dtype."""
+    """Returns y and the preactivation or None, given the product z = x @ w in x's dtype."""
     wide = z.astype(accumulator_dtype(z.dtype))
     if bias is not None:
         wide = wide + along_last_axis(bias, wide)
@@ -161,7 +161,7 @@ def finish(
 def product_and_bias(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, rounded_to: Any, precision: Any
 ) -> jax.Array:
-    """Returns the same as `affine`, for a caller that defines the gradient.
+    """Returns x @ w + bias for a caller with a custom gradient; it may be added in x's dtype.
 
     A bias of x's dtype is added in that dtype if the sum is rounded to it. XLA's product then adds it
     before its one rounding; a separate sum would round twice, and change the sign of some sums near 0.
@@ -176,7 +176,7 @@ def product_and_bias(
 def narrow_preactivation(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any
 ) -> jax.Array:
-    """Returns the same as `preactivation`, for a caller that defines the gradient."""
+    """Returns x @ w + bias in x's dtype, for a caller with a custom gradient."""
     z = product_and_bias(x, w, bias, rounded_to=x.dtype, precision=precision)
     return z.astype(x.dtype)
 

@@ -40,9 +40,8 @@ class Options:
     interleaved: bool
     precision: Any
     one_array: tuple[int, int] | None = None
-    """(key heads, query heads of each) if one array holds all weights, and one all biases; else None.
-    These arrays are passed as those of the queries, with None for keys and values.
-    """
+    """(key heads, query heads that share each) if one array holds all weights, and one all biases. These
+    are passed as the queries' arrays, with None for keys and values."""
 
     @property
     def whole(self) -> str:

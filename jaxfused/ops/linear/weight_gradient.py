@@ -171,7 +171,7 @@ _TILE_ROWS = 8
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Computes x^T @ dy, and dy summed over its rows, for x [rows, D] and each of several dys.
+    """Computes x^T @ dy, and the sum of dy over rows, for x [rows, D] and each of several dys.
 
     The products have `dtype`. The sums are float32, and computed if `sums_rows`.
     """

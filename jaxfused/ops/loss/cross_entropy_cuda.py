@@ -25,9 +25,8 @@ class ForwardConfig:
     """Launch parameters of the forward that writes a gradient."""
 
     cluster: int = 0
-    """CTAs of a cluster that keep a row in shared memory: 1, 2, 4 or 8; 0 if the kernel chooses, -1 to
-    read each row twice instead.
-    """
+    """CTAs that share a row in shared memory: 1, 2, 4 or 8; 0 if the kernel chooses, -1 to read rows
+    twice."""
     threads: int = 512
     """Largest number of threads of a block."""
 

@@ -19,8 +19,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 IGNORED = -1
 ELSEWHERE = -2
 """Values in place of a class index: for a token that does not count, and for a class whose logits are on
-another device.
-"""
+another device."""
 
 
 @dataclass(frozen=True)

@@ -434,9 +434,8 @@ sums would be read and written more often, and the products would be too short t
 _NARROW_ROWS = 2048
 """Least number of rows of a default chunk if w's gradient is summed in w's 16-bit dtype."""
 _NARROW_CHUNKS = 3
-"""Largest number of default chunks of 16-bit sums. So few roundings add little error, well below the
-tolerance of tests/support, if the terms of different chunks do not cancel.
-"""
+"""Largest number of default chunks of 16-bit sums. The error of so few roundings is well below the
+tolerance of tests/support, if the terms of different chunks do not cancel."""
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 """Rows and columns of a product's tile in cuBLAS."""
 _UNROLLED_CHUNKS = 8

@@ -433,7 +433,7 @@ def _packed_sums(options: PixelOptions, logits, labels, weights) -> jax.Array:
 
 
 def _why_not(device, logits) -> dict[str, str | None]:
-    """Returns why each implementation cannot run logits [B, N, C], forward or backward."""
+    """Returns why each implementation cannot run logits [B, pixels, C], forward or backward."""
     reason = segmentation_loss_cuda.why_unsupported(
         compute_capability=device.compute_capability,
         images=logits.shape[0],

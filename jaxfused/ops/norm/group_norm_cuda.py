@@ -91,8 +91,7 @@ def why_unsupported(
 _CACHED_BYTES = 28e6
 """Bytes that a pass reads and the next pass still finds in the L2."""
 _MOST_SUMS = 4096
-"""Largest number of partial sums of an image (slices * groups) that every block merges itself; a
-separate launch merges more.
+"""Most partial sums of an image (slices * groups) that every block merges itself; a launch merges more.
 """
 _LAUNCH = 7.0
 """Microseconds of a launch, including its first loads and a block's sums."""
@@ -104,8 +103,7 @@ _CACHE_TERABYTES_A_SECOND = 10.0
 """TB/s at which the second pass reads from the L2; its writes are counted separately."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
 _TWO_PASSES = {1: 1.07, 2: 1.16}
-"""Factor on the time of both passes, by the number of arrays read: instructions take longer than memory.
-"""
+"""Factor on the passes' time by the number of arrays read: instructions take longer than memory."""
 _CHUNK_GAIN = 0.9
 """Largest ratio of the time in chunks to the time in one chunk at which chunks are chosen."""
 
@@ -126,8 +124,7 @@ _ONCE_PIXEL_BYTES = 2048
 """Largest number of bytes of a pixel's channels; the forward's warps that sum read 16 bytes a thread."""
 _ONCE_GROUPS = 512
 _ONCE_SUMS = 8192
-"""Largest number of partial sums of an image (slices * groups), because every block merges all of them.
-"""
+"""Most partial sums of an image (slices * groups), because every block merges all of them."""
 
 
 def reads_once(compute_capability: tuple[int, int] | None) -> bool:

@@ -95,8 +95,7 @@ _BLOCK, _NEXT_BLOCK = 5.0, 2.6
 _WAIT, _WAIT_FOR_PART = 1.0, 0.015
 """Microseconds that a block waits for the other parts of its image: in all, and for each part."""
 _MERGED, _SUMMED = 4.5e-4, 0.1
-"""Microseconds to merge a sum of another block, and to add one of the block's own in each of two passes.
-"""
+"""Microseconds to merge a sum of another block, and to add one of the block's own in both passes."""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
 """Memory rates in TB/s: of independent blocks, and of blocks that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
@@ -104,9 +103,7 @@ _RESIDUAL = 2.2
 """Cost of the residual's bytes relative to those of x, because the result waits for them after the
 statistics."""
 _SHORT = {True: ((2, 2.0),), False: ((2, 2.8), (4, 1.2))}
-"""(vectors, factor): factor on the transfer time of slabs with fewer vectors than that; by whether x has
-at most _SMALL_BYTES.
-"""
+"""By whether x is small: (vectors, factor on the transfer time of slabs with fewer vectors)."""
 _SMALL_BYTES = 4e6
 """Bytes of x up to which the L2 delivers pieces of two vectors as fast as longer ones."""
 

@@ -24,7 +24,7 @@ save_statistics = functools.partial(
 
 
 def saving_statistics(values: Any) -> Callable[..., Any]:
-    """Returns the `jax.checkpoint` of a norm over so many values; the identity for `FEW_VALUES`."""
+    """Returns `save_statistics`, or the identity for a norm over at most `FEW_VALUES` values."""
     return (lambda norm: norm) if is_few(values) else save_statistics
 
 

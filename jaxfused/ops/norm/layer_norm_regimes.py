@@ -13,26 +13,23 @@ from jaxfused.runtime.estimate import MEGABYTE, Rule
 
 _LITTLE, _LITTLE_WITHOUT_PALLAS = 0.3, 8.0
 """Megabytes up to which XLA's forward ends sooner: where a Pallas kernel can run, and where only CUDA C
-can. The second also limits x and y together where XLA's backward is faster.
-"""
+can. The second also limits x and y together where XLA's backward is faster."""
 _LITTLE_MISALIGNED = 1.0
-"""Megabytes of misaligned rows up to which XLA's norm without a mean is faster, forward and backward."""
+"""Megabytes of misaligned rows up to which XLA's norm without a mean ends sooner, also backward."""
 _NARROW, _WIDE = 32, 2048
 """Features of misaligned rows at which XLA's forward is faster: up to the first number if no statistics
 are saved, and above the second (above twice the second with a residual or saved statistics)."""
 _WARP_FEATURES = 1024
 """Features up to which one warp computes a row."""
 _RING, _MOST_OF_NARROW = 30.0, 100.0
-"""Megabytes above which CUDA C, with a ring buffer of rows, is faster than Pallas: for RMSNorm of at
-most _WARP_FEATURES; for any norm of half as many up to the second number. Wide rows need twice the
-first.
+"""Megabytes above which CUDA C's ring buffer of rows is faster than Pallas: for RMSNorm of
+_WARP_FEATURES or fewer; up to _MOST_OF_NARROW, for any norm of half as many. Wide rows need twice _RING.
 """
 _FEW_ROWS = 1024
 """Rows up to which CUDA C's backward may start sooner than Pallas's. From twice as many on, XLA sums
 over rows in the same kernel as dx."""
 _SHORT_BACKWARD, _SHORT_WIDE_BACKWARD = 2.2, 7.0
-"""Megabytes up to which CUDA C's backward is faster than Pallas's; the second for layer_norm of at least
-_WARP_FEATURES, where several warps share a row.
+"""Megabytes up to which CUDA C's backward is faster; the second for layer_norm from _WARP_FEATURES on.
 """
 
 

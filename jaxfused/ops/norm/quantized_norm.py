@@ -80,7 +80,7 @@ def _norm_fwd(run: Runner, options: NormOptions, dtype: str, x, residual, scale,
 
 
 def _norm_bwd(run: Runner, options: NormOptions, dtype: str, saved, cotangents):
-    """Returns gradients of the next residual, the sum of x, pre_bias and residual.
+    """Returns the gradients through the next residual, x + pre_bias + residual.
 
     The quantised values have no gradient.
     """

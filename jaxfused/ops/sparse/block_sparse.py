@@ -23,9 +23,7 @@ class BlockList(NamedTuple):
     starts: jax.Array
     """Index of the first entry of each line, then the number of entries, int32 [lines + 1]."""
     entries: jax.Array
-    """Index of each entry's block, and its row of blocks (in the list by row, its column), int32 [2,
-    kept].
-    """
+    """Index of each entry's block, and its row of blocks (its column, by row), int32 [2, kept]."""
 
 
 @serializable

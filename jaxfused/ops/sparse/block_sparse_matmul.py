@@ -347,8 +347,8 @@ def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
 
 
 _MOST_KEPT, _LARGE, _MANY_ROWS = 0.5, 4_000_000, 4096
-"""Largest kept share of the matrix at which the kernel is faster, if the matrix has so many numbers or
-x so many rows: smaller products end before the kernel starts."""
+"""Largest kept share of the matrix at which the kernel is faster, if the matrix has _LARGE elements or x
+_MANY_ROWS rows: smaller products end before the kernel starts."""
 
 
 def example_weight(random: Any, blocks: Any, lists: Sequence[Any]) -> list[jax.Array]:

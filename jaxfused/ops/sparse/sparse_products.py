@@ -197,9 +197,8 @@ class SampledProduct(OneByOne):
 
 
 _LEAST_NUMBERS, _LEAST_UNSORTED = 2**20, 2**24
-"""Elements of the matrix, zeros included, from which the kernel is faster; the second number if it has
-to sort the entries first and XLA's dense product does not.
-"""
+"""Elements of the matrix, zeros included, from which the kernel is faster; the second if it alone sorts
+the entries first."""
 _WITHOUT_TF32 = 7
 """Factor by which a dense float32 product is slower if it may not use TF32."""
 _DENSE = 64
