@@ -81,7 +81,7 @@ class Letters:
 
     @property
     def two_images(self) -> tuple[str, str]:
-        """Letters of two arrays that each hold some of the channels."""
+        """Axis letters of two arrays that each hold some of x's channels."""
         spatial = "b" + "dhw"[-self.axes :]
         return spatial + "x", spatial + "y"
 

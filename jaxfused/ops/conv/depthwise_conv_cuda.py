@@ -22,7 +22,7 @@ KERNELS = {
 }
 """Window sizes (height, width) of the kernels, and the strides of each."""
 MAX_PIXELS = 2**28
-"""Upper limit of the pixels of all images together."""
+"""Upper limit, excluded, of the pixels of all images together."""
 MAX_CHANNELS = 64 * 65535
 
 _BLOCK_CHANNELS = 64

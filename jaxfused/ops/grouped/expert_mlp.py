@@ -167,7 +167,7 @@ class ExpertOptions:
 
 
 def check_experts(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> None:
-    """Checks the dtypes and shapes of tokens, routes and experts."""
+    """Checks the dtypes and shapes of tokens, their experts' indices and weights, and the experts."""
     check_floating(op, dict(x=x, weights=weights))
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (); pass x of shape [..., features].")

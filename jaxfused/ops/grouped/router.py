@@ -28,7 +28,7 @@ class Routes(NamedTuple):
     """The experts of each token."""
 
     weights: jax.Array
-    """Weights [..., k], float32."""
+    """Weights [..., k], float32 (float64 for float64 logits)."""
     indices: jax.Array
     """Indices [..., k] of experts, int32, the greatest score first."""
 

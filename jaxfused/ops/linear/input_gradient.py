@@ -42,7 +42,7 @@ def input_gradient(
 @dataclass(frozen=True)
 class _ProductOfShards:
     rows: str
-    """Letters of dy's leading axes."""
+    """Einsum letters of dy's leading axes."""
     dtype: Any
     precision: Any
 

@@ -228,7 +228,7 @@ def separate_projections(
     precision: jax.lax.PrecisionLike | fp8.Precision,
     implementation: dispatch.Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `qkv_projection` of weights [D, N, H], [D, K, H] and [D, K, H] without concatenating them.
+    """Returns q, k and v for weights of their own, each [D, heads, H], which are not concatenated.
 
     Modules hold such weights. Devices may split their heads, but the columns of one matrix would have to
     be gathered first.
@@ -286,7 +286,7 @@ def _in_fp8(
     device: dispatch.Device,
     state: fp8.Fp8State | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns heads [..., T, N, H] of x [..., T, D], multiplied in float8 by one matrix or by three."""
+    """Returns q, k and v [..., T, heads, H] of x [..., T, D], times one matrix or three in float8."""
     run = fp8.runner("qkv_projection", implementation, device, x)
     weight_axes = ("dc",) if len(weights) == 1 else ("de", "df", "dg")
     aligned: Any = sharding.align(

@@ -276,7 +276,7 @@ class InputGradient:
         return product_regimes.estimate(device, work, spared, several=True)
 
     def _x_and_weights(self, dq, dk, dv, *weights) -> tuple[Any, Sequence[Any]]:
-        """Returns the shapes and dtypes of x [..., D] and of the weights [D, n, heads, H]."""
+        """Returns the shapes and dtypes of x [..., D] and of the weights [D, groups, heads, H]."""
         del dk, dv
         *rows, _, _, _ = dq.shape
         x = jax.ShapeDtypeStruct((*rows, len(weights[0])), dq.dtype)

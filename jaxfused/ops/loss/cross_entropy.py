@@ -195,7 +195,7 @@ def _statistics_over_shards(
     logits: jax.Array,
     labels: jax.Array,
 ) -> Statistics:
-    """Returns the statistics of tokens whose classes are spread over the devices along `axis_name`."""
+    """Returns the statistics of tokens whose classes are sharded over the devices along `axis_name`."""
     shards = lax.psum(1, axis_name)
     if is_soft(labels):
         classes, soft = None, labels

@@ -246,7 +246,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def _letters(image_axes: int) -> tuple[str, str]:
-    """Returns the letters of the rows' axes (without features), and those of the vectors' axes."""
+    """Returns the axis letters of x without its features, and those of the vectors [*images, D]."""
     images = "pqrstuvw"[:image_axes]
     return images + ROWS, images + "d"
 

@@ -321,7 +321,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def _axes(x: jax.Array) -> str:
-    """Returns the letters of the axes of x [..., D]."""
+    """Returns a letter for each axis of x [..., D], as `sharding.align` takes them."""
     return sharding.leading_axes(x.ndim - 1) + "d"
 
 

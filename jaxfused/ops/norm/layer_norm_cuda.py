@@ -25,8 +25,9 @@ class ForwardConfig:
     """Launch parameters of the forward."""
 
     few_rows: bool = False
-    """True for the kernel for few rows, which holds rows of 4,096 features, or 8,192 without residual
-    and pre_bias."""
+    """True for the kernel for few rows, which holds rows of up to 4,096 features, or 8,192 without
+    residual, pre_bias and activation.
+    """
     threads: int = 128
     """Largest number of threads of a block. Smaller blocks have fewer warps to exchange sums with."""
     run: int = -1
@@ -68,7 +69,8 @@ _FEW_BYTES_FORWARD = 2**19
 _FEW_BYTES_PLAIN = 2**21
 _FEW_BYTES_BACKWARD = 4 * 2**20
 """Bytes up to which a kernel for few rows is tried first: read by a forward, read by a forward without
-residual or pre_bias, and of one matrix of the backward (one launch instead of two)."""
+residual and with two vectors at most, and of one matrix of the backward (one launch instead of two).
+"""
 FEW_ROWS_FEATURES = 4096
 _COLUMN_ROWS = 8192
 _FEW_ODD_ROWS = 3072

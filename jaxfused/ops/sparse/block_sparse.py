@@ -71,7 +71,7 @@ class BlockSparse:
         count: int | None = None,
         mask: jax.Array | None = None,
     ) -> Self:
-        """Returns the blocks of a dense matrix.
+        """Returns a dense matrix as a `BlockSparse` that keeps some of its blocks.
 
         Args:
           weight: [D, F], floating-point.

@@ -51,7 +51,7 @@ class Sparse24:
 
     @classmethod
     def from_dense(cls, weight: jax.Array) -> Self:
-        """Returns the two numbers of the greatest magnitude in each four along the first axis.
+        """Returns a matrix that keeps the two numbers of greatest magnitude of each four along axis 0.
 
         Among equal ones the first are kept. The gradient reaches those that are kept.
 
