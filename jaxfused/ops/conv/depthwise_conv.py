@@ -98,7 +98,7 @@ def window_of(
 
 
 def _zeros(padding, kernel, strides, sizes) -> tuple[tuple[int, int], ...] | None:
-    """Returns the zeros around each spatial axis; None if the padding has other values."""
+    """Returns the zeros around each spatial axis, or None if the padding is not of zeros."""
     if padding in ("SAME", "SAME_LOWER", "VALID"):
         return tuple(jax.lax.padtype_to_pads(sizes, kernel, strides, padding))
     return None if isinstance(padding, str) else tuple((low, high) for low, high in padding)
@@ -265,7 +265,7 @@ class _InputGradient:
         return _configs(implementation, device, dz, window, in_float32=other is not None)
 
     def run(self, implementation, device, dz, w, other=None, *, config=None) -> Results:
-        """Adds `other`, another gradient of x, if there is one."""
+        """Computes dx, plus `other`, another gradient of x, if there is one."""
         if implementation == "cuda":
             window = self.window.transposed()
             dx, _ = depthwise_conv_cuda.conv(

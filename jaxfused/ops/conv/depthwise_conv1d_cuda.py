@@ -22,7 +22,7 @@ _FORWARD_THREADS, _GRADIENT_THREADS = 512, 384
 """Threads per SM that registers allow, in the forward and in the gradient."""
 _CHANNELS_OF_THREAD = 4
 _LEAST_STEPS = 32
-"""Fewest steps of a piece, because each piece reads its neighbour's last inputs again."""
+"""Fewest steps of a thread's piece of a sequence; each piece reads the last inputs of the one before."""
 
 
 def why_unsupported(

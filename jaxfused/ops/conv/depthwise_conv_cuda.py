@@ -253,8 +253,7 @@ _MOST_CANDIDATES = 8
 _AHEAD_PIXELS = 1536
 """Largest input of a tile, in pixels, that kernels of 7 rows a block load during the previous tile."""
 _BY_TWO = 0.85
-"""Factor on a tile's time if an SM runs two CTAs at a time, or all of its CTAs at once, in place of
-three."""
+"""Factor on a tile's time if an SM has room for fewer than three CTAs, or gets at most three in all."""
 _TILE_CYCLES = 600
 """Cycles of a tile for barriers and waits."""
 _SHARED_BYTES = 226 * 1024

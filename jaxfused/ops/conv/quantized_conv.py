@@ -174,7 +174,7 @@ def _missing(
     out_dtype: Any,
     residual: jax.Array | None,
 ) -> dict[str, str]:
-    """Returns the reason why kernels cannot convolve these values, by implementation."""
+    """Returns, for each implementation that has no kernel for these values, the reason."""
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     reason = _why_unsupported(device, window, x, w, size, out_dtype, residual)
     if reason is not None:
@@ -207,7 +207,7 @@ def _left_to_xla(
 
 
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
-    """Returns why XLA runs a call that names no implementation, or None if the kernel was faster."""
+    """Returns why XLA runs a call that names no implementation, or None if the kernel was timed faster."""
     channels, features = w.shape[-2:]
     pixels, whole = dense_conv.pixels_of(window, x), dense_conv.TILE_FEATURES
     simple = set(window.kernel) == {_WINDOW} and set(window.strides) == set(window.dilation) == {1}

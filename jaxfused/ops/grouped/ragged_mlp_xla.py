@@ -58,7 +58,7 @@ def _activated(options: Options, z: list[jax.Array]) -> tuple[jax.Array, ...]:
 def hidden_layer(
     options: Options, x, w_first, w_second, sizes, offset
 ) -> tuple[jax.Array | None, ...]:
-    """Returns (h, z, None) or (h, gate, up), [M, F]."""
+    """Returns (h, preactivation, None), or with a gate (h, gate, up), each [M, F]."""
     of_rows = options.product(x.dtype)
 
     def product(rows: jax.Array, w: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.qkv_heads import Heads
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
-# --- gradient -------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 HEADS = ("ngh", "nkh", "nkh")
 """Axis letters of q, k and v: groups that share keys (n), heads of a group (g, k), features (h)."""

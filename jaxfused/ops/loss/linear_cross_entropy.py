@@ -252,7 +252,7 @@ class _AheadResiduals(NamedTuple):
 def _loss_ahead(
     run: Runner, constants: _Constants, x, w, bias, classes, shares, total, expected
 ) -> jax.Array:
-    """Returns sum(shares * losses) / total; the forward computes gradients for cotangent `expected`."""
+    """Returns sum(shares * losses) / total; differentiated, its forward also computes the gradients."""
     del expected
     statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)
     return jnp.sum(losses_of_rows(statistics, classes, constants.options) * shares) / total

@@ -261,7 +261,7 @@ _sums.defvjp(_sums_fwd, _sums_bwd)
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="segmentation_loss")
 def _mask_loss(run: Runner, masks: "_Masks", logits, labels) -> jax.Array:
-    """Returns `masks.scale` times the sum of the losses of logits [B, N, 1].
+    """Returns `masks.scale` times the sum of the losses of binary masks, logits [B, pixels, 1].
 
     The forward computes the gradient for the cotangent 1. XLA drops the multiplication if the cotangent
     is 1.

@@ -36,7 +36,7 @@ class LossOptions:
 
     @property
     def constants(self) -> dict[str, float]:
-        """Returns all constants by name, with derived ones."""
+        """Returns all constants by their names, and tversky_rest, which follows from them."""
         return asdict(self) | {"tversky_rest": self.tversky_rest}
 
 

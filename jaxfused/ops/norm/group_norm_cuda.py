@@ -25,7 +25,7 @@ _MAX_THREADS = 1024
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters of a kernel."""
+    """Launch parameters of the forward or the backward."""
 
     slices: int
     """Slices of an image; each is one block."""
@@ -91,7 +91,7 @@ def why_unsupported(
 _CACHED_BYTES = 28e6
 """Bytes that a pass reads and the next pass still finds in the L2."""
 _MOST_SUMS = 4096
-"""Most partial sums of an image (slices * groups) that every block merges itself; a launch merges more.
+"""Most partial sums of an image (slices * groups) that each block merges; a launch merges more.
 """
 _LAUNCH = 7.0
 """Microseconds of a launch, including its first loads and a block's sums."""

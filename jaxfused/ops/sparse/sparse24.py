@@ -185,7 +185,7 @@ def _check_matrix(op: str, weight: jax.Array) -> None:
 
 
 def greatest_places(weight: jax.Array) -> jax.Array:
-    """Returns the places of the two greatest magnitudes of each four, ascending, int32 [D / 4, 2, F]."""
+    """Returns the places, in order, of the two greatest magnitudes of each four, int32 [D / 4, 2, F]."""
     groups = jax.lax.stop_gradient(weight).reshape(-1, GROUP, weight.shape[1])
     magnitudes = jnp.abs(groups)
     # NaN counts as the greatest, so that it stays visible in results.
