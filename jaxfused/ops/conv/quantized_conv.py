@@ -207,7 +207,7 @@ def _left_to_xla(
 
 
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
-    """Returns why XLA runs a call that names no implementation, or None if the kernel was timed faster."""
+    """Returns why XLA runs a call that names no implementation, or None if the kernel is faster."""
     channels, features = w.shape[-2:]
     pixels, whole = dense_conv.pixels_of(window, x), dense_conv.TILE_FEATURES
     simple = set(window.kernel) == {_WINDOW} and set(window.strides) == set(window.dilation) == {1}

@@ -35,7 +35,7 @@ class Options:
     transpose_rhs: bool
     """True if rhs is [E, N, K]."""
     dtype: Any
-    """Dtype of the multiplication."""
+    """Dtype in which lhs and rhs are multiplied."""
     out_dtype: Any
     precision: Any
 

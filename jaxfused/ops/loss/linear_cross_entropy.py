@@ -514,7 +514,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """Computes (dx, dw, dbias), for coefficients (`Pulls`) [N, 3] of each row's gradient of logits."""
+    """Computes (dx, dw, dbias) from pulls [N, 3], the coefficients of each row's gradient of logits."""
 
     constants: _Constants
 

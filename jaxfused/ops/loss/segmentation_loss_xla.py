@@ -50,7 +50,7 @@ class Sums(NamedTuple):
     overlap: jax.Array
     """Sums [B, C] of the class's probability over the pixels whose label is the class."""
     predicted: jax.Array
-    """Sums [B, C] of the probabilities of each class."""
+    """Sums [B, C] of each class's probability over all counted pixels."""
     present: jax.Array
     """Sums [B, C] of 1 for each pixel whose label is the class."""
 

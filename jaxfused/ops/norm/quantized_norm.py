@@ -80,7 +80,7 @@ def _norm_fwd(run: Runner, options: NormOptions, dtype: str, x, residual, scale,
 
 
 def _norm_bwd(run: Runner, options: NormOptions, dtype: str, saved, cotangents):
-    """Returns the gradients through the next residual, x + pre_bias + residual.
+    """Returns the gradients of x, residual and pre_bias through their sum, the next residual.
 
     The quantised values have no gradient.
     """
