@@ -1,4 +1,4 @@
-"""precision="fp8": the values that callers may pass, and the state of delayed scaling.
+"""Values of the argument `precision` that select float8 products, and the state of delayed scaling.
 
 The products are in `jaxfused.ops.fp8.fp8_products`, and the quantisation of their operands in
 `jaxfused.ops.fp8.fp8_operands`.
@@ -84,7 +84,7 @@ MATRICES: Mapping[str, tuple[str, ...]] = {
     "mlp": _OF_TWO_PRODUCTS,
     "gated_mlp": _OF_TWO_PRODUCTS,
 }
-"""Matrices of each operator, in the order of the rows of its state's history."""
+"""Names of the matrices that each operator quantises, in the order of `Fp8State.history`'s rows."""
 
 
 def is_fp8(precision: Any) -> bool:
@@ -101,7 +101,7 @@ DELAYED = "fp8_delayed"
 
 
 def is_named(precision: Any, name: str) -> bool:
-    """Returns whether a precision is a given string, without comparing it with arrays."""
+    """Returns whether `precision` is the string `name`; it never compares an array with a string."""
     return isinstance(precision, str) and precision == name
 
 
@@ -123,7 +123,7 @@ def state_of(op: str, precision: Any) -> Fp8State | None:
 
 
 def runner(op: str, implementation: str | None, device: dispatch.Device, x: jax.Array) -> Runner:
-    """Returns the Runner of an operator in float8.
+    """Returns the Runner, which chooses and calls implementations, of an operator in float8.
 
     Raises:
       ValueError: x has a dtype that is not quantised, or the implementation has no float8 product.

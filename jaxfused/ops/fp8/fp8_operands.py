@@ -24,8 +24,8 @@ from jaxfused.runtime.vmap import OneByOne
 FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 GRADIENT = jnp.dtype(jnp.float8_e5m2)
 SLOPE_STEPS = 112.0
-"""Int8 code of a derivative of 1. An int8 then holds the derivatives of all activations but
-relu2, in steps finer than those of float8, to which their product with the gradient is rounded."""
+"""Int8 value that represents a derivative of 1. In steps of 1/112, the derivatives of all activations
+but relu2 fit into an int8, more finely than in float8, to which the gradient is rounded later."""
 
 
 class Copies(NamedTuple):
@@ -34,21 +34,21 @@ class Copies(NamedTuple):
     values: Any
     """Float8 [..., N], or None. Zeros may pad the last axis to a multiple of `fp8_xla.PITCH`."""
     transposed: Any
-    """Float8 transpose [N, ...], or None. If unsharded, [N, M] with its last axis padded likewise."""
+    """Float8 transpose [N, ...], or None. If unsharded, [N, all rows], padded likewise."""
     scale: jax.Array
     """Scale of the values, a float32 scalar."""
     largest: Any
-    """Any number of magnitudes, [P], whose maximum determines the scale."""
+    """Float32 [P] for any P: magnitudes, whose maximum determines the scale."""
     sums: Any = None
     """Sums over all rows of the matrix before quantisation, float32 [N], or None."""
     found: Any = None
-    """Largest magnitude [1] of the matrix if a history determines the scale, else None."""
+    """Largest magnitude [1] of the matrix, for its history; None if it has no history."""
     slope: Any = None
     """Derivative of the activation in steps of 1 / SLOPE_STEPS, int8 of the shape of `values`, or
     None."""
 
     def kept(self, *names: str) -> "Copies":
-        """Returns what a backward needs: the scale, the magnitudes and the named fields."""
+        """Returns the Copies to save for the backward: only its scale, magnitudes and fields `names`."""
         wanted = {"scale", "largest", "found", *names}
         fields: Any = {name: a if name in wanted else None for name, a in self._asdict().items()}
         return Copies(**fields)
@@ -67,7 +67,7 @@ def copies(
     largest: jax.Array | None = None,
     history: jax.Array | None = None,
 ) -> Copies:
-    """Returns matrices [..., N_i] in float8, concatenated and with one scale.
+    """Returns matrices [..., N_i] in float8, concatenated along the last axis and with one scale.
 
     Args:
       dtype: FORWARD or GRADIENT.
@@ -101,7 +101,7 @@ def copies(
         matrices=len(matrices),
         returns_scale=in_one_piece,
         pads=in_one_piece,
-        # Known magnitudes mean that the matrices were just written, so that their end is still in L2.
+        # Magnitudes are known of matrices that were just written, whose last rows are still in L2.
         from_end=largest is not None,
     )
     values, transposed, scale, total, parts, derivative = run(stage, *padded, fitting)
@@ -117,7 +117,7 @@ def copies(
 def copies_of(
     run: Runner, state: Fp8State | None, op: str, matrix: str, *arrays: jax.Array, **wanted: Any
 ) -> Copies:
-    """Returns `copies` of the matrix named `matrix` in MATRICES, scaled by its history if it has one."""
+    """Quantises an operator's matrix by `copies`, scaled by its history if there is a state."""
     history = None if state is None else state.of(op, matrix)
     return copies(run, *arrays, history=history, **wanted)
 
@@ -134,13 +134,13 @@ def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -
 
 
 def _of_all_shards(largest: jax.Array) -> jax.Array:
-    """Returns the maximum over all shards, for one scale, if a shard_map tracks what varies."""
+    """Returns the maximum over the mesh axes on which it varies, so that all shards share a scale."""
     names = tuple(sorted(sharding.varying(largest)))
     return jax.lax.pmax(largest, names) if names else largest
 
 
 def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the largest magnitude [1] in the history, or that of scale 1 if there is none.
+    """Returns the largest magnitude [1] in the history; if it is empty, the one whose scale is 1.
 
     Magnitudes that are not finite are ignored. A step with too large a loss scale may have caused them,
     and they do not predict the next call.
@@ -159,7 +159,7 @@ bytes that each block reads. Every block that quantises a tile reads the results
 
 @dataclass(frozen=True)
 class _Largest(OneByOne):
-    """Computes (magnitudes [P],) of unsharded matrices [M, N_i], as `largest_of` returns them."""
+    """Computes (magnitudes [P],), whose maximum is the largest magnitude of matrices [M, N_i]."""
 
     matrices: int
     activation: str | None
@@ -190,7 +190,7 @@ class _Largest(OneByOne):
 
 
 def _largest_by_xla(arrays: Sequence[jax.Array], activation: str | None) -> jax.Array:
-    """Returns the largest magnitude of the arrays, or the activation's bound, as a scalar."""
+    """Returns a scalar: the arrays' largest magnitude or, with an activation, a bound of its results."""
     if activation is None:
         return fp8_xla.largest_magnitude(*arrays)
     (maxima,) = arrays
@@ -199,7 +199,7 @@ def _largest_by_xla(arrays: Sequence[jax.Array], activation: str | None) -> jax.
 
 @dataclass(frozen=True)
 class _Quantize(OneByOne):
-    """Computes the results of `quantize_cuda.quantize`, with the maxima before the derivative."""
+    """Computes (values, transpose, scale, sums over rows, tiles' maxima, derivative); some are None."""
 
     dtype: Any
     activation: str | None
@@ -211,9 +211,9 @@ class _Quantize(OneByOne):
     observes: bool
     matrices: int
     returns_scale: bool
-    """True if the kernel returns the scale; not for split matrices, whose scales would be summed."""
+    """True if the kernel returns the scale. False for sharded matrices: their scales would be added."""
     pads: bool
-    """True if zeros pad each row; not for split rows, where zeros would lie between the shards."""
+    """True if zeros pad each row. False for sharded matrices: zeros would lie between the shards."""
     from_end: bool
 
     @property
@@ -251,7 +251,7 @@ class _Quantize(OneByOne):
         return {"cuda": reason, "xla": None}
 
     def _why_ragged(self, matrices: Sequence[jax.Array]) -> str | None:
-        """Returns why the kernel, which pads its rows, cannot write these matrices; None if it can."""
+        """Returns why the kernel cannot write these matrices without padding; None if it can."""
         widths = [matrix.shape[1] for matrix in matrices]
         columns = widths[0] if self.gated else sum(widths)
         for length in (columns, *([matrices[0].shape[0]] if self.transposes else [])):

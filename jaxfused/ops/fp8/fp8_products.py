@@ -41,7 +41,7 @@ def layer(
 
     The options are those of `pallas_kernels.gemm.fp8.LayerOptions`.
     """
-    # Devices that split the columns would sum their maxima, so the maxima are computed from z instead.
+    # Of sharded columns, the devices' maxima would be added; so the maxima are computed from z instead.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
     factors = _factors(x.values, w.transposed)
@@ -68,7 +68,7 @@ def hidden_magnitude(
 
 
 def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
-    """Returns which maxima `hidden_magnitude` takes."""
+    """Returns whether the activation is bounded by its largest argument or by the largest magnitude."""
     return "value" if activation in BOUNDED_FROM_ABOVE else "magnitude"
 
 
@@ -80,7 +80,7 @@ def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> j
 
 
 def weight_gradient(run: Runner, op: str, x: Copies, dy: Copies, dtype: Any) -> jax.Array:
-    """Returns the gradient x^T @ dy [D, F] of weights, from both transposed copies."""
+    """Returns the gradient x^T @ dy [D, F] of weights, from x's and dy's transposed copies."""
     factors = _factors(x.transposed, dy.transposed)
     (dw,) = run(_WeightGradient(op, dtype), *factors, *_scales(x, dy))
     return dw
@@ -124,7 +124,7 @@ def hidden_gradient_by_slope(
     *,
     dtype: Any,
 ) -> HiddenGradient:
-    """Returns the gradient to z [..., F] from the int8 derivative, in steps of 1 / SLOPE_STEPS."""
+    """Returns the gradient to the preactivation z [..., F], given the activation's int8 derivative."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
     # An int8 derivative cannot be NaN. A NaN in the hidden layer shows in its scale or magnitude.
     seen = hidden.scale if hidden.found is None else hidden.found
@@ -166,10 +166,10 @@ def _product_why_not(
 
 
 class _Fp8Product(OneByOne, ProductStage):
-    """A stage that is one product of float8 matrices [M, K] and [N, K], with a scale [1] of each."""
+    """One kernel call: a product of float8 matrices [M, K] and [N, K], each with a scale [1]."""
 
     candidates: ClassVar[Callable[[cost.Work, int], list[MatmulConfig]]]
-    """The configs for a product and a number of SMs, predicted fastest first."""
+    """Returns kernel configs for a product and a number of SMs, predicted fastest first."""
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -191,7 +191,7 @@ class _Fp8Product(OneByOne, ProductStage):
 
 @dataclass(frozen=True)
 class _Layer(_Fp8Product):
-    """Computes (activation(z) + residual, z, maxima [P, M]) from x [M, K], w [N, K], two scales [1]."""
+    """Computes (activation(z) + residual, z, row maxima) for z = x @ w^T + bias, x [M, K], w [N, K]."""
 
     op: str
     options: LayerOptions
@@ -237,7 +237,7 @@ class _Layer(_Fp8Product):
 
 @dataclass(frozen=True)
 class _HiddenGradient(_Fp8Product):
-    """Computes (dz, dup, maxima [P, M] of both) from dy [M, K], w [N, K], two scales, z, up [M, N]."""
+    """Computes (dz, dup, row maxima of each) from dy [M, K], w [N, K], their scales, z and up [M, N]."""
 
     op: str
     activation: str | None
@@ -282,13 +282,13 @@ class _HiddenGradient(_Fp8Product):
 
 @dataclass(frozen=True)
 class _HiddenGradientBySlope(_Fp8Product):
-    """Computes (dz, maxima of |dz| [P, M]) from dy [M, K], w [N, K], three scales [1], slope [M, N]."""
+    """Computes (dz, row maxima of |dz|) from dy [M, K], w [N, K], and the int8 derivative [M, N]."""
 
     op: str
     dtype: Any
     maximises: bool
     padded: bool
-    """True if zeros pad each row of the slope, which is then unsharded."""
+    """True if zeros pad each row of the derivative, which is then unsharded."""
 
     @property
     def name(self) -> str:

@@ -13,8 +13,7 @@ from jaxfused.runtime.quantized_array import FORMATS
 from pallas_kernels.gemm.fused_product import FusedProduct, present
 
 PITCH = 16
-"""Number of elements that divides the length of a float8 matrix's rows in memory, as TMA copies
-require."""
+"""Multiple to which a float8 matrix's rows are padded: TMA copies need strides of 16 bytes."""
 
 
 def padded(length: int) -> int:
@@ -67,9 +66,9 @@ def quantize(
     slope_steps: float | None = None,
     pads: bool = True,
 ) -> tuple[jax.Array | None, ...]:
-    """Returns (values, values^T, scale [1], sums [N], slope [M, N]) as `quantize_cuda` does.
+    """Returns (values, values^T, scale [1], sums over rows [N], the activation's derivative [M, N]).
 
-    Without `pads`, values, their transpose and slope are not padded.
+    Without `pads`, values, their transpose and the derivative are not padded.
     """
     parts = [matrix.astype(jnp.float32) for matrix in matrices]
     slope = None
@@ -104,7 +103,7 @@ def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def run(product: FusedProduct) -> dict[str, jax.Array]:
-    """Returns the results of `FusedProduct.run` for matrices a [M, K] and b [N, K]."""
+    """Returns {name: result} of a FusedProduct of a [M, K] and b [N, K], computed in jax.numpy."""
     [b] = product.b
     total = sums("mk,nk->mn", product.a, b)
     operands = present(product.vectors) | present(product.matrices)

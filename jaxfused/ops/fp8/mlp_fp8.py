@@ -1,4 +1,4 @@
-"""mlp and gated_mlp in float8: one computation and its gradient, of one first layer or of gate and up.
+"""mlp and gated_mlp in float8, with their gradient.
 
 The first product writes the preactivation and its maxima, from which a bound of the activation's
 magnitude follows. The pass that quantises the hidden layer evaluates the activation, so that the hidden
@@ -20,7 +20,7 @@ from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
 
 SLOPES = ("relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
-"""Activations whose derivative fits into an int8. That of relu2 is unbounded, and cheap to compute."""
+"""Activations whose derivative is saved as an int8. relu2's is unbounded, and cheap to compute again."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Options:
 
     @property
     def first_layer(self) -> str:
-        """The name of the first layer's stages."""
+        """Name of the first layer's kernel calls in `jaxfused.explain`."""
         return "gated_mlp gated unit" if self.gated else "mlp first layer"
 
     @property
     def keeps_slope(self) -> bool:
-        """True if the activation's derivative is kept for the backward instead of the preactivation.
+        """True if the activation's derivative is saved for the backward instead of the preactivation.
 
         Hidden layer and derivative in 8 bits take as much memory as a preactivation of 16 bits, and the
         gradient that reads them was measured to be faster.
@@ -55,7 +55,7 @@ class Options:
 
 
 def by_layers(operands: Sequence[Any]) -> Sequence[Any]:
-    """Groups (x, weight and bias of each layer in turn, residual) as `mlp` takes them."""
+    """Groups the first layer's alternating weights and biases into two tuples, as `mlp` expects them."""
     x, *layers, last, last_bias, residual = operands
     return x, tuple(layers[::2]), tuple(layers[1::2]), last, last_bias, residual
 
@@ -63,12 +63,12 @@ def by_layers(operands: Sequence[Any]) -> Sequence[Any]:
 class _Residuals(NamedTuple):
     x: fp8_operands.Copies
     first: fp8_operands.Copies
-    """Weights of the first layer: those of gate and up are concatenated."""
+    """Quantised weights of the first layer; gate's and up's are concatenated."""
     biases: tuple[jax.Array | None, ...]
     last: fp8_operands.Copies
     last_bias: jax.Array | None
     hidden: fp8_operands.Copies
-    """Scale of the hidden layer, with its transposed copy if that is saved."""
+    """Scale of the quantised hidden layer, and its transposed values if these are saved."""
     preactivations: tuple[jax.Array, ...] | None
     slope: jax.Array | None
     """Derivative of the activation, saved in place of the preactivation."""
@@ -115,7 +115,7 @@ def _first_layer(
 
 
 def _hidden(run: Runner, options: Options, maxima: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the arguments with which `copies` computes the hidden layer from preactivations."""
+    """Returns arguments for `copies`, which then applies the activation before it quantises."""
     largest = fp8_products.hidden_magnitude(run, options.activation, *maxima)
     return dict(activation=options.activation, gated=options.gated, largest=largest)
 
@@ -156,7 +156,7 @@ def _mlp_fwd(run: Runner, options: Options, x, weights, biases, last, last_bias,
         what: Any = options.save
         slope, hs = named((slope, hs), options.op, what)
     if options.save == "inputs" or options.keeps_slope:
-        # The backward reads the derivative, or computes z again from the same operands.
+        # The backward reads the derivative, or computes the preactivation z again.
         z = None
     if options.save != "inputs":
         xs, firsts = xs.kept("transposed"), firsts.kept("values")
@@ -211,7 +211,7 @@ def _mlp_bwd(run: Runner, options: Options, saved: _Residuals, dy):
 
 
 def _parts(sums: jax.Array | None, count: int) -> Any:
-    """Returns the sums over rows of each preactivation's gradient; there are none without a bias."""
+    """Splits bias gradients, concatenated in `sums`, into `count` arrays; all None without biases."""
     if sums is None or count == 1:
         return [sums] * count
     return jnp.split(sums, count)

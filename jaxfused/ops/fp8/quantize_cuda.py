@@ -11,7 +11,7 @@ from jaxfused.ops.fp8 import fp8_xla
 from jaxfused.runtime import cuda_library
 
 _GRAIN = 8
-"""Divisor of a matrix's columns, the number of values that a thread reads at once."""
+"""Number of values that a thread reads at once; it must divide a matrix's columns."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 64
 _MOST_COLUMNS = 64 * 65535
@@ -63,8 +63,8 @@ def quantize(
       straight: whether to return the values.
       transposes: whether to return their transpose.
       sums: whether to return the matrices' sums over their rows, in float32.
-      slope_steps: the integer that stands for 1 in the activation's derivative, returned as int8; None
-        for no derivative. It takes one matrix, and no sums.
+      slope_steps: the integer that represents 1 in the activation's derivative, returned as int8; None
+        for no derivative. It needs one matrix, and no sums.
       observes: whether to return each tile's largest magnitude before scaling.
       from_end: whether the last rows are read first, which the L2 may still hold.
     """
@@ -103,14 +103,14 @@ def quantize(
 
 
 def tiles(rows: int, columns: int) -> int:
-    """Returns the number of tiles of a matrix, each with a maximum if `quantize` observes."""
+    """Returns the number of tiles of a matrix; `quantize` returns a maximum of each if it `observes`."""
     return -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
 
 
 def largest(
     arrays: Sequence[jax.Array], blocks: int, activation: str | None = None, least: float = 0.0
 ) -> jax.Array:
-    """Returns magnitudes [blocks] of up to three arrays of one dtype, whose maximum is that of all.
+    """Returns the largest magnitude that each block reads, [blocks], of up to three arrays of one dtype.
 
     With an activation, they bound its magnitudes at arguments no larger than the arrays'. The activation
     must grow above 0, and never be below -`least`.

@@ -12,7 +12,7 @@ from jaxfused.runtime import cuda_library
 _MAX_LEAVES = 256
 """Largest number of leaves in one launch."""
 _MAX_IN_PLACE = 48
-"""Largest number of leaves in a launch that writes in place: see `optimizer_step_cuda.LEAVES_A_CALL`."""
+"""Largest number of leaves in a launch that writes in place: more take XLA too long to compile."""
 _TILE_ROWS, _TILE_COLUMNS = 64, 512
 
 
@@ -59,7 +59,7 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
 def sums_of_squares(
     gradients: Sequence[jax.Array], parameters: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums of squares of rows and columns, and those of whole leaves.
+    """Returns the sums of squares of each row and column of the gradients, and of whole leaves.
 
     Args:
       gradients: non-empty arrays [..., rows, columns] of one dtype.
@@ -98,7 +98,7 @@ def new_moments(
     counts: Sequence[tuple[int, int]],
     normalizes_columns: Sequence[bool],
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-    """Returns the second moments of rows and columns after a step, in the buffers of those before it.
+    """Returns the new second moments of rows and columns, in the buffers of the old ones.
 
     Args:
       scalars: decay, one minus it, the factor of the squares, and eps, which is added to them; float32.

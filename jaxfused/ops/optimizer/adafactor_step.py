@@ -1,4 +1,4 @@
-"""Adafactor's moments and scales of matrices by kernels, on one device or on shards.
+"""Adafactor's second moments and update scales of matrices, by CUDA kernels on each device's shards.
 
 The reference is Optax's `scale_by_factored_rms`. An update is a gradient times a factor for its row, one
 for its column and one for its matrix. So the updates need no pass of their own: the code that writes the
@@ -27,7 +27,7 @@ LEAST_PARAMETER_SCALE = 1e-3
 
 
 class Leaf(NamedTuple):
-    """Arrays of a leaf; the axes before the last two count matrices.
+    """Arrays of one parameter, a matrix or a stack of matrices.
 
     Moments come first, because the last array with an axis decides how it is split.
     """
@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
     column_moment: jax.Array
     """Decayed mean of each column's squares, [..., columns]."""
     gradient: jax.Array
-    """Gradient [..., rows, columns], the shape of the parameter too."""
+    """Gradient [..., rows, columns]; the parameter has the same shape."""
     parameter: jax.Array
 
 
@@ -59,7 +59,7 @@ class Scalars(NamedTuple):
     clipping_threshold: Any
     max_norm: Any
     other_squares: Any
-    """Sum of the squares of all other leaves' gradients."""
+    """Sum of squares of the gradients that are not among this step's leaves, for the global norm."""
 
 
 def step(
@@ -92,7 +92,7 @@ def step(
 
 
 def _axes(names: Sequence[str]) -> tuple[sharding.AxisNames, ...]:
-    """Returns the names of the axes of each array of a leaf."""
+    """Returns the axis names of a leaf's row moment, column moment, gradient and parameter."""
     *leading, rows, columns = names
     return (*leading, rows), (*leading, columns), tuple(names), tuple(names)
 
@@ -108,7 +108,7 @@ class _Call:
     why: Mapping[str, str | None] = field(compare=False)
 
     def by_reference(self, vector: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the factor of all gradients, then the arrays of `Scaled` of each leaf."""
+        """Returns the clipping factor, then each leaf's arrays of `Scaled`, computed in jax.numpy."""
         scalars, leaves = Scalars(*vector), _leaves(arrays)
         squares = [jnp.square(leaf.gradient.astype(jnp.float32)) for leaf in leaves]
         factor = jnp.ones_like(scalars.max_norm)
@@ -147,7 +147,7 @@ class _Call:
         return Scaled(moments[0], moments[1], scale)
 
     def by_kernels(self, vector: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the results of `by_reference`, by kernels that each device runs on its shards."""
+        """Returns the results of `by_reference`, computed by CUDA kernels on each device's shards."""
         names = [
             [f"leaf{i}_{axis}" for axis in range(leaf.parameter.ndim)]
             for i, leaf in enumerate(_leaves(arrays))
@@ -208,7 +208,7 @@ def _leaves(arrays: Sequence[jax.Array]) -> list[Leaf]:
 
 
 def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Returns lists of leaf indices; one call of the kernels takes each list."""
+    """Returns lists of indices of leaves with equal dtypes; one kernel call updates each list."""
     groups: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         kind = tuple(array.dtype for array in leaf), sharding.varying(*leaf)
@@ -242,7 +242,7 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Group:
-    """Leaves of equal dtypes, which one call of the kernels takes."""
+    """Leaves of equal dtypes, which one kernel call updates."""
 
     call: _Call
     leaves: Sequence[Leaf]
@@ -275,7 +275,7 @@ class _Group:
             [(s.column_count, s.row_count) for s in self.split],
             self.normalizes_columns,
         )
-        # Vectors have one number per matrix, or one per leaf.
+        # The vectors below have one number per matrix, or one per leaf.
         matrices = [math.prod(leaf.parameter.shape[:-2]) for leaf in self.leaves]
         lengths, along, across = [], [], []
         for of_columns, s, count in zip(self.normalizes_columns, self.split, matrices, strict=True):

@@ -1,4 +1,4 @@
-"""The sum of the squares of all gradients of a tree by a kernel, on one device or on shards."""
+"""The sum of the squares of all gradients of a tree, by a CUDA kernel on each device's shards."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxfused.runtime.reference_rules import with_reference_rules
 
 
 def squared_norm(gradients: Sequence[jax.Array]) -> jax.Array:
-    """Returns the float32 sum of the squares of arrays of any shapes, in dtypes that kernels take.
+    """Returns the float32 sum of the squares of arrays of any shapes, in dtypes of the CUDA kernel.
 
     The rules for `jax.vmap` and for differentiation are those of the same sum in jax.numpy.
     """

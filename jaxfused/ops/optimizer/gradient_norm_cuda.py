@@ -13,7 +13,7 @@ _MOST_BLOCKS = 2048
 
 
 def sum_of_squares(factor: jax.Array, gradients: Sequence[jax.Array]) -> jax.Array:
-    """Returns (sum of (factor g)^2, the number of launches that saw a non-finite value).
+    """Returns float32 [2]: the sum of (factor g)^2, and how many launches saw a non-finite value.
 
     Args:
       factor: a float32 scalar.

@@ -1,4 +1,4 @@
-"""Muon's momentum of matrices of one shape, written as it is and transposed, by a kernel."""
+"""Muon's momentum of matrices of one shape: one kernel writes it untransposed and transposed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def momentum_both_ways(
 
 @dataclass(frozen=True)
 class _Call:
-    """Static arguments of a call."""
+    """Static arguments of `momentum_both_ways`."""
 
     count: int
     """Number of gradients, and of the momenta after them."""

@@ -10,7 +10,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 _SIDE = 64
-"""Rows and columns of a tile."""
+"""Number of rows, and of columns, of a kernel's tile."""
 MAX_LEAVES = 256
 """Largest number of arrays in one launch."""
 

@@ -1,4 +1,4 @@
-"""The step of an optimizer over the leaves of a tree, by kernels, on one device or on shards.
+"""An optimizer's step over the leaves of a tree, by CUDA kernels on each device's shards.
 
 The reference is in jaxfused.optim, where an optimizer's formula is stated in jax.numpy.
 """
@@ -23,7 +23,7 @@ from jaxfused.runtime import sharding, stochastic_rounding
 
 @dataclass(frozen=True)
 class KernelRule:
-    """An optimizer's formula for the kernels."""
+    """The formula by which the CUDA kernels update parameters."""
 
     name: str
     """Name of the formula: "adam", "lion", "sgd" or "lamb"."""
@@ -33,7 +33,7 @@ class KernelRule:
 
     @property
     def stage(self) -> str:
-        """Name of the stage in `jaxfused.explain`."""
+        """Name of the kernel call in `jaxfused.explain`."""
         return f"{self.name} step"
 
 
@@ -52,7 +52,7 @@ def record(
     why: Mapping[str, str | None],
     by_partitioner: bool = False,
 ) -> None:
-    """Records the choice of an implementation; the parameters of each dtype are listed as one vector."""
+    """Records for `jaxfused.explain` what runs; it lists all parameters of a dtype as one vector."""
     sizes: dict[Any, int] = {}
     for leaf in leaves:
         dtype = leaf.parameter.dtype
@@ -117,11 +117,11 @@ def step(
 
 
 def sharding_axes(index: int, leaf: Leaf) -> dict[str, sharding.AxisNames]:
-    """Returns the names of each array's axes, for one leaf."""
+    """Returns {field: axis names} of a leaf's arrays, which tell how devices may split them."""
     names = [f"leaf{index}_{axis}" for axis in range(leaf.parameter.ndim)]
     if leaf.first_scale is None:
         return dict.fromkeys(Leaf._fields, tuple(names))
-    # The last axis may be split between blocks of an 8-bit moment, but not the axes merged with it.
+    # A last axis may be split at the ends of an 8-bit moment's blocks; axes merged into blocks may not.
     leading = leaf.first_scale.ndim - 1
     axes: sharding.AxisNames
     if leading == leaf.parameter.ndim - 1:
@@ -207,13 +207,13 @@ class _Call:
     def _launches(
         self, leaves: Sequence[Leaf], names: Sequence[tuple[str, ...]]
     ) -> list[list[int]]:
-        """Returns lists of leaf indices; one call of the kernels takes each list."""
+        """Returns lists of indices of similar leaves; one kernel call updates each list."""
 
         def kind(i: int) -> Hashable:
             leaf = leaves[i]
             dtypes = tuple(None if array is None else array.dtype for array in leaf)
             varying = sharding.varying(*(a for a in leaf if a is not None))
-            # LAMB adds up the sums of leaves over devices for all leaves of a call together.
+            # One psum adds the norms of all LAMB leaves of a call, so equal mesh axes must split them.
             return dtypes, varying, names[i] if self.rule.name == "lamb" else ()
 
         return _grouped(kind, len(leaves))
@@ -313,7 +313,7 @@ def _random(
     places: Sequence[Sequence[jax.Array | int]],
     like: Leaf,
 ) -> jax.Array:
-    """Returns uint32 [leaves, RANDOM_WORDS]: seeds of random bits, and the numbers of `_place`."""
+    """Returns uint32 [leaves, RANDOM_WORDS]: seeds of random bits, and the index map of `_place`."""
     rounding, coding = words
     codes = like.first_scale is not None
 

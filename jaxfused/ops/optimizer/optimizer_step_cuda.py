@@ -15,7 +15,7 @@ search for copies between operands and results that share a buffer takes time th
 their number: with 256 leaves a call, ViT-L/16's step compiles for minutes."""
 _WARPS = 8
 _TILE = 1024
-"""Number of values in a tile for each vector that a thread has."""
+"""Number of values in a tile if each thread updates one vector of 4; twice that for two vectors."""
 
 
 class Leaf(NamedTuple):
@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
     average: jax.Array | None = None
     copy: jax.Array | None = None
     first_scale: jax.Array | None = None
-    """Scales of a first moment in int8, whose second moment is in uint8."""
+    """Scales of the blocks of an int8 first moment; the second moment is then uint8."""
     second_scale: jax.Array | None = None
 
 
@@ -65,7 +65,7 @@ _WRITTEN = {
 _TAKING_NORMS = ("lamb_moments", "lamb_norms")
 _ALL_WRITTEN = tuple(field for field in Leaf._fields if field != "gradient")
 RANDOM_WORDS = 16
-"""Words of `random` for each leaf: see LeafRandom in ffi/common/stochastic_rounding.cuh."""
+"""Number of uint32 in a leaf's row of `random`: LeafRandom in ffi/common/stochastic_rounding.cuh."""
 BLOCK = 256
 """Values of an 8-bit moment that share a scale."""
 
@@ -84,9 +84,9 @@ def why_unsupported(
 
 
 def _vectors(leaf: Leaf) -> int:
-    """Returns the vectors of a thread in a tile: more if the arrays have few bytes per element."""
+    """Returns how many vectors a thread updates per tile: two if elements have few bytes, else one."""
     read = sum(array.dtype.itemsize for array in leaf[:5] if array is not None)
-    # With two vectors per thread, a warp has a whole block of an 8-bit moment.
+    # With two vectors of 4 per thread, a warp holds all 256 values of an 8-bit moment's block.
     return 1 if read >= 12 and leaf.first_scale is None else 2
 
 
@@ -112,7 +112,7 @@ def step(
     random: jax.Array | None = None,
     rounded: Sequence[str] = (),
 ) -> tuple[list[Leaf], jax.Array | None]:
-    """Returns the leaves after the step; their arrays take the buffers of the leaves before the step.
+    """Returns the leaves after the step, in the buffers of the leaves before it.
 
     Args:
       rule: "adam", "adam_8bit", "lion", "sgd", or one of LAMB's two passes. The first returns the

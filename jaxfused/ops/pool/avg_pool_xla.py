@@ -49,7 +49,7 @@ def pool(
 
 
 def _along(axis, ndim, numbers, dtype):
-    """Returns `numbers` laid along one of `ndim` axes, or one number if all are equal."""
+    """Returns `numbers` along `axis` of an array of `ndim` axes; only one of them if all are equal."""
     if (numbers == numbers[0]).all():
         numbers = numbers[:1]
     return jnp.asarray(numbers.reshape([-1 if a == axis else 1 for a in range(ndim)]), dtype)
@@ -77,12 +77,12 @@ def _sums(x, window, strides, padding):
 
 
 def _window_sums(x, window, strides, padding):
-    # With a zero that is a constant in tracing, JAX recognises a window sum, which has a transpose.
+    # The initial value is a NumPy zero, so that JAX sees a window sum, which it can differentiate.
     return jax.lax.reduce_window(x, np.array(0, x.dtype), jax.lax.add, window, strides, padding)
 
 
 def _weighted_sums(padded, weights, strides):
-    """Returns the weighted sum of each window of a padded x, one weight after the other."""
+    """Returns the weighted sum of each window of a padded x, adding one weight's products at a time."""
     spatial = zip(padded.shape[1:-1], weights.shape, strides, strict=True)
     shape = (1, *((n - size) // step + 1 for n, size, step in spatial), 1)
     flat = weights.reshape(-1)
@@ -97,7 +97,7 @@ def _padded(x, padding):
 
 
 def _ones_where_counted(dtype, spatial, padding, counted):
-    """Returns an array [1, *padded, 1] with ones at the positions that count."""
+    """Returns [1, *padded, 1]: 1 at the positions that count in the mean's divisor, else 0."""
     ones = jnp.ones((1,) * (len(spatial) + 2), dtype)
     for axis, (n, (low, high), (begin, end)) in enumerate(
         zip(spatial, padding, counted, strict=True), 1

@@ -33,7 +33,7 @@ def carafe(
       kernels: [B, f H, f W, groups k k], group after group, each in the order of rows. They are used as
         they are: a softmax over the k k weights comes before. Any floating-point dtype.
       kernel_size: k, odd.
-      groups: into how many groups of neighbours the channels are split.
+      groups: into how many groups of adjacent channels x is split.
       implementation: None or "xla".
 
     Returns:
@@ -100,7 +100,7 @@ def _reassembled(
     around = ((0, 0), (radius, radius), (radius, radius), (0, 0), (0, 0))
     grouped = split_axis(x.astype(wide), 3, groups, channels // groups)
     padded = jnp.pad(grouped, around)
-    # Each pixel of x has the kernels of the factor x factor block that it becomes.
+    # Each pixel of x gets the kernels of the factor x factor result pixels that it becomes.
     blocks = split_axis(kernels.astype(wide), 3, groups, size * size)
     blocks = split_axis(split_axis(blocks, 2, width, factor), 1, height, factor)
     total = jnp.zeros((), wide)

@@ -102,7 +102,7 @@ def _pool(run: Runner, window: Window, x):
 
 def _pool_fwd(run: Runner, window: Window, x):
     y, places = run(_Forward(window, save_places=True), x)
-    # The gradient needs only x's shape, which this empty array has.
+    # The gradient needs only x's height and width, which this empty array has.
     return y, (places, jnp.zeros_like(x, shape=(x.shape[1], x.shape[2], 0)))
 
 
@@ -125,7 +125,7 @@ _FROM_PLACES = "a kernel finds the maxima and their places, which the gradient r
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (y, places) from x [B, H, W, C]."""
+    """Computes y from x [B, H, W, C], and `places`, the index of each maximum in its window, or None."""
 
     window: Window
     save_places: bool
@@ -159,7 +159,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """Computes dx [B, H, W, C] from dy and places."""
+    """Computes dx [B, H, W, C] from dy and `places`, the index of each maximum in its window."""
 
     window: Window
     size: tuple[int, int]

@@ -17,7 +17,7 @@ MAX_ELEMENTS = 2**31 - 2**10
 
 @dataclass(frozen=True)
 class Window:
-    """Windows of a pooling over rows and columns."""
+    """Size, strides and padding (low, high) of pooling windows over rows and columns."""
 
     size: tuple[int, int]
     strides: tuple[int, int]
@@ -35,7 +35,7 @@ class Window:
 
 
 def why_window_unfit(size: Sequence[int]) -> str | None:
-    """Returns None if a place in a window of this size fits into one byte, else the reason."""
+    """Returns None if an index into a window of this size fits into one byte, else the reason."""
     if math.prod(size) > 255:
         return f"it takes windows of at most 255 values, and the window is {tuple(size)}"
     return None

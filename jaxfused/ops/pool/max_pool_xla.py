@@ -1,4 +1,4 @@
-"""max_pool in plain JAX, and the two stages into which the kernels divide it."""
+"""max_pool in plain JAX, and the references of its two kernels, forward and gradient."""
 
 import functools
 import itertools
@@ -56,7 +56,7 @@ def _at_the_largest(x, values, window, strides, padding):
     So the last axis can be pooled alone, then the one before it.
     """
     dtype = values.dtype
-    # The transpose of the following steps sums in this dtype.
+    # The gradient, which is the transpose of the steps below, adds in this dtype.
     values = values.astype(accumulator_dtype(dtype))
     for axis in reversed(range(1, x.ndim - 1)):
         low, high = padding[axis - 1]
@@ -76,7 +76,7 @@ def _at_the_largest(x, values, window, strides, padding):
 
 
 def _first_largest(x, values, axis, starts, block, stride, low):
-    """Returns (x, values) of the windows that consist of blocks at `starts`.
+    """Returns the maxima, and `values` at the maxima, of windows that consist of blocks at `starts`.
 
     An entry of x is the maximum of `block` entries of the padded x, whose first `low` are padding.
     """
@@ -100,7 +100,7 @@ def _first_largest(x, values, axis, starts, block, stride, low):
 def pool_and_places(
     x: jax.Array, *, window: Sequence[int], strides: Sequence[int], padding: Pairs
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y, places): the place of the first largest value in its window, in uint8."""
+    """Returns (y, places); a place is the index of the first largest value in its window, in uint8."""
     y = pool(x, window=window, strides=strides, padding=padding)
     padded = jnp.pad(x, ((0, 0), *padding, (0, 0)), constant_values=-jnp.inf)
     places = jnp.zeros(y.shape, jnp.uint8)
@@ -126,7 +126,7 @@ def gradient(
     strides: Sequence[int],
     padding: Pairs,
 ) -> jax.Array:
-    """Returns the gradient of x [B, *size, C]: each dy is added at its place."""
+    """Returns the gradient of x [B, *size, C]: each dy is added where its window's maximum is."""
     padded = (
         dy.shape[0],
         *(n + low + high for n, (low, high) in zip(size, padding, strict=True)),
@@ -151,7 +151,7 @@ def _inside(shape: Sequence[int], padding: Pairs) -> jax.Array:
 def each_place(
     window: Sequence[int], strides: Sequence[int], out: Sequence[int]
 ) -> Iterator[tuple[int, tuple[slice, ...]]]:
-    """Yields the number of each place of a window, and the slices of the padded x at that place."""
+    """Yields each index of a window, and slices that select that entry of all windows of a padded x."""
     for number, offsets in enumerate(itertools.product(*map(range, window))):
         yield (
             number,

@@ -68,7 +68,7 @@ def pixel_shuffle(
             f" are made of multiples of {pixels} channels; pass such an x, or another factor."
         )
     n = len(factors)
-    # A device's part of the channels is no part of the pixels.
+    # Channels become pixels, so devices must not split them.
     letters = sharding.leading_axes(x.ndim)
     (x,) = sharding.align((x,), operand_axes=(letters,), whole=letters[-1])  # type: ignore[assignment]
     if order == "channel_first":

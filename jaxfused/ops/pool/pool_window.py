@@ -1,4 +1,4 @@
-"""Windows of max_pool and avg_pool, and the reach of the last window."""
+"""Sizes, strides and padding of the windows of max_pool and avg_pool, with or without `ceil_mode`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ class Windows(NamedTuple):
     size: tuple[int, ...]
     strides: tuple[int, ...]
     padding: Pairs
-    """Padding (low, high) of each axis with which all windows fit."""
+    """Padding (low, high) of each axis, enough for all windows to fit."""
     asked: Pairs
     """Padding (low, high) that the caller passed; `padding` differs if `ceil_mode` sets the last
     window."""
@@ -48,7 +48,7 @@ def windows(
 
 
 def _with_last_window(n: int, size: int, step: int, pair: tuple[int, int]) -> tuple[int, int]:
-    """Returns the padding that a last window needs which begins inside x and ends beyond the edge."""
+    """Returns the padding for `ceil_mode`: a last window begins before x's end, and may end beyond."""
     low, high = pair
     last = -((size - n - low - high) // step)
     if last * step >= n + low:

@@ -110,7 +110,7 @@ def _axes(
     size: int | Sequence[int] | None,
     factor: float | Sequence[float] | None,
 ) -> list[tuple[int, float]]:
-    """Returns the size of each axis of the result, and its step in values of x."""
+    """Returns the result's size along each axis, and the distance of its pixels in pixels of x."""
     spatial = x.ndim - 2
     factors = None
     if factor is not None:

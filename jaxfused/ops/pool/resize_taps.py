@@ -16,7 +16,7 @@ METHODS = ("nearest", "nearest_floor", "bilinear", "bicubic", "lanczos3", "lancz
 
 @dataclass(frozen=True)
 class ResizedAxis:
-    """An axis of `size` values that becomes one of `result`.
+    """An axis of `size` values that is resized to `result` values.
 
     Attributes: size: values of the axis. result: values of the result. step: distance of adjacent
     results, in values of the axis. method: one of `METHODS`. align_corners: whether the first and the
@@ -33,7 +33,7 @@ class ResizedAxis:
 
     @property
     def changes(self) -> bool:
-        """True if the result differs from the axis."""
+        """True if resizing changes the values along the axis."""
         return self.size != self.result or (self.step != 1 and not self.align_corners)
 
 
@@ -83,14 +83,14 @@ def taps(axis: ResizedAxis) -> Taps:
         weights = kernel(distances)
     inside = (places >= 0) & (places <= last)
     if axis.antialias or axis.method.startswith("lanczos"):
-        # Weights beyond the axis's ends do not count.
+        # Weights beyond the axis's ends are left out of the mean.
         weights = np.where(inside, weights, 0)
         weights /= weights.sum(axis=1, keepdims=True)
     return Taps(places.clip(0, last), weights, axis.size)
 
 
 def _nearest(axis: ResizedAxis, results: np.ndarray) -> np.ndarray:
-    """Returns where each result lies in the axis, rounded to float32 as torch's are for images.
+    """Returns where each result lies in the axis, rounded to float32 as torch rounds it for images.
 
     A place near a whole number may be above it in float32 and below it in float64.
     """

@@ -213,7 +213,7 @@ def fake_quantize(
 def _sides_to_keep(
     scale: jax.Array, x: jax.Array, axis: int, group_size: Any
 ) -> int | tuple[int, int] | None:
-    """Returns the group_size to keep with the array if its scales are ambiguous, else None."""
+    """Returns the group_size to store with the array if its scales' shape is ambiguous, else None."""
     if group_size is None:
         return None
     is_clear = scale_fits(scale.shape, x.shape, axis) and not blocks_that_fit_too(
@@ -371,7 +371,7 @@ def _in_range(
 
 
 def _given_sides(op: str, axis: int, group_size: Any) -> int | tuple[int, int] | None:
-    """Returns the group_size that was passed with a scale."""
+    """Checks the group_size that was passed with a scale, and returns it as an int, tuple or None."""
     sides = tuple(group_size) if isinstance(group_size, tuple | list) else group_size
     if not is_group_size(sides, axis):
         raise ValueError(
@@ -384,7 +384,7 @@ def _given_sides(op: str, axis: int, group_size: Any) -> int | tuple[int, int] |
 def _runs(
     op: str, x: jax.Array, axis: int, group_size: int | tuple[int, int] | None
 ) -> tuple[int, int | None]:
-    """Returns the number of runs of the axis, and that of the last axis if it is cut too."""
+    """Returns the number of groups along the axis and, of blocks, along the last axis, else None."""
     if group_size is None:
         return 1, None
     sizes = tuple(group_size) if isinstance(group_size, tuple | list) else (group_size,)
@@ -406,7 +406,7 @@ def _runs(
 
 
 def _positive(op: str, scale: jax.Array) -> jax.Array:
-    """Returns a scale to divide by; a bad value that is known only at run time becomes NaN."""
+    """Returns the scale, checked to be positive and finite; in a compiled program bad ones become NaN."""
     fits = (scale > 0) & (scale < jnp.inf)
     if not isinstance(scale, jax.core.Tracer):
         wrong = scale[~(fits | jnp.isnan(scale))]

@@ -11,11 +11,11 @@ from jaxfused.runtime.quantized_array import CODEBOOKS, Layout, QuantizedArray, 
 
 
 class CodeFormat(NamedTuple):
-    """A format of codes."""
+    """A 4-bit format whose values are indices into a codebook."""
 
     codebook: tuple[float, ...]
     group_size: int
-    """Values that share a scale, by default; of formats with `is_fixed` always."""
+    """Number of values that share a scale; callers may choose another unless `is_fixed`."""
     is_fixed: bool
 
 
@@ -53,7 +53,7 @@ def quantize_codes(
     scale: Any
     if name == "nf4":
         scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
-        # XLA divides by a broadcast scale through its inverse, which is 0 for scales above 8.5e37.
+        # XLA multiplies by the inverse of a broadcast scale, which is 0 for scales above 8.5e37.
         quarter = jnp.where(scale > 1, 0.25, 1.0)
         units = wide * spread(quarter, x.shape) / spread(scale * quarter, x.shape)
         codes = _ranks(units, form.codebook)
@@ -69,7 +69,7 @@ def quantize_codes(
 
 
 def _ranks(x: jax.Array, codebook: tuple[float, ...]) -> jax.Array:
-    """Returns the index of the nearest entry of a codebook in ascending order."""
+    """Returns the index (uint8) of the entry nearest to each x in an ascending codebook."""
     middles = [(a + b) / 2 for a, b in itertools.pairwise(codebook)]
     rank = jnp.zeros(x.shape, jnp.uint8)
     for middle in middles:
@@ -78,7 +78,7 @@ def _ranks(x: jax.Array, codebook: tuple[float, ...]) -> jax.Array:
 
 
 def _e2m1(x: jax.Array) -> jax.Array:
-    """Returns the codes of E2M1, rounded to nearest, half to even."""
+    """Returns the 4-bit E2M1 codes of x, rounded to nearest, half to even."""
     sizes, size = CODEBOOKS["e2m1"][:8], jnp.abs(x)
     rank = jnp.zeros(x.shape, jnp.uint8)
     for code, (a, b) in enumerate(itertools.pairwise(sizes)):
@@ -89,9 +89,9 @@ def _e2m1(x: jax.Array) -> jax.Array:
 
 
 def _powers(largest: jax.Array, dtype: Any) -> jax.Array:
-    """Returns scales of E8M0 with which the largest magnitude is below 7, which is rounded to 6.
+    """Returns each group's E8M0 scale: the least power of two that puts its largest magnitude below 7.
 
-    Scales are at most such that 6 of them is a finite number of `dtype`, x's.
+    E2M1 rounds that to 6 at most. Scales are limited so that 6 times a scale is finite in x's `dtype`.
     """
     mantissa, exponent = jnp.frexp(largest)
     power = exponent - 3 + (mantissa >= 0.875)
@@ -101,7 +101,7 @@ def _powers(largest: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _of_two_levels(largest: jax.Array) -> jax.Array:
-    """Returns scales that are numbers of float8_e4m3fn times one of the matrix, in float32."""
+    """Returns NVFP4's scales as float32: float8_e4m3fn numbers times one float32 scale of the matrix."""
     axes = (-2, -1)[-largest.ndim :]
     whole = jnp.nanmax(largest, axis=axes, keepdims=True, initial=0.0) / (6.0 * 448.0)
     whole = jnp.where(whole > 0, whole, 1.0)

@@ -120,7 +120,7 @@ class _Unit:
 
     @property
     def letters(self) -> str:
-        """Letters of the stored values' axes; "k" is an axis of words, each of several numbers."""
+        """Letters of the stored weights' axes: "k" counts packed words, "d" single values."""
         return "fk" if self.w_dtype == "int4" else "fd"
 
     def axes(self, *operands) -> Axes:
@@ -135,7 +135,7 @@ class _Unit:
 
     def estimate(self, device, able, x, values, *others) -> Estimate:
         del able, others
-        # The number of rows from which XLA comes first is that of a single quantised product.
+        # XLA comes first from the same number of rows on as for a single quantised product.
         if x.shape[0] > MAX_ROWS:
             return Rule(("xla",), "its faster product makes up for dequantising the weights first")
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
@@ -159,7 +159,7 @@ class _Unit:
         return (h,)
 
     def arrays(self, *weights: Any) -> tuple[QuantizedArray, QuantizedArray]:
-        """Returns both weights, assembled from their arrays."""
+        """Returns gate and up as QuantizedArrays, given the values, scale and zero point of each."""
 
         def array(values, scale, zero_point):
             return assembled(values, scale, zero_point, -2, "columns")

@@ -183,7 +183,7 @@ def _takes_reference(
     x: jax.Array | QuantizedArray,
     w: QuantizedArray,
 ) -> bool:
-    """Returns whether plain jax.numpy runs a product of any shape; `array` is x as floats."""
+    """Returns whether plain jax.numpy computes the call; `array` has x's shape and a float dtype."""
     why_xla = why_no_kernel_reads(w)
     if why_xla is None and isinstance(x, QuantizedArray) and w.codebook is not None:
         why_xla = "its kernels multiply codes of a codebook by float x: pass x.dequantize()"
@@ -236,7 +236,7 @@ def _why_no_kernel_reads_codes(w: QuantizedArray) -> str | None:
 
 
 def exponents_of(w: Any) -> jax.Array | None:
-    """Returns the bytes of a codebook's E8M0 scales, which kernels read as they are, or None."""
+    """Returns codebook weights' E8M0 scales as uint8 exponents, as kernels read them; else None."""
     if not isinstance(w, QuantizedArray) or w.codebook is None:
         return None
     if getattr(w.scale, "dtype", None) != jnp.float8_e8m0fnu:
@@ -245,7 +245,7 @@ def exponents_of(w: Any) -> jax.Array | None:
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the weights' scale and zero point as [..., G, F], repeated where columns share one."""
+    """Returns the weights' scale and zero point as [..., groups, F], repeated if columns share one."""
     zero_point, columns = w.zero_point, w.shape[-1]
     return (
         of_each_column(w.scale, columns),
@@ -254,7 +254,7 @@ def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _of_rows(x: QuantizedArray) -> jax.Array:
-    """Returns the scales of quantised x as [..., G], repeated where rows share one."""
+    """Returns the scales of quantised x as [..., groups], repeated if rows share one."""
     return jnp.broadcast_to(x.scale, (*x.shape[:-1], x.groups))
 
 
@@ -268,7 +268,7 @@ def _check_scale_has_gradient(op: str, w: Any) -> None:
 
 
 def _operand(op: str, name: str, array: Any, axis: int, remedy: str) -> QuantizedArray:
-    """Returns the operand in the form that kernels read, after checks."""
+    """Returns x or w as a QuantizedArray in the form that kernels read, after checks."""
     if is_of_qwix(array):
         array = converted(op, array, axis, packs=False)
     if not isinstance(array, QuantizedArray):
@@ -362,7 +362,7 @@ def _input_gradient(run: Runner, options: Options, w: QuantizedArray, dz: jax.Ar
         k=w.shape[0],
         w=weights,
     )
-    # A kernel needs all of F on one device. If F may be split, XLA's product adds the parts.
+    # A kernel needs all of F on one device. If F may be split, XLA's product adds the devices' sums.
     in_one_piece = sharding.is_in_one_piece(dz, w.values)
     if reason is None and in_one_piece and run.implementation in (None, "pallas"):
         (dx,) = run(InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)

@@ -37,10 +37,10 @@ class Config:
     row_tiles: int
     """Number of a block's tiles, of 8 rows of x each: 1, 2, 4 or 8."""
     sum_warps: int
-    """Number of a block's 8 warps that share the sums of a column. The other warps compute other
+    """How many of a block's 8 warps split the summed axis K of a column. The other warps compute other
     columns."""
     parts: int
-    """Number of blocks that share the sums of a column (split-K)."""
+    """Number of blocks that split the summed axis K of a column (split-K)."""
 
 
 # --- what can run ---------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ memory, on Turing and on later GPUs."""
 _BUSY_BLOCKS = 1.5
 """Number of blocks per SM that convert weights as fast as memory delivers them."""
 _LAUNCH_BYTES = 8e6
-"""Bytes that a GPU reads while the second kernel starts. A block starts in half that time."""
+"""Bytes that a GPU reads while split-K's second kernel starts. A block starts in half that time."""
 
 
 def candidates(
@@ -285,7 +285,7 @@ def both_forward(
     save_preactivation: bool,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns `forward` of quantised x with scales [M, G]. The preactivation is float32."""
+    """Returns what `forward` does, for quantised x with scales [M, groups]; it saves float32."""
     cuda_library.register()
     shape = (x.shape[0], w.n)
     call = jax.ffi.ffi_call(

@@ -1,4 +1,4 @@
-"""The stages of quantized_matmul: which kernels can run them, and in which order of speed."""
+"""Kernel calls of quantized_matmul, forward and gradient: what can run each, fastest first."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from pallas_kernels.gemm.small_m import MAX_ROWS, MAX_ROWS_QUANTIZED
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a call."""
+    """Static arguments of a call of `quantized_matmul`."""
 
     activation: str | None
     out_dtype: Any
@@ -34,7 +34,7 @@ class Options:
     columns_alike: int
     """Number of adjacent columns of w that share a scale."""
     codebook: tuple[float, ...] | None
-    """The codebook that w's values are codes of."""
+    """The floats that w's values are indices into; None if w holds integers or float8."""
     x_dtype: Any
     """Dtype of x; None if x is quantised."""
     residual_dtype: Any
@@ -42,15 +42,15 @@ class Options:
 
     @property
     def letters(self) -> str:
-        """Letters of the stored values' axes; "k" is an axis of words, each of several numbers."""
+        """Letters of the stored weights' axes: "k" counts packed words, "d" single values."""
         return "fk" if self.w_dtype in ("int4", "uint4") else "fd"
 
     def forward(self, *, save_preactivation: bool) -> "Layer":
-        """Returns the stage of the forward."""
+        """Returns the forward's kernel call, for float x or, if x is quantised, for W8A8."""
         return (Layer if self.x_dtype else LayerOfBoth)(self, save_preactivation)
 
     def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
-        """Returns the weights, assembled from their arrays; uint8 scales are E8M0 exponents."""
+        """Returns the weights as a QuantizedArray; uint8 scales are E8M0 exponents."""
         if scale.dtype == jnp.uint8:
             scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(jnp.float32)
         return assembled(values, scale, zero_point, -2, self.layout, codebook=self.codebook)
@@ -99,15 +99,15 @@ def product_why_not(
 
 
 _TILED_ROWS, _FEW_TILED_ROWS, _LONG_SUMS = 8192, 512, 2048
-"""Most rows of x for the kernel that dequantises tiles of the weights: with at least `_LONG_SUMS` input
-features, and with fewer, where its epilogue takes longer than the copies. The more rows there are, the
-smaller is the part of XLA's time in which it dequantises."""
+"""Rows of x up to which a kernel that dequantises tiles of the weights beats XLA: `_TILED_ROWS` with at
+least `_LONG_SUMS` input features, `_FEW_TILED_ROWS` with fewer, where its epilogue takes longer than the
+copies. With more rows, the time in which XLA dequantises matters less."""
 WHOLE = "dkgh"
 """Letters of the summed axis D and its groups of scales, which devices may not split."""
 _PADDED_WEIGHTS = 1_000_000
-"""Fewest weights for a kernel that needs padded columns, for which XLA copies operands and result."""
+"""Number of weights from which a kernel makes up for XLA's copies that pad its operands and result."""
 _SMALLEST_RESULT = 2**18
-"""Fewest elements of the result of two quantised matrices for a kernel."""
+"""Number of elements of a W8A8 result from which a kernel is chosen instead of XLA."""
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.
 
 
 _MOST_FEATURES = 512
-"""Most input features whose part of the weights' gradient is in memory at a time."""
+"""Largest number of input features for which the weights' gradient is in memory at a time."""
 
 
 def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Array:
@@ -267,7 +267,7 @@ def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Arr
 
 
 def _features_at_a_time(w: QuantizedArray, group: int) -> int:
-    """Returns the features of one part: whole groups or a fraction of one, in whole packed words."""
+    """Returns how many features to differentiate at a time: whole groups or part of one, whole words."""
     features = w.shape[0]
     grain = WORD_BLOCK if w.values.dtype == jnp.int32 else w.packed
     fitting = [
@@ -345,7 +345,7 @@ def scaled(total: jax.Array, x: QuantizedArray, w: QuantizedArray) -> jax.Array:
 
 
 _GRAIN = 16
-"""Divisor of D and F for which cuBLAS multiplies int8."""
+"""Number that must divide D and F for cuBLAS to multiply int8."""
 
 
 def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -371,13 +371,13 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 _EXACT_PRODUCTS = 1024
 """Number of int8 products, each of at most 2^14, that float32 sums exactly."""
 _FEWEST_PRODUCTS = 256
-"""Least number of products in a part of the sums. Shorter parts would be read and written too often."""
+"""Least number of products in a partial sum. Shorter ones would be read and written too often."""
 _LAUNCH_BYTES = 2**23
 """Bytes that memory moves while the kernels that pad x and slice the result start."""
 
 
 def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
-    """Returns `_int8_matmul` of [M, D] and [D, F]: by partial sums in bfloat16, or zero-padded.
+    """Returns the int32 product of [M, D] and [D, F] by partial sums in bfloat16, or zero-padded.
 
     bfloat16 holds every int8, so that the parts are exact in float32. XLA converts to bfloat16 inside a
     product, but would write `copied` bytes of padded operands.

@@ -434,7 +434,7 @@ def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:
 
 
 def _stages(interleaved: bool, *arrays: jax.Array | None) -> Iterator[StageCall]:
-    """Yields the rotation of (q, k, cos, sin) and its gradient."""
+    """Yields the kernel calls of the rotation and of its gradient, each with its operands' shapes."""
     operands = jax.eval_shape(
         lambda q, k, *tables: (*_grouped(q, k), *(t.astype(jnp.float32) for t in tables)), *arrays
     )
@@ -545,7 +545,7 @@ class _Rotation:
         )
 
     def by_xla(self, x, cos, sin) -> jax.Array:
-        """Rotates heads [..., T, N, H]. XLA adds padded halves faster than it interleaves them."""
+        """Rotates heads [..., T, N, H]. XLA transposes an interleaved rotation faster than it inverts it."""
         rotate = functools.partial(rope_xla.rotate, cos=cos, sin=sin, interleaved=self.interleaved)
         if self.inverse and self.interleaved:
             return jax.linear_transpose(rotate, x)(x)[0]
@@ -558,12 +558,11 @@ class _Rotation:
 
 
 _XLA_BYTES = 4
-"""Bytes of the pieces in which XLA reads a head's halves."""
+"""Bytes that a thread of XLA's kernel reads at a time from a head's halves."""
 _FEW_BYTES = 2**16
 """Bytes of the queries up to which a kernel takes longer to start than to read them."""
 _FEW_BYTES_ALONE = 2**21
-"""The limit `_FEW_BYTES` for queries alone: XLA rotates keys in a second kernel, which then is not
-needed."""
+"""`_FEW_BYTES` for a call without keys, for which XLA launches one kernel instead of two."""
 
 
 class _Residuals(NamedTuple):
@@ -605,7 +604,7 @@ _rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
 
 
 def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
-    """Returns the letters of grouped q and k and of both tables."""
+    """Returns the axis letters of grouped q, grouped k, cos and sin."""
     rows = sharding.leading_axes(q.ndim - 3)
     table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
     return rows + "ngh", rows + "nkh", table_axes, table_axes
@@ -617,7 +616,7 @@ def batch_tables(
     tables: Sequence[jax.Array],
     rows: tuple[int, ...],
 ) -> Sequence[jax.Array]:
-    """Returns the tables for rows [axis_size, *rows], from those for a batch of `rows`.
+    """Returns cos and sin for rows [axis_size, *rows] under `jax.vmap`, from those for `rows`.
 
     The tables get all axes of the batch, or none if all rows share the angles.
     """

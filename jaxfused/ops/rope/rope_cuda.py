@@ -61,7 +61,7 @@ def rotate(
     interleaved: bool,
     inverse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Rotates (q, k) [B, T, N, H], [B, T, K, H] by float32 [B or 1, T, R/2]; backwards if `inverse`."""
+    """Rotates q and k [B, T, heads, H] by float32 cos, sin [B or 1, T, R/2]; backwards if `inverse`."""
     if q.size == 0:
         if k is not None and k.size > 0:
             k, _ = rotate(k, None, cos, sin, interleaved=interleaved, inverse=inverse)

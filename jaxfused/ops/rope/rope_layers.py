@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
 
 def layers_of(config: Mapping[str, Any]) -> list[Layer]:
-    """Returns the layers of a model; none if the config does not tell them apart."""
+    """Returns the layers of a model; an empty list if the config does not tell them apart."""
     count = config.get("num_hidden_layers")
     turning = config.get("no_rope_layers")
     if not turning and count is not None:
@@ -65,7 +65,7 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
 
 
 def _types(config: Mapping[str, Any]) -> list[str]:
-    """Returns the layers' attention types from the pattern of a config without a list of them."""
+    """Returns the layers' attention types, from a pattern or interval in the config; [] without one."""
     interval = config.get("sliding_window_pattern", config.get("global_attn_every_n_layers"))
     if interval is None:
         interval = _INTERVALS.get(config.get("model_type", ""))

@@ -124,7 +124,7 @@ class DynamicNTKRope(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnRope(RopeScaling):
-    """YaRN: pairs that turn often within the trained length keep their frequency, rare ones don't.
+    """YaRN: pairs that turn often within the trained length keep their frequency, others don't.
 
     A pair that turns more than `beta_fast` times within `trained_length` keeps its frequency; that of
     one that turns less than `beta_slow` times is divided by `factor`; between them is a linear ramp. The
@@ -209,7 +209,7 @@ class Llama3Rope(RopeScaling):
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
         frequencies = super().frequencies(rotary_dim, theta)
         turns = self.trained_length * frequencies / (2 * math.pi)
-        # In Llama 4 Scout both are 1, a ramp of width 0: a step.
+        # In Llama 4 Scout both factors are 1: a ramp of width 0, which is a step.
         width = self.high_freq_factor - self.low_freq_factor or 1e-9
         kept = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
         return frequencies * (kept + (1.0 - kept) / self.factor)
@@ -217,7 +217,7 @@ class Llama3Rope(RopeScaling):
 
 @dataclass(frozen=True)
 class LongRope(RopeScaling):
-    """LongRoPE, that of Phi-3 and Phi-4: each pair's frequency is divided by a factor of its own.
+    """LongRoPE, used by Phi-3 and Phi-4: each pair's frequency is divided by a factor of its own.
 
     Up to `trained_length` positions these are `short_factor`, beyond it `long_factor`. `length` is the
     number of positions; None takes 1 + the largest position of a call, of all its rows, so that a
@@ -236,7 +236,7 @@ class LongRope(RopeScaling):
     """Factors beyond `trained_length`, [rotary_dim / 2]."""
     trained_length: int
     factor: float = 1.0
-    """Length of the longest sequence over the trained length."""
+    """Ratio of the longest sequence's length to the trained length."""
     attention: float | None = None
     length: int | None = None
 
@@ -315,7 +315,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _check_order(scaling: RopeScaling, slow: str, fast: str) -> None:
-    """Checks that `slow` is at most `fast`, the turns above which pairs keep their frequency."""
+    """Checks that field `slow` <= field `fast`: pairs with more turns than `fast` keep their frequency."""
     slowest, fastest = getattr(scaling, slow), getattr(scaling, fast)
     if slowest > fastest:
         raise ValueError(

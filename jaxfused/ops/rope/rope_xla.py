@@ -132,10 +132,10 @@ def axial_tables(
 
 
 def _hidden(frequencies: Any) -> jax.Array:
-    """Returns the frequencies as float32.
+    """Returns the frequencies as float32 that XLA does not see to be constant.
 
     XLA computes cosines and sines in one kernel if both read the same array, unless that is a constant.
-    The barrier hides that the frequencies are constant.
+    The barrier hides this.
     """
     return jax.lax.optimization_barrier(jnp.asarray(frequencies, jnp.float32))
 
