@@ -194,7 +194,7 @@ def _observed(
     call: Call,
     chosen: Mapping[str, QuantizationRule],
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the first batch, and the statistics of the inputs of each layer to quantise, by name."""
+    """Returns the first batch, and {name: statistics of the inputs} of the layers to quantise."""
     batches = iter(calibration.batches)
     first = next(batches, None)
     if first is None:
@@ -220,7 +220,7 @@ def _observed(
 def _choose(
     op: str, module_or_params: Any, rules: str | Sequence[QuantizationRule]
 ) -> tuple[dict[str, QuantizationRule], dict[str, Path]]:
-    """Returns rules and paths of the layers to quantise, by name; raises for bad rules."""
+    """Returns {name: rule} and {name: path} of the layers to quantise; raises for bad rules."""
     choose = Chooser(as_rules(rules))
     chosen: dict[str, QuantizationRule] = {}
     paths: dict[str, Path] = {}

@@ -46,11 +46,11 @@ class CalibratedLayer:
     divisor: np.ndarray | None
     """Smoothing divisor of each input feature, or None without smoothing."""
     is_folded: bool
-    """True if a norm before the layer divides its inputs."""
+    """True if a norm before the layer divides its inputs, so that the layer does not."""
     taps: int
-    """Positions of a convolution's window; 1 for a linear layer."""
+    """Number of positions of a convolution's window; 1 for a linear layer."""
     damping: float
-    """`damping` of `jaxfused.Calibration`; `sampled_rows` comes from there too."""
+    """`damping` of `jaxfused.Calibration`, whose `sampled_rows` is the next field."""
     sampled_rows: int
 
     def quantized(self) -> tuple[QuantizedKernel, LayerError]:
@@ -99,7 +99,7 @@ class CalibratedLayer:
             plain.zero_point,
             damping=self.damping,
         )
-        # Weights that already lie on the grid of their scale stay as they are.
+        # The rounded weights lie on the grid of their scale, so that encoding does not change them.
         return rounding.encode(
             rounded, plain.dtype, plain.scale, plain.zero_point, plain.axis, plain.layout
         )
@@ -121,7 +121,7 @@ class CalibratedLayer:
         return jnp.asarray(scale / FORMATS[str(self.rule.input_dtype)].largest, jnp.float32)
 
     def _product(self, rows: np.ndarray, kernel: QuantizedKernel) -> np.ndarray:
-        """Returns the product of rows that are already divided; those of a convolution are windows."""
+        """Returns the layer's result for rows already divided by the divisors; windows of a convolution."""
         scale = kernel.input_scale
         if self.taps > 1 and kernel.input_dtype is not None and scale is None:
             # Windows of one image share a scale, but the image of a sampled row is unknown.

@@ -22,7 +22,7 @@ from jaxfused.runtime import rounding
 from jaxfused.runtime.quantized_array import spread
 
 _BLOCK = 128
-"""Input features of a block, whose errors are spread over all later features in one product."""
+"""Number of input features in a block, whose errors one product spreads over all later features."""
 
 
 def rounded_weights(
@@ -67,7 +67,7 @@ def _error(error: jax.Array, gram: np.ndarray) -> np.ndarray:
 
 
 def _inverse_factor(gram: np.ndarray, damping: float) -> jax.Array:
-    """Returns the upper triangle U with U^T U the inverse of the damped gram."""
+    """Returns an upper triangular U such that U^T U is the inverse of the damped Gram matrix."""
     diagonal = np.diagonal(gram)
     mean = float(np.mean(diagonal))
     if not np.isfinite(mean):

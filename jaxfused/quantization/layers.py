@@ -31,7 +31,7 @@ of a linear layer is 1.
 
 
 def name_of(path: Path) -> str:
-    """Returns a path as the text that the rules' patterns are searched in."""
+    """Returns a path as text, its keys joined by "/", in which the rules' patterns are searched."""
     return "/".join(str(key) for key in path)
 
 
@@ -116,7 +116,7 @@ def _unboxed(leaf: Any) -> Any:
 
 
 def _why_no_layer(tree: Mapping[Any, Any], kernel: Any, box: Any) -> str | None:
-    """Returns why the kernel of these parameters cannot be replaced, apart from its axes, or None."""
+    """Returns why these parameters' kernel cannot be replaced, or None; `_axes_of` checks its axes."""
     if not isinstance(kernel, jax.Array | np.ndarray):
         return (
             f"its kernel is a {type(kernel).__name__} and no array; of shapes call quantize_params under"
@@ -307,7 +307,7 @@ def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
     )
     if not isinstance(layer, nnx.LoRALinear):
         return quantized
-    # The layer's low-rank product is added to the product of the quantised kernel.
+    # LoRA's low-rank product is added to the product of the quantised kernel.
     adapted = nnx.clone(layer.lora)
     adapted.base_module = nnx.data(quantized)
     return adapted

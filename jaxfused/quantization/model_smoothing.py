@@ -97,4 +97,4 @@ _SAME = 0.02
 
 
 def _look_away(layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:
-    """Does nothing, in place of an observer."""
+    """Does nothing: an `ObservedKernel` calls it with each input."""

@@ -92,7 +92,7 @@ class _Recorder:
         return self is other
 
     def observe(self, layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:
-        """Reports the rows of x [..., D] that layer number `layer` reads; None for grouped channels.
+        """Reports the rows of x [..., D] that layer number `layer` reads; None for a grouped convolution.
 
         Args:
           inside: whether a number is an input and not padding, broadcasts to x; None if all are.
@@ -213,8 +213,8 @@ def observe(
         try:
             jax.block_until_ready(run(batch))
         except ValueError as error:
-            # Flax raises this error for every effect within the body, such as the callbacks of a
-            # calibration.
+            # Flax raises this error for every effect within the body of nn.scan, such as the callbacks
+            # of a calibration.
             if "data dependency on the scan body" not in str(error):
                 raise
             raise ValueError(

@@ -89,7 +89,7 @@ class QuantizationRule:
 
 
 def as_rules(rules: str | Sequence[QuantizationRule]) -> Sequence[QuantizationRule]:
-    """Returns the rules; a dtype stands for a single rule for all layers."""
+    """Returns the rules; a dtype means a single rule for all layers."""
     return [QuantizationRule("", rules)] if isinstance(rules, str) else rules
 
 

@@ -353,7 +353,7 @@ def _scale_and_zero_point(
 def _in_range(
     op: str, dtype: str, scale: jax.Array, zero_point: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the scale, and the zero point as int8, where out-of-range values would wrap around.
+    """Returns the scale, and the zero point as int8, after a check that it is in the dtype's range.
 
     If the zero point is known only at run time, the scale becomes NaN where it is out of range.
     """
@@ -406,7 +406,7 @@ def _runs(
 
 
 def _positive(op: str, scale: jax.Array) -> jax.Array:
-    """Returns the scale, checked to be positive and finite; in a compiled program bad ones become NaN."""
+    """Returns the scale, checked to be positive and finite; compiled programs make bad ones NaN."""
     fits = (scale > 0) & (scale < jnp.inf)
     if not isinstance(scale, jax.core.Tracer):
         wrong = scale[~(fits | jnp.isnan(scale))]

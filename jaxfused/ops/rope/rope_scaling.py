@@ -315,7 +315,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _check_order(scaling: RopeScaling, slow: str, fast: str) -> None:
-    """Checks that field `slow` <= field `fast`: pairs with more turns than `fast` keep their frequency."""
+    """Checks that field `slow` <= field `fast`; pairs that turn more often than `fast` are unscaled."""
     slowest, fastest = getattr(scaling, slow), getattr(scaling, fast)
     if slowest > fastest:
         raise ValueError(

@@ -31,7 +31,7 @@ QUANTO_PARTS = ("weight._data", "weight._data._data", "weight._scale", "weight._
 
 
 def plan_of_metal(parts: Parts, config: Config) -> Build:
-    """Checks a layer of words along the inputs, and returns the function that builds it."""
+    """Checks a layer of codes packed in words along the inputs; returns the function that builds it."""
     bits = number(parts, config, ("bits",), (2, 4, 8))
     words = parts.take("weight", ("uint32",), (None, None))
     columns, features = words.shape[0], words.shape[-1] * 32 // bits
@@ -80,7 +80,7 @@ def plan_of_quanto(parts: Parts, config: Config) -> Build:
     scale = parts.scales("weight._scale", FLOATS, (None, 1))
     shift = parts.scales("weight._shift", FLOATS, (None, 1))
     columns = _outputs(parts, config)
-    # An odd number of rows is padded.
+    # Rows are padded to a multiple of 8 / bits, which share a byte.
     if not (scale.shape == shift.shape and 0 <= rows - len(scale) < 8 // bits) or (
         len(scale) % columns
     ):

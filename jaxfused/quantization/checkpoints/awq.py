@@ -60,7 +60,7 @@ def plan(parts: Parts, config: Config) -> Build:
 
 
 def _in_columns(nibbles):
-    """Returns the numbers of each word, eight, in the order of their columns."""
+    """Returns the eight 4-bit numbers of each word in the order of their columns."""
     words = nibbles.reshape(*nibbles.shape[:-1], -1, 8)
     return words[..., _NIBBLE_OF_COLUMN].reshape(nibbles.shape)
 

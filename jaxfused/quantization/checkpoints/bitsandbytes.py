@@ -43,7 +43,7 @@ def plan(parts: Parts, config: Config) -> Build:
 
 
 def _plan_int8(parts: Parts) -> Build:
-    """Checks rows of int8, whose SCB is the largest magnitude of each row."""
+    """Checks a layer of int8 rows; its tensor SCB has the largest magnitude of each row."""
     values = parts.take("weight", ("int8",), (None, None))
     largest = parts.scales("SCB", ("float32",), values.shape[:1])
     form = parts.get("weight_format")
@@ -81,7 +81,7 @@ def _plan_4bit(parts: Parts) -> Build:
 
 
 def _codes(packed: jax.Array, columns: int, features: int) -> jax.Array:
-    """Returns codes in the layout of an array, from bytes with the first code in the high bits."""
+    """Returns codes with the first in a byte's low bits, from bytes with the first in the high bits."""
     swapped = packed >> 4 | packed << 4
     if features % 2 == 0:
         return swapped.reshape(columns, -1)

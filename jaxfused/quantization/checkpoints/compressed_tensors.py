@@ -148,7 +148,7 @@ def _packed_zeros(parts: Parts, bits: int, shape: tuple[int, ...]) -> np.ndarray
 
 
 def _whole_runs(words: Any, bits: int, of: Any) -> Any:
-    """Returns words padded to a multiple of `bits` words, whose end is the end of a code."""
+    """Returns words padded to a multiple of `bits` words, at whose end a code ends."""
     missing = -words.shape[-1] % bits if 32 % bits else 0
     return of.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, missing)])
 

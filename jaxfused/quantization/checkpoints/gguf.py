@@ -49,7 +49,7 @@ class _Scales(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Type of blocks: bits of a code, and the functions that read scales and codes."""
+    """A type of blocks: bits of a code, and the functions that read its scales and codes."""
 
     bits: int
     """Bits per code; integers are centred on 2^(bits - 1), or start at 0 if there is an offset."""
@@ -62,7 +62,7 @@ class _Form(NamedTuple):
 def planned(
     op: str, paths: list[Path], prefix: str
 ) -> tuple[dict[str, tuple[Build, int]], dict[str, np.ndarray]]:
-    """Returns functions that build the layers of GGUF files, with their bytes, and the other tensors."""
+    """Returns {layer: (function that builds it, its bytes)} of GGUF files, and all other tensors."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         tensors |= gguf_file.read(op, path)
@@ -170,7 +170,7 @@ def _q6_codes(blocks: Any) -> Any:
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """Returns the float16 at a byte of each block, in float32, [..., blocks, 1]."""
+    """Returns the float16 at byte `start` of each block, as float32 [..., blocks, 1]."""
     pair = np.ascontiguousarray(blocks[..., start : start + 2])
     return pair.view(np.float16).astype(np.float32)
 

@@ -18,7 +18,7 @@ _AGAIN = "download or convert it again"
 
 
 class Blocks(NamedTuple):
-    """Type of a tensor's blocks."""
+    """A type of blocks in which GGUF stores a tensor."""
 
     name: str
     values: int
@@ -53,13 +53,13 @@ TYPES = {
 
 
 class Tensor(NamedTuple):
-    """A tensor as it lies in a file."""
+    """A tensor as a file stores it."""
 
     kind: str
     bytes: np.ndarray
     """Bytes of the rows' blocks, uint8 [..., F, bytes], mapped into memory."""
     shape: tuple[int, ...]
-    """Shape [..., F, D]; numbers along D are stored together."""
+    """Shape [..., F, D]; values along D are contiguous."""
 
 
 def read(op: str, path: Path) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def metadata(op: str, path: Path) -> dict[str, Any]:
 
 
 def _opened(op: str, path: Path, *, with_arrays: bool) -> tuple["_Header", int, dict[str, Any]]:
-    """Returns the header at its first tensor, the number of tensors, and the metadata before them."""
+    """Returns the header, read up to its first tensor, the number of tensors, and the metadata."""
     if path.stat().st_size < 24:
         raise ValueError(f"{op}: {path} has too few bytes for a GGUF file; {_AGAIN}.")
     header = _Header(op, path, np.memmap(path, np.uint8, "r"))
@@ -116,7 +116,7 @@ def _opened(op: str, path: Path, *, with_arrays: bool) -> tuple["_Header", int, 
 
 
 class _Header:
-    """Reading position in the header."""
+    """A file's header, which is read from position `at` on."""
 
     def __init__(self, op: str, path: Path, mapped: np.ndarray):
         self.op, self.path, self.mapped, self.at = op, path, mapped, 0

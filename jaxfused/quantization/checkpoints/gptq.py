@@ -32,7 +32,8 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""Word of ones that v1 subtracts from a word of zero points; with 3 bits each number lacks its own 1."""
+"""Word with a 1 in each place, by bits, that v1 subtracts from a word of zero points; with 3 bits, v1
+subtracts 1 from each number instead."""
 
 
 def plan(parts: Parts, config: Config) -> Build | None:
@@ -88,7 +89,7 @@ def _codes(words: jax.Array, order: jax.Array | None, bits: int) -> jax.Array:
 
 
 def _permutation(parts: Parts, features: int, size: int, groups: int) -> np.ndarray | None:
-    """Returns the inputs sorted by group, from g_idx; None if they are sorted already."""
+    """Returns the indices that sort the inputs by group, from g_idx; None if they are sorted already."""
     if parts.get("g_idx") is None:
         return None
     of_input = parts.take("g_idx", ("int32", "int64"), (features,))

@@ -25,7 +25,7 @@ _SETTINGS = (
 )
 PARTS = ("W_q", "scale", "zero", "bias", *_SETTINGS)
 _SHIFTS = {8: (0,), 4: (4, 0), 3: tuple(range(27, -1, -3)), 2: (6, 4, 2, 0)}
-"""Shifts of the codes in an element, by number of bits; the first run of rows has the highest shift."""
+"""Right shifts that extract an element's codes, by bits; the first rows' codes are in its high bits."""
 
 
 def plan(parts: Parts, config: Config) -> Build:
@@ -53,7 +53,7 @@ def plan(parts: Parts, config: Config) -> Build:
     def build() -> QuantizedLayer:
         codes = _codes(on_device(packed), bits, shape)
         if bits == 8:
-            # int8 holds codes minus 128; their difference from a zero point may be rounded.
+            # int8 holds codes minus 128, and a zero point with a fraction may be rounded by minus 128.
             array = weights(codes_around_0(codes), scale, zero_point=zero - 128, group_size=group)
         else:
             held = 2 if bits == 2 and features % 4 == 0 else 4

@@ -51,7 +51,7 @@ class QuantizedLayer:
         return quantized_matmul(x, self.array, self.bias)
 
     def of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Returns a stack's results [M, F] for rows x [M, D] in groups, each for a layer of the stack.
+        """Returns a stack's results [M, F] for rows x [M, D], a group of them for each layer.
 
         The product is `jaxfused.ragged_dot`; rows that no group has are zeros.
 
@@ -84,7 +84,7 @@ class QuantizedLayer:
         return (y + bias).astype(y.dtype)
 
     def _check_inputs(self, x: jax.Array) -> None:
-        """Checks x before it is permuted; the product would see only what a permutation has taken."""
+        """Checks x's size before `jnp.take` permutes it, which would hide a wrong size."""
         features = self.array.shape[-2]
         if jnp.shape(x)[-1:] != (features,):
             raise ValueError(
@@ -220,7 +220,7 @@ def on_device(array: np.ndarray) -> jax.Array:
 
 
 def groups_of(parts: Parts, features: int, group_size: int) -> int:
-    """Returns the number of groups along the features; -1 stands for a single one."""
+    """Returns the number of groups along the features; group_size -1 means one group."""
     if features < 1:
         parts.fail("its weights have no inputs; pass all tensors of the layer.")
     if group_size == -1:
@@ -277,7 +277,7 @@ def number(parts: Parts, config: Config, names: tuple[str, ...], allowed: Any = 
 def flat_groups(
     scale: np.ndarray, block: int, shape: tuple[int, int]
 ) -> tuple[np.ndarray, int | None]:
-    """Returns scales [F, G] and their group size, of blocks that run over the flattened [F, D].
+    """Returns scales [F, groups] and their group size, given one a block of the flattened [F, D].
 
     A block that spans several rows becomes several smaller groups with the same scale.
     """
@@ -301,7 +301,7 @@ def weights(
     group_size: int | tuple[int, int] | None = None,
     codebook: tuple[float, ...] | None = None,
 ) -> QuantizedArray:
-    """Returns weights of stored values, with scales, zero points and offsets [..., F, G]."""
+    """Returns weights of stored values, with scales, zero points and offsets [..., F, groups]."""
     parts = (scale, zero_point, offset)
     of_groups = [None if a is None else jnp.array(np.swapaxes(a, -1, -2)) for a in parts]
     scale_of_groups, zeros, offsets = of_groups

@@ -198,7 +198,7 @@ _Plans = dict[str, tuple[Build, int]]
 def planned(
     op: str, tensors: Mapping[str, np.ndarray], config: Config
 ) -> tuple[_Plans, dict[str, np.ndarray]]:
-    """Returns functions that build the layers, which are checked, and the tensors of no layer."""
+    """Checks the layers; returns the functions that build them, and the tensors of no layer."""
     form = _format(op, config)
     others = dict(tensors)
     plans: _Plans = {}
@@ -253,7 +253,7 @@ def _layers(
 
 
 _LEFT_OUT = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
-"""Names in configs for the list of modules that were not converted."""
+"""Config keys, each of which may list modules that were not converted."""
 
 
 def _is_within(layer: str, module: str) -> bool:

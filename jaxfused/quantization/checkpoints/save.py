@@ -74,7 +74,7 @@ def save(
 
 
 def _numbers(name: str, given: Any) -> np.ndarray:
-    """Returns an array in a form that a file can store.
+    """Returns an array as NumPy's, after a check that safetensors has its dtype.
 
     Raises:
       ValueError: `given` is no array of numbers, or of a dtype that safetensors lacks.
@@ -151,7 +151,7 @@ def _floats(scale: jax.Array) -> jax.Array:
 
 
 def _strategy(name: str, array: QuantizedArray) -> dict[str, Any]:
-    """Returns compressed-tensors' arguments for the sharing of scales."""
+    """Returns compressed-tensors' arguments that say which weights share a scale."""
     groups, columns = array.scale.shape
     features, outputs = array.shape
     if array.scale.size == 1 and (features, outputs) != (1, 1):
