@@ -22,7 +22,7 @@ def infer(
     residual: jax.Array | None,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """Runs the operator with the running averages."""
+    """Runs `jaxfused.batch_norm` with the running averages as mean and variance."""
     y = batch_norm.batch_norm(
         x,
         floating(scale, x.dtype),
@@ -55,7 +55,7 @@ def train(
     statistics: tuple[jax.Array, jax.Array] | None,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the operator with the batch's statistics, and returns the updated running averages too."""
+    """Normalises by the batch's statistics; returns (y, new running mean, new running variance)."""
     y, batch_mean, batch_var = batch_norm.run(
         x,
         floating(scale, x.dtype),

@@ -1,4 +1,4 @@
-"""The call of the operator that Conv and ConvNormAct of nnx and linen share, in Flax's terms."""
+"""The call of `jaxfused.conv`, with Flax's arguments, that Conv and ConvNormAct of nnx and linen share."""
 
 import math
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def convolve(
     hand_on: bool = False,
     statistics: bool = False,
 ) -> Convolved:
-    """Runs the operator with any number of batch axes; None stands for 1, as in Flax's `Conv`.
+    """Runs `jaxfused.conv` with any number of batch axes; strides or dilations of None mean 1.
 
     With `hand_on` the operator returns the inputs if it reads them unchanged.
     """
@@ -144,7 +144,7 @@ def patches(
     input_dilation: Any,
     **geometry: Any,
 ) -> jax.Array | None:
-    """Returns each window's values of x [B, *spatial, I], [B, pixels, taps * I]; None for groups."""
+    """Returns each window's values of x [B, *spatial, I], [B, pixels, taps * I]; None if grouped."""
     if feature_group_count > 1:
         return None
     channels = x.shape[-1]
@@ -173,7 +173,7 @@ def inside_windows(x: jax.Array, size: tuple[int, ...], **geometry: Any) -> jax.
 
 
 def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:
-    """Folds a batch norm into the kernel before it, by `jaxfused.fold_batch_norm` if it is of floats.
+    """Returns (kernel, bias) with a batch norm folded in; float kernels by `jaxfused.fold_batch_norm`.
 
     A quantised channel's scale is multiplied by the norm's factor, which equals folding before rounding.
     """

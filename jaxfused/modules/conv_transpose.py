@@ -1,4 +1,4 @@
-"""The call of the operator that ConvTranspose of nnx and linen share, in Flax's terms."""
+"""The call of `jaxfused.conv_transpose`, with Flax's arguments, that nnx and linen share."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxfused.ops.conv import conv_transpose
 
 
 def why_flax(layer: Any, default_promotion: Any, *dtypes: Any) -> str | None:
-    """Returns why only Flax's code can serve a call of a layer, such as an argument, or None."""
+    """Returns why Flax's own code must compute a call of the layer, such as an argument, or None."""
     named = isinstance(layer.padding, str) and layer.padding.upper() not in ("SAME", "VALID")
     return (
         why_intercepted()
@@ -44,7 +44,7 @@ def transposed(
     dtype: Any,
     precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
-    """Runs the operator with any number of batch axes; None stands for 1, as in Flax."""
+    """Runs `jaxfused.conv_transpose` with any number of batch axes; None means 1, as in Flax."""
     x = promoted(inputs, kernel, bias, dtype=dtype)
     batch = x.shape[: x.ndim - len(kernel_size) - 1]
 

@@ -1,4 +1,4 @@
-"""The scaled perceptron with drop path and residual that ConvNeXtBlock of nnx and linen share."""
+"""The MLP of ConvNeXtBlock with layer scale, drop path and residual, which nnx and linen share."""
 
 from collections.abc import Callable
 from typing import Any

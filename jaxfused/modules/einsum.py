@@ -11,7 +11,7 @@ class Split(NamedTuple):
 
 
 def as_matrices(equation: str, x_axes: int, kernel_axes: int) -> Split | str:
-    """Returns how "rows inputs, inputs features -> rows features" splits, or why it is none.
+    """Returns a Split if the equation is one product of matrices without transposes, else the reason.
 
     Args:
       equation: such as "BTD,DNH->BTNH" or "...NH,NHD->...D", with no spaces needed.
@@ -23,7 +23,7 @@ def as_matrices(equation: str, x_axes: int, kernel_axes: int) -> Split | str:
     if "..." in right:
         return "the kernel has an ellipsis"
     if "..." in left:
-        # Characters that no user writes stand for the axes of the ellipsis.
+        # The axes of the ellipsis get letters that no user writes.
         count = x_axes - (len(left) - 3)
         rows = "".join(chr(ord("\u4e00") + i) for i in range(count))
         left, result = left.replace("...", rows), result.replace("...", rows)

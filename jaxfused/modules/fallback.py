@@ -81,7 +81,7 @@ def why_sharded(out_sharding: Any, *arrays: Any) -> str | None:
 
 
 def resharded(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """Returns the result in the sharding of a call that `why_sharded` allows."""
+    """Returns the result in the requested sharding, which `why_sharded` has allowed."""
     if out_sharding is None:
         return y
     if isinstance(out_sharding, PartitionSpec):
@@ -90,7 +90,7 @@ def resharded(y: jax.Array, out_sharding: Any) -> jax.Array:
 
 
 def is_default(precision: jax.lax.PrecisionLike) -> bool:
-    """Whether a precision is the one that JAX uses by default: None or DEFAULT, for both operands."""
+    """Returns whether a precision is the one that JAX uses by default: None or DEFAULT, for both operands."""
     if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         return precision == jax.lax.DotAlgorithmPreset.DEFAULT
     if isinstance(precision, tuple | list):

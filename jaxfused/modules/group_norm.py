@@ -26,7 +26,7 @@ def normalise(
     mask_gradient: bool = True,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """Runs the operator; a single vector of channels, which Flax accepts too, gets a batch axis."""
+    """Runs `jaxfused.group_norm`; a vector of channels, which Flax accepts too, gets a batch axis."""
     has_batch = x.ndim != 1
     if not has_batch:
         residual, image_scale, image_shift = (
@@ -54,7 +54,7 @@ def normalise(
 def why_flax_normalises_instances(
     x: jax.Array, mask: jax.Array | None, axis_name: str | None, feature_axes: Any
 ) -> str | None:
-    """Returns why a call of InstanceNorm runs Flax's code, or None; for a vector Flax raises."""
+    """Returns why a call of InstanceNorm runs Flax's code, or None; Flax's code rejects vectors."""
     axes = tuple(feature_axes) if isinstance(feature_axes, tuple | list) else (feature_axes,)
     if x.ndim < 2:
         return "x has no batch axis"

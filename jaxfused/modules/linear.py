@@ -1,4 +1,4 @@
-"""The linear layer of all modules; its kernel is a float array or a replacement of one."""
+"""The linear layer of all modules; its kernel is a float array or a replacement (quantised, LoRA)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -136,7 +136,7 @@ Kernel = jax.Array | KernelStandIn
 
 
 def shape_of(kernel: Kernel) -> tuple[int, ...]:
-    """Returns the shape of a kernel, or of the kernel that this replaces."""
+    """Returns the shape of a kernel, or of the float kernel that a replacement stands in for."""
     if isinstance(kernel, LoRAKernel):
         return shape_of(kernel.base)
     assert not isinstance(kernel, CalledKernel)
@@ -162,7 +162,7 @@ def linear(
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Runs `jaxfused.linear`, or `jaxfused.quantized_matmul` with a result of the same dtype."""
+    """Runs `jaxfused.linear`, or for a quantised kernel `jaxfused.quantized_matmul`, in x's dtype."""
     if isinstance(kernel, CalledKernel):
         y = kernel.call(x, precision).astype(x.dtype)
         return followed(y, activation, residual, adds_first=False)

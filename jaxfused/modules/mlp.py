@@ -169,7 +169,7 @@ def _dropout_words(rate: float, key: jax.Array | None, *kernels: Kernel) -> jax.
 def _saving(
     save: Save, layers: Callable[..., jax.Array], *kernels: Kernel
 ) -> Callable[..., jax.Array]:
-    """Returns `layers` with rematerialisation, so that only their inputs are saved, if `save` says so.
+    """Returns `layers` under `jax.checkpoint`, so that only their inputs are saved, if `save` says so.
 
     Layers with a `CalledKernel` are excluded: an interceptor may keep their results, which must not be
     tracers of `jax.checkpoint`'s inner program.

@@ -17,11 +17,11 @@ from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.sharding import AxisName
 
 Router = Callable[..., Routes]
-"""A function of logits [..., E], and of `bias` where there is one: `jaxfused.router` with its `k`."""
+"""Function of logits [..., E] and an optional `bias`, such as `jaxfused.router` with a given `k`."""
 
 
 class Routing(NamedTuple):
-    """What a mixture's router found, for losses and statistics."""
+    """The logits and the choice of a mixture's router, for losses and statistics."""
 
     logits: jax.Array
     """Logits [..., E] of the router, float32."""
@@ -32,7 +32,7 @@ class Routing(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The parameters of a mixture."""
+    """The parameters of a mixture: those of its router and of E experts."""
 
     router_kernel: jax.Array
     """Kernel [D, E] of the router."""
@@ -59,7 +59,7 @@ def mixture(
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, Routing]:
-    """Returns the weighted sum of each token's experts, without shared ones, and the routes."""
+    """Returns the weighted sum of each token's experts, without shared ones, and their `Routing`."""
     if not callable(router):
         raise ValueError(
             f"MoE: router is {router!r}, but it is called with logits; pass a function, such as"
@@ -67,8 +67,7 @@ def mixture(
         )
     routed = jnp.asarray(x)
     wide = accumulator_dtype(routed.dtype)
-    # The router's product is in full float32, because a product of fewer digits may choose other
-    # experts.
+    # The router's product is in full float32, because a less precise one may choose other experts.
     logits = jnp.matmul(
         routed.astype(wide), experts.router_kernel.astype(wide), precision=jax.lax.Precision.HIGHEST
     )
@@ -126,7 +125,7 @@ def check_mixture(
 def shared_expert_of(
     y: jax.Array, x: jax.Array, shared: jax.Array, gate_kernel: jax.Array | None
 ) -> jax.Array:
-    """Returns y with the shared expert's result, times the logistic of x [..., D] @ [D, 1] if gated."""
+    """Returns y + shared; `shared` is multiplied by sigmoid(x @ gate_kernel [D, 1]) if there is one."""
     wide = accumulator_dtype(y.dtype)
     shared = shared.astype(wide)
     if gate_kernel is not None:

@@ -1,4 +1,4 @@
-"""Code of the layers of nnx and linen whose kernels or windows depend on their input."""
+"""Code of DeformConv and CARAFE of nnx and linen, whose windows or kernels depend on their input."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def deformed(
 
 
 def encoder_channels(kernel_size: int, groups: int, factor: int) -> int:
-    """Returns the number of channels that a block of new pixels needs for its kernels."""
+    """Returns the number of channels that hold the kernels of all factor^2 pixels made from one."""
     return groups * (kernel_size * factor) ** 2
 
 

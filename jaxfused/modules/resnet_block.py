@@ -1,4 +1,4 @@
-"""The convolutions of a block, for ResNetBlock of nnx and linen."""
+"""Sizes of the convolutions of a ResNetBlock, for nnx and linen."""
 
 
 def widths(
@@ -15,5 +15,5 @@ def widths(
 
 
 def needs_shortcut(before: int, after: int, strides: int) -> bool:
-    """Whether a block needs a convolution on its shortcut, as input and result differ in shape."""
+    """Returns whether a block needs a convolution on its shortcut, as input and result differ in shape."""
     return before != after or strides > 1

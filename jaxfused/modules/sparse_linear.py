@@ -32,7 +32,7 @@ def check_sparse_linear(module: str, pattern: str, density: float) -> None:
 def first_places(
     key: jax.Array, shape: tuple[int, int], block_size: int, density: float
 ) -> tuple[BlockList, BlockList]:
-    """Returns the lists of blocks at random places of a matrix, by columns and by rows."""
+    """Returns block lists, by columns and by rows, of nonzero blocks at random places of a matrix."""
     down, across = grid_of("SparseLinear", shape, block_size)
     count = max(1, round(density * down * across))
     places = jnp.sort(jax.random.permutation(key, down * across)[:count])

@@ -36,7 +36,7 @@ class Rope(Protocol):
     interleaved: bool
 
     def tables(self, positions: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
-        """Returns cosines and sines."""
+        """Returns the cosines and sines of the positions' angles."""
 
 
 def check_norm(norm: str) -> None:

@@ -1,4 +1,4 @@
-"""The call of the operator that Upsample of nnx and linen share."""
+"""The call of `jaxfused.upsample` that Upsample of nnx and linen share."""
 
 import math
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def enlarge(
     dtype: Any,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """Runs the operator, with any number of batch axes if each spatial axis has its own factor."""
+    """Runs `jaxfused.upsample`, with any number of batch axes if each spatial axis has a factor."""
     x = jnp.asarray(x, dtype)
     batch: tuple[int, ...] = x.shape[:1]
     if not isinstance(factor, int) and x.ndim > len(factor):

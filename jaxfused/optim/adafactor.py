@@ -136,7 +136,7 @@ def _by_kernels(
     state: Any,
     params: Any,
 ) -> tuple[Any, Any]:
-    """Implements `update`; kernels reduce the leaves whose last two axes are factored."""
+    """Implements `update`: CUDA kernels for leaves whose last two axes are factored, XLA for others."""
     factored = state[0]
     gradients = jax.tree.leaves(grads)
     treedef: Any = jax.tree.structure(grads)
@@ -186,7 +186,7 @@ def _by_kernels(
         if stage is None or name == "factored":
             continue
         place = len(new_state)
-        # Updates of the kernels already include clipping and the parameters' scale.
+        # The updates above already include clipping and the parameters' scale.
         if name in ("clip", "parameter_scale"):
             new_state.append(state[place])
             continue
@@ -196,7 +196,7 @@ def _by_kernels(
 
 
 class _Leaf(NamedTuple):
-    """Arrays of one leaf, in Optax's form."""
+    """A parameter, its gradient, and its second moments as in Optax's `FactoredState`."""
 
     gradient: jax.Array
     parameter: jax.Array
@@ -206,7 +206,7 @@ class _Leaf(NamedTuple):
 
     @property
     def is_factored(self) -> bool:
-        """True if the last two axes are factored, so that kernels take the leaf as matrices."""
+        """True if the last two axes are factored, so that kernels can update the leaf as matrices."""
         shape = self.parameter.shape
         moments = {self.v_row.shape, self.v_col.shape}
         return (

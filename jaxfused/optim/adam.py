@@ -41,7 +41,7 @@ def adam_rule(
         def numerator(g: jax.Array, m: jax.Array) -> jax.Array:
             if isinstance(nesterov, str):
                 return (weights[0] * m + weights[1] * g).astype(m.dtype)
-            # The same weights as below, in the order of Optax's roundings.
+            # The same weights as in `_weights`, in the order in which Optax rounds.
             if nesterov:
                 return b1 * _divide(m, next_bias1) + (1 - b1) * _divide(g, bias1)
             return _divide(m, bias1)

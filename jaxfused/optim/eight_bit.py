@@ -35,7 +35,7 @@ LEAST_SIZE = 4096
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EightBitMoment:
-    """A moment of one leaf."""
+    """An optimizer's moment of one parameter, in 8 bits."""
 
     codes: jax.Array
     """Codes, int8 or uint8, of the leaf's shape."""
@@ -115,7 +115,7 @@ def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
 def _rounded(
     exact: jax.Array, largest: int, ratio: jax.Array, power: int, halves: jax.Array
 ) -> jax.Array:
-    """Returns one of the two codes around `exact`: the mean of (code / largest)^power is `ratio`.
+    """Returns either code next to `exact`, at random: the mean of (code / largest)^power is `ratio`.
 
     A value that would be rounded up less often than once in 131072 times never is, because 16 random
     bits cannot express that probability.

@@ -151,7 +151,7 @@ def _sizes(p: jax.Array, block_size: int) -> jax.Array:
 def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
     """Returns which units are kept: all but the smallest floor(fraction * count)."""
     count = math.prod(sizes.shape)
-    # The product 0.7 * 10 is 7, which float32 may have just below.
+    # In float32 a product that is an integer, such as 0.7 * 10, may be just below it.
     pruned = jnp.floor(jnp.asarray(fraction, jnp.float32) * count + 1e-3).astype(jnp.int32)
     order = jnp.argsort(sizes.reshape(-1), stable=True)
     rank = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32))

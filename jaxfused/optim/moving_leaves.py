@@ -14,7 +14,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def of_moving_leaves(
     init: Callable[[Any], Any], update_all: Callable[..., tuple[Any, Any]]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns `update_all` for trees in which leaves may have no gradient."""
+    """Wraps `update_all` so that gradients may be None, for parameters that do not change."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         leaves, treedef = flatten(updates)

@@ -48,7 +48,7 @@ with their safety margin of 1 %."""
 
 
 def _matrices(tree: Any) -> Any:
-    """Returns Optax's dimension numbers for non-empty leaves of two axes."""
+    """Returns MuonDimensionNumbers for non-empty leaves of two axes, None for others."""
     return jax.tree.map(
         lambda leaf: contrib.MuonDimensionNumbers() if leaf.ndim == 2 and leaf.size else None, tree
     )
@@ -291,7 +291,7 @@ def muon(
 
 
 def _after_factor(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx` of the gradients times a factor, if one is given."""
+    """Wraps `tx` so that it first multiplies the gradients by `factor`, if one is given."""
 
     def update(grads: Any, state: Any, params: Any = None, *, factor: Any = None) -> Any:
         if factor is not None:
@@ -411,7 +411,7 @@ class _Momentum:
         return treedef.unflatten(scaled), state
 
     def _weights(self, count: jax.Array) -> tuple[Any, Any]:
-        """Returns the factors of momentum and gradient, whose sum is the matrix to orthogonalise."""
+        """Returns the weights of momentum and gradient in the matrix to orthogonalise."""
         now, ahead = 1.0, 1.0
         if self.bias_correction:
             now = 1 - _power(self.beta, count)
@@ -452,7 +452,7 @@ class _Momentum:
     def _of_kernels(
         self, gradients: Sequence[Any], momenta: Sequence[Any], views: Sequence[_View]
     ) -> list[list[int]]:
-        """Returns lists of leaf indices that kernels take together, wide matrices first in each."""
+        """Returns lists of indices of leaves that GPU kernels update as a batch, wide matrices first."""
         if self.adaptive or self.preconditioning != "frobenius" or not _is_known(self.steps):
             return []
         plain = [i for i, view in enumerate(views) if view.is_plain]

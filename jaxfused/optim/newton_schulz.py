@@ -22,13 +22,13 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 _LEAST_SCALE = 1e-8
-"""Lower bound of a Gram matrix's size where it scales matrices, as in Optax, whatever `eps` is."""
+"""Lower bound of a Gram matrix's norm or row sum that divides matrices; Optax's, not `eps`."""
 _MOST_ELEMENTS = 2**28
 """Largest number of elements of a batch. Larger batches take memory for a copy, and fill a GPU no
 better."""
 _MOST_AT_ONCE = 3
-"""Iterations per product with matrices that are at least twice as wide as they are high. Small singular
-values grow up to 40-fold in three iterations; in five, rounding can reverse them."""
+"""Iterations that share one product with matrices which are at least twice as wide as high. Small
+singular values grow up to 40-fold in three iterations; in five, rounding can reverse them."""
 
 _product = functools.partial(symmetric_product, is_factor=True)
 
@@ -82,7 +82,7 @@ def orthogonalize(
 
 
 def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns lists of array indices; the arrays of a list are computed together."""
+    """Returns lists of indices of arrays that are concatenated into one batch."""
     kinds: dict[Hashable, list[int]] = {}
     for i, x in enumerate(matrices):
         # Arrays with different shardings are not concatenated.
@@ -165,7 +165,7 @@ def orthogonalize_both_ways(
     eps: Any,
     clamps_norm: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns matrices [B, M, N] and their transposes after the iterations, by kernels.
+    """Returns matrices [B, M, N] and their transposes after the iterations, by GPU kernels.
 
     Products in tf32 sum along the last axes of both operands. A Gram matrix reads the wide matrices in
     this way, and the product with the polynomial the tall ones. So the kernel writes the matrices both

@@ -154,7 +154,7 @@ def _why(
     kept = (state.optimizer, state.ema, state.compute) if isinstance(state, StepState) else state
     leaves = jax.tree.leaves((grads, params, kept), is_leaf=eight_bit.is_coded)
     arrays = [leaf for leaf in leaves if not eight_bit.is_coded(leaf)]
-    # Kernels do not read the counts of steps and schedules.
+    # Kernels do not read the counts of steps and schedules, so their dtypes do not matter.
     dtypes = [
         jnp.result_type(array)
         for array in arrays
@@ -168,7 +168,7 @@ def _why(
 
 @dataclass(frozen=True)
 class _Reasons:
-    """Reasons of a choice as a static argument; all instances are equal, so none causes a retrace."""
+    """Why each implementation cannot run, as a static argument; all are equal, so none retraces."""
 
     why: dict[str, str | None] = field(compare=False)
 
@@ -251,7 +251,7 @@ def _with_rules(
     def call(*args):
         leaves = jax.tree.leaves(args)
         treedef: Any = jax.tree.structure(args)
-        # Results have the structure of the arguments.
+        # The results, parameters and state, have the structure of these arguments.
         results: Any = jax.tree.structure((args[2], args[1]))
         # Python's numbers are not converted: as arrays they would promote 16-bit operands.
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -383,7 +383,7 @@ def _by_update(
     numbers: _Numbers,
     clipping_update: Callable[..., tuple[Any, Any]] | None = None,
 ) -> tuple[optax.Params, Any]:
-    """Takes a step by Optax's protocol, update and then write; `clipping_update` also clips."""
+    """Takes a step as Optax does, update and then write; `clipping_update`, if given, also clips."""
     kept = state if isinstance(state, StepState) else None
     opt_state = state if kept is None else kept.optimizer
     if kept is not None:
@@ -473,7 +473,7 @@ def _average_decay(kept: StepState) -> Any:
 
 
 def _counted(kept: StepState, finite: jax.Array) -> StepState:
-    """Returns the state with updated counts of steps taken and skipped."""
+    """Returns the state with its next loss scale, and counts of steps taken and skipped."""
     kept = replace(_rescale_loss(kept, finite), skipped=kept.skipped + jnp.where(finite, 0, 1))
     if kept.rounding is not None:
         step = jnp.stack([jnp.uint32(0), finite.astype(jnp.uint32)])

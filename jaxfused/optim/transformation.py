@@ -35,7 +35,7 @@ class Rule:
     scalar differently if each leaf computes the scalar, and results would differ from Optax's.
     """
     kernel: KernelRule
-    """The same formula in the form that the kernels take."""
+    """The same formula for the CUDA kernels: its name and its scalars."""
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -48,10 +48,10 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """
 
     recipe: "Recipe | None" = None
-    """Formula that `step` runs by kernels; None if there is none."""
+    """Formula that `step` can run in fused GPU kernels; None for other transformations."""
     kernel_update: Callable[..., tuple[Any, Any]] | None = None
-    """Function (grads, state, params, max_norm=, why=) -> (updates, state): `update` by kernels, with
-    clipping to a norm. None if there are no kernels, or if a recipe has them."""
+    """Function (grads, state, params, max_norm=, why=) -> (updates, state): `update` in GPU kernels,
+    with clipping to a norm. None if there are no kernels, or if `recipe` has them."""
 
     def step(
         self,
@@ -262,7 +262,7 @@ class Leaves(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Parts in which this package's optimizers differ."""
+    """The formula and options by which an optimizer differs from others: the arguments of `fuse`."""
 
     make_rule: Callable[..., Rule]
     constants: tuple[Any, ...]

@@ -122,7 +122,7 @@ def mean_gradients(
     result = treedef.unflatten(
         [m.astype(leaf.dtype) for m, leaf in zip(means, leaves, strict=True)]
     )
-    # A gradient that is not finite spoils its own step only.
+    # Errors that are not finite are dropped, so that they spoil one step only.
     errors = [jnp.where(jnp.isfinite(lost), lost, 0) for lost in errors]
     return result if error is None else (result, treedef.unflatten(errors))
 

@@ -41,9 +41,9 @@ class Placement:
         operand_axes: Sequence[str],
         result_axes: str | tuple[str, ...],
     ) -> Any:
-        """Returns `f(*static, *operands)` on each device: of the caller's shards, or of a mesh's.
+        """Returns `f(*static, *operands)`, called at once within shard_map, else on each mesh device.
 
-        `f` is a function of a module, and `static` are compared by value, as in `over_mesh`.
+        `f` is a module-level function, and `static` are compared by value, as in `over_mesh`.
         """
         mesh = sharding.mesh_to_map(self.op, self.axis_name, operands[0])
         if mesh is None:

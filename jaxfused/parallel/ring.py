@@ -18,10 +18,10 @@ from jax import lax
 from jaxfused.runtime.sharding import AxisName
 
 Turns = list[list[Any]]
-"""Rows, or what was computed from them, by direction and then by hop."""
+"""A list for each direction with an entry for each hop: rows, or what was computed from them."""
 
 _SHIFTS = (1, -1)
-"""Difference of device indices of a hop, for each direction."""
+"""What a hop adds to a device's index, for each direction."""
 
 
 def _passed(axis_name: AxisName, shift: int, arrays: Any) -> Any:
@@ -58,7 +58,7 @@ def _starts(axis_name: AxisName, own_rows: int) -> Turns:
 
 
 def standing(axis_name: AxisName, every: jax.Array) -> Turns:
-    """Cuts the rows of all devices, which this device holds, into those of `travelling`'s hops."""
+    """Cuts the rows of all devices into parts, in the order in which `travelling` receives them."""
     own_rows = every.shape[-2] // lax.axis_size(axis_name)
     length = own_rows // directions(own_rows)
     return [
@@ -117,6 +117,6 @@ def summed(
 def _sent_beside(
     axis_name: AxisName, d: int, total: jax.Array, others: Any
 ) -> tuple[Any, jax.Array]:
-    """Sends the sum on. Returns `others`, which wait for its computation but not its arrival, and it."""
+    """Sends a sum to the next device. Returns (others, sum); `others` wait until it is computed."""
     others, total = lax.optimization_barrier((others, total))
     return others, _passed(axis_name, _SHIFTS[d], total)

@@ -7,7 +7,7 @@ from typing import Any
 def axis_to_share(
     shape: tuple[int, ...], size: int, shared: bool = True, spec: Iterable[Any] = ()
 ) -> int | None:
-    """Returns the longest axis that `size` divides, the first of several.
+    """Returns the longest axis that `size` divides, the first of equally long ones.
 
     None if there is no such axis: the array, which is small, is then replicated.
 

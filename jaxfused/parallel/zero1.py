@@ -172,7 +172,7 @@ class _Placed:
         *trees: Any,
         donates: bool = False,
     ) -> tuple[Any, ...]:
-        """Returns `f(*trees, **options)`, a tree like the parameters and a state, each device its part.
+        """Returns `f(*trees, **options)`: a tree sharded like the parameters, and a state that is split.
 
         Args:
           f: an update or a step.

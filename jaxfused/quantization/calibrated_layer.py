@@ -121,7 +121,7 @@ class CalibratedLayer:
         return jnp.asarray(scale / FORMATS[str(self.rule.input_dtype)].largest, jnp.float32)
 
     def _product(self, rows: np.ndarray, kernel: QuantizedKernel) -> np.ndarray:
-        """Returns the layer's result for rows already divided by the divisors; windows of a convolution."""
+        """Returns the layer's result for rows (or windows) already divided by the smoothing divisors."""
         scale = kernel.input_scale
         if self.taps > 1 and kernel.input_dtype is not None and scale is None:
             # Windows of one image share a scale, but the image of a sampled row is unknown.

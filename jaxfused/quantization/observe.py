@@ -92,7 +92,7 @@ class _Recorder:
         return self is other
 
     def observe(self, layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:
-        """Reports the rows of x [..., D] that layer number `layer` reads; None for a grouped convolution.
+        """Reports the rows of x [..., D] that layer number `layer` reads; None for channels in groups.
 
         Args:
           inside: whether a number is an input and not padding, broadcasts to x; None if all are.

@@ -545,7 +545,7 @@ class _Rotation:
         )
 
     def by_xla(self, x, cos, sin) -> jax.Array:
-        """Rotates heads [..., T, N, H]. XLA transposes interleaved rotations faster than it inverts them."""
+        """Rotates heads [..., T, N, H]; the inverse of interleaved pairs is faster as a transpose."""
         rotate = functools.partial(rope_xla.rotate, cos=cos, sin=sin, interleaved=self.interleaved)
         if self.inverse and self.interleaved:
             return jax.linear_transpose(rotate, x)(x)[0]
