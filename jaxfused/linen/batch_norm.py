@@ -89,7 +89,7 @@ class BatchNorm(linen.BatchNorm):
         mask_gradient: bool = True,
         statistics: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """Implements a call; `ConvNormAct` passes the last two arguments (see `batch_norm.run`)."""
+        """Implements `__call__`; `ConvNormAct` may pass x's statistics, or turn the relu's mask off."""
         x = jnp.asarray(x)
         reason = why_given(
             mask=mask is not None,
@@ -127,8 +127,8 @@ class BatchNorm(linen.BatchNorm):
         )
         if use_running_average:
             return infer(x, scale, bias, mean.value, var.value, **options).astype(result_dtype)
-        # While the parameters are initialised, the mapped axis need not exist and the averages do not
-        # change.
+        # While parameters are initialised, `axis_name` need not be mapped, and the running averages
+        # stay.
         initializing = self.is_initializing()
         y, new_mean, new_var = train(
             x,

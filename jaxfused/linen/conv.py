@@ -80,7 +80,7 @@ class Conv(linen.Conv):
         hand_on: bool = False,
         statistics: bool = False,
     ) -> Convolved:
-        """Implements a call; blocks like `ConvNormAct` pass the last two arguments (see `conv.run`)."""
+        """Implements `__call__`; blocks ask for the input (`hand_on`) and y's `statistics` with y."""
         inputs = as_input(inputs)
         reason = (
             why_intercepted()

@@ -103,7 +103,7 @@ class ConvNormAct(linen.Module):
     def _forked(
         self, x: ConvInput, *, use_running_average: bool | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns `(y, x)` for x that a shortcut reads too.
+        """Returns (y, x), for a block whose shortcut reads this x instead of its own.
 
         The convolution's backward adds the gradient of the returned x to its own.
         """
@@ -116,7 +116,7 @@ class ConvNormAct(linen.Module):
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
     ) -> Rectified:
-        """Applies the layer, with a relu whose gradient is masked by the readers of y."""
+        """Applies the layer with a relu, whose mask the layers that read y apply to its gradient."""
         check_rectified("ResNetBlock", self.activation)
         y, _ = self._apply(x, residual, use_running_average, mask_gradient=False)
         return Rectified(y)

@@ -108,7 +108,7 @@ class ConvNeXtBlock(linen.Module):
         if self.drop_path_rate > 0 and not linen.merge_param(
             "deterministic", self.deterministic, deterministic
         ):
-            # A path is dropped for a whole example.
+            # A path is dropped for all values of an example.
             path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-3, -2, -1))
             drop = functools.partial(path, deterministic=False)
         if why_watched() is not None:
@@ -133,7 +133,7 @@ class ConvNeXtBlock(linen.Module):
 
 @python_number_fields
 class _Layers(linen.Module):
-    """The parameters of the perceptron."""
+    """The parameters of the block's two linear layers, for one operator to read."""
 
     features: int
     hidden_features: int

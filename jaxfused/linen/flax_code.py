@@ -25,7 +25,7 @@ def flax_call(module: type) -> Callable[..., Any]:
 
 
 def why_watched(precision: Any = None) -> str | None:
-    """Returns why layers must be called one by one, as their calls or results are watched, or None.
+    """Returns why layers must be called one by one, as Flax observes calls or results, or None.
 
     Args:
       precision: precision of the products. Products in float8 have one state for several layers, and

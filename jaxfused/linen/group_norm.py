@@ -113,7 +113,7 @@ def normalised(
     image_scale: jax.Array | None,
     image_shift: jax.Array | None,
 ) -> jax.Array:
-    """Runs a GroupNorm or InstanceNorm by the operator, and creates its parameters."""
+    """Creates the parameters of a GroupNorm or InstanceNorm, and runs `jaxfused.group_norm`."""
     scale = bias = None
     if module.use_scale:
         scale = module.param("scale", module.scale_init, (x.shape[-1],), module.param_dtype)

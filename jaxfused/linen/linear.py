@@ -116,7 +116,7 @@ def affine(
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = linen.initializers.zeros,
 ) -> Callable[[int], tuple[Kernel, jax.Array | None]]:
-    """Returns a function from the input features to the (kernel, bias) of the `Dense` of this name.
+    """Returns a function from the number of input features to (kernel, bias) of the `Dense` `name`.
 
     If calls of single layers are watched (see `why_watched`), a `Dense` is called when its result is
     needed: see `CalledKernel`.
@@ -140,7 +140,7 @@ def affine(
 
 @python_number_fields
 class Affine(linen.Module):
-    """The parameters of a `flax.linen.Dense`, for an operator that takes several layers' parameters.
+    """The parameters of a `flax.linen.Dense`, for an operator that reads several layers' parameters.
 
     Attributes:
       features: F.
@@ -195,5 +195,5 @@ def _parameters(layer: Any, in_features: int) -> tuple[Kernel, jax.Array | None]
 
 
 def __getattr__(name: str) -> Any:
-    """Returns Flax's object, because `nn.linear` is a module of Flax too."""
+    """Returns an object of Flax's module `nn.linear`, whose name this module has too."""
     return getattr(linen.linear, name)

@@ -27,7 +27,7 @@ from jaxfused.runtime.checks import python_number_fields
 
 @python_number_fields
 class DenseGeneral(linen.DenseGeneral):
-    r"""`flax.linen.DenseGeneral` as one product of matrices, with what follows in the same kernel.
+    r"""`flax.linen.DenseGeneral` as one product of matrices, with bias and activation in its kernel.
 
     .. math:: y = \text{activation}(x \cdot \text{kernel} + \text{bias}) + \text{residual}
 
@@ -111,7 +111,7 @@ class DenseGeneral(linen.DenseGeneral):
 
 @python_number_fields
 class GeneralAffine(linen.Module):
-    """The parameters of a `flax.linen.DenseGeneral`, for an operator that takes several layers'.
+    """The parameters of a `flax.linen.DenseGeneral`, for an operator that reads several layers'.
 
     Attributes:
       features: of the result.
@@ -169,7 +169,7 @@ def _flattened(initialise: Initializer, flat: tuple[int, ...]) -> Initializer:
     """
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> Any:
-        # A box with metadata is a tree. Its `unbox` would place the flat array as the final one.
+        # A metadata box is a pytree; its `unbox` would shard the flat array like the final one.
         return jax.tree.map(lambda drawn: jnp.reshape(drawn, shape), initialise(key, flat, dtype))
 
     return init

@@ -20,7 +20,7 @@ from jaxfused.runtime.checks import python_number_fields
 
 
 class _Perceptron(linen.Module):
-    """Common part of `MLP` and `GatedMLP`: fields, and a call of the operator."""
+    """Base of `MLP` and `GatedMLP`: their fields, and the call of their operator."""
 
     hidden_features: int
     out_features: int | None = None

@@ -74,7 +74,7 @@ class Resize(linen.Module):
 
 
 class _ByFactor(linen.Module):
-    """Blocks of pixels become channels, or channels become blocks of pixels."""
+    """Base of `PixelShuffle` and `PixelUnshuffle`: channels become blocks of pixels, or the reverse."""
 
     function: ClassVar[Callable[..., jax.Array]]
 

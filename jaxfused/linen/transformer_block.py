@@ -224,7 +224,7 @@ class TransformerBlock(linen.Module):
         return branch, stream
 
     def _drop(self, branch: jax.Array) -> jax.Array:
-        """Drops values, and the branch of a whole example."""
+        """Applies dropout to a branch's values, and drop path to the branch of a whole example."""
         branch = linen.Dropout(self.dropout_rate)(branch, deterministic=False)
         drop_path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-2, -1))
         return drop_path(branch, deterministic=False)

@@ -1,4 +1,4 @@
-"""The call of `jaxfused.conv`, with Flax's arguments, that Conv and ConvNormAct of nnx and linen share."""
+"""The call of `jaxfused.conv`, with Flax's arguments, for Conv and ConvNormAct of nnx and linen."""
 
 import math
 from collections.abc import Sequence

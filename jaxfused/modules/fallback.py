@@ -90,7 +90,7 @@ def resharded(y: jax.Array, out_sharding: Any) -> jax.Array:
 
 
 def is_default(precision: jax.lax.PrecisionLike) -> bool:
-    """Returns whether a precision is the one that JAX uses by default: None or DEFAULT, for both operands."""
+    """Returns whether a precision is JAX's default: None or DEFAULT, for both operands."""
     if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         return precision == jax.lax.DotAlgorithmPreset.DEFAULT
     if isinstance(precision, tuple | list):

@@ -15,5 +15,5 @@ def widths(
 
 
 def needs_shortcut(before: int, after: int, strides: int) -> bool:
-    """Returns whether a block needs a convolution on its shortcut, as input and result differ in shape."""
+    """Returns whether input and result differ in shape, so that the shortcut needs a convolution."""
     return before != after or strides > 1

@@ -59,7 +59,7 @@ def attention_fn(
     query_offset: QueryOffset = None,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
-    r"""`flax.nnx.dot_product_attention` in one kernel: for the hook of Flax's own modules.
+    r"""`flax.nnx.dot_product_attention` in one kernel, as the `attention_fn` of Flax's own modules.
 
     .. math:: O = \text{dropout}(\text{softmax}(Q K^T / \sqrt{H} + \text{bias})) V
 
@@ -242,7 +242,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         sharded = (qkv_sharding, out_sharding)
         decides = decodes is not None
         if not alone or not decides or self._why_flax(inputs_q, *sharded) is not None:
-            # Flax's decoding combines masks as arrays; otherwise it passes them on.
+            # Flax's decoding needs the mask as an array; else Flax passes it to the attention_fn.
             flax_mask: Any = whole_mask(mask) if decodes is not False else mask
             return super().__call__(
                 inputs_q,

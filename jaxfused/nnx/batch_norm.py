@@ -150,7 +150,7 @@ class BatchNorm(nnx.BatchNorm):
         mask_gradient: bool = True,
         statistics: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """Implements a call; `ConvNormAct` passes the last two arguments (see `batch_norm.run`)."""
+        """Implements `__call__`; `ConvNormAct` may pass x's statistics, or turn the relu's mask off."""
         x = jnp.asarray(x)
         use_running_average = first_from(
             use_running_average,

@@ -144,7 +144,7 @@ class ConvNormAct(nnx.Module):
     def _forked(
         self, x: ConvInput, *, use_running_average: bool | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns `(y, x)` for x that a shortcut reads too.
+        """Returns (y, x), for a block whose shortcut reads this x instead of its own.
 
         The convolution's backward adds the gradient of the returned x to its own.
         """
@@ -157,7 +157,7 @@ class ConvNormAct(nnx.Module):
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
     ) -> Rectified:
-        """Applies the layer, with a relu whose gradient is masked by the readers of y."""
+        """Applies the layer with a relu, whose mask the layers that read y apply to its gradient."""
         check_rectified("ResNetBlock", self.activation)
         y, _ = self._apply(x, residual, use_running_average, mask_gradient=False)
         return Rectified(y)
@@ -207,7 +207,7 @@ class ConvNormAct(nnx.Module):
         return norm(y, residual=residual), x
 
     def fold(self) -> None:
-        """Makes the batch norm with its running averages a part of the convolution, for good.
+        """Folds the batch norm with its running averages into the convolution, permanently.
 
         The layer has no `norm` then, and its convolution has a bias. A call does the same as one with
         `use_running_average`, without folding anew. A layer with group norm stays as it is.

@@ -150,7 +150,7 @@ class GroupNorm(nnx.GroupNorm):
         image_shift: jax.Array | None = None,
         mask_gradient: bool = True,
     ) -> jax.Array:
-        """Implements a call; `ConvNormAct` passes the last argument (see `group_norm.run`)."""
+        """Implements `__call__`; without `mask_gradient` y's readers apply the relu's mask instead."""
         x = jnp.asarray(x)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]

@@ -27,7 +27,7 @@ from jaxfused.runtime.checks import python_numbers
 
 
 class LinearGeneral(nnx.LinearGeneral):
-    r"""`flax.nnx.LinearGeneral` as one product of matrices, with what follows in the same kernel.
+    r"""`flax.nnx.LinearGeneral` as one product of matrices, with bias and activation in its kernel.
 
     .. math:: y = \text{activation}(x \cdot \text{kernel} + \text{bias}) + \text{residual}
 

@@ -27,7 +27,7 @@ def _add_layers(
     first: Mapping[str, Any],
     last: Mapping[str, Any],
 ) -> None:
-    """Adds a module's layers under its names for them; the layer from the hidden features is last.
+    """Sets a module's linear layers as the attributes `layer_names`; the layer to the result is last.
 
     Args:
       module: the module, which has its `layer_names`.
@@ -46,7 +46,7 @@ def _add_layers(
 
 
 class _Perceptron(nnx.Module):
-    """Common part of `MLP` and `GatedMLP`: a call of the operator with the layers."""
+    """Base of `MLP` and `GatedMLP`, which calls their operator with the parameters of their layers."""
 
     _operator: ClassVar[Callable[..., jax.Array]]
     layer_names: tuple[str, ...]

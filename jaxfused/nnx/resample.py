@@ -83,7 +83,7 @@ class Resize(nnx.Module):
 
 
 class _ByFactor(nnx.Module):
-    """Blocks of pixels become channels, or channels become blocks of pixels."""
+    """Base of `PixelShuffle` and `PixelUnshuffle`: channels become blocks of pixels, or the reverse."""
 
     function: ClassVar[Callable[..., jax.Array]]
 

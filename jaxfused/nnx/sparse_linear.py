@@ -19,7 +19,7 @@ from jaxfused.runtime.checks import python_numbers
 
 
 class BlockPlaces(nnx.Variable):
-    """The lists of a layer's blocks: no parameter, as integers have no gradient."""
+    """Lists of where a layer's nonzero blocks are: no parameter, as integers have no gradient."""
 
 
 class SparseLinear(nnx.Module):

@@ -133,7 +133,7 @@ def _is_divided(p: Any, block_size: int) -> bool:
 
 
 def _grid(p: Any, block_size: int) -> tuple[int, ...]:
-    """Returns the shape of the units that are kept or pruned: single numbers or blocks."""
+    """Returns the shape of a grid of what is pruned as a unit: single numbers or blocks."""
     if block_size == 1:
         return jnp.shape(p)
     *batch, rows, columns = jnp.shape(p)
@@ -149,7 +149,7 @@ def _sizes(p: jax.Array, block_size: int) -> jax.Array:
 
 
 def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
-    """Returns which units are kept: all but the smallest floor(fraction * count)."""
+    """Returns bools: true for numbers or blocks to keep: not the floor(fraction * count) smallest."""
     count = math.prod(sizes.shape)
     # In float32 a product that is an integer, such as 0.7 * 10, may be just below it.
     pruned = jnp.floor(jnp.asarray(fraction, jnp.float32) * count + 1e-3).astype(jnp.int32)

@@ -7,7 +7,7 @@ import jax
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns leaves and structure; None is a leaf, of a parameter without a gradient."""
+    """Returns (leaves, treedef), where None counts as a leaf: a parameter without a gradient."""
     return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
 
 
@@ -20,8 +20,8 @@ def of_moving_leaves(
         leaves, treedef = flatten(updates)
         if params is None or not any(leaf is None for leaf in leaves):
             return update_all(updates, state, params, **extra_args)
-        # Some of Optax's transformations reject gradients that lack leaves of the state. So these
-        # leaves are taken out of parameters and state too.
+        # Some of Optax's transformations reject gradients without leaves that the state has. So these
+        # leaves are removed from the parameters and the state too.
         parts = treedef.flatten_up_to(params)
         moving = treedef.unflatten(
             [None if g is None else p for g, p in zip(leaves, parts, strict=True)]

@@ -55,7 +55,7 @@ def _matrices(tree: Any) -> Any:
 
 
 def _flattened(tree: Any) -> Any:
-    """Returns dimension numbers for leaves of two axes or more, where only the last axis is outputs."""
+    """Returns MuonDimensionNumbers for leaves of two or more axes, with the last axis as outputs."""
 
     def numbers(leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
         if leaf.ndim < 2 or not leaf.size:

@@ -168,7 +168,7 @@ def _why(
 
 @dataclass(frozen=True)
 class _Reasons:
-    """Why each implementation cannot run, as a static argument; all are equal, so none retraces."""
+    """Why each implementation cannot run. As a static argument, all instances are equal: no retraces."""
 
     why: dict[str, str | None] = field(compare=False)
 
@@ -246,7 +246,7 @@ def is_outside_of_traces() -> bool:
 def _with_rules(
     by_kernels: Callable[..., Any], by_update: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns `by_kernels` with the rules of `by_update` for `jax.vmap` and for differentiation."""
+    """Wraps `by_kernels` so that `jax.vmap` and differentiation use `by_update` instead."""
 
     def call(*args):
         leaves = jax.tree.leaves(args)
@@ -279,7 +279,7 @@ def _by_kernels(
     params: optax.Params,
     numbers: _Numbers,
 ) -> tuple[optax.Params, Any]:
-    """Takes a step by kernels that update all leaves in place."""
+    """Takes a step with CUDA kernels that update all leaves in place."""
     recipe, hyper = tx.recipe, numbers.hyper
     assert recipe is not None and hyper is not None
     kept = state if isinstance(state, StepState) else None
@@ -466,7 +466,7 @@ def _without_bfloat16(tree: Any) -> Any:
 
 
 def _average_decay(kept: StepState) -> Any:
-    """Returns the decay of the average in this step."""
+    """Returns the decay, in this step, of the parameters' exponential moving average."""
     if isinstance(kept, CountingStepState) and callable(kept.ema_decay):
         return kept.ema_decay(kept.ema_updates)
     return kept.ema_decay

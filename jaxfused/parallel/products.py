@@ -20,7 +20,7 @@ from jaxfused.runtime.sharding import AxisName
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a product, except for the Runner."""
+    """Static arguments of a tensor parallel product, except for the Runner."""
 
     op: str
     axis_name: AxisName

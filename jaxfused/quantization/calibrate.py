@@ -194,7 +194,7 @@ def _observed(
     call: Call,
     chosen: Mapping[str, QuantizationRule],
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the first batch, and {name: statistics of the inputs} of the layers to quantise."""
+    """Returns the first batch, and a dict from layers to quantise to the statistics of their inputs."""
     batches = iter(calibration.batches)
     first = next(batches, None)
     if first is None:
@@ -220,7 +220,7 @@ def _observed(
 def _choose(
     op: str, module_or_params: Any, rules: str | Sequence[QuantizationRule]
 ) -> tuple[dict[str, QuantizationRule], dict[str, Path]]:
-    """Returns {name: rule} and {name: path} of the layers to quantise; raises for bad rules."""
+    """Returns two dicts, from layers to quantise to their rules and paths; raises for bad rules."""
     choose = Chooser(as_rules(rules))
     chosen: dict[str, QuantizationRule] = {}
     paths: dict[str, Path] = {}

@@ -123,7 +123,7 @@ def state_of(op: str, precision: Any) -> Fp8State | None:
 
 
 def runner(op: str, implementation: str | None, device: dispatch.Device, x: jax.Array) -> Runner:
-    """Returns the Runner, which chooses and calls implementations, of an operator in float8.
+    """Returns the `Runner` of an operator in float8, which picks and calls implementations of kernels.
 
     Raises:
       ValueError: x has a dtype that is not quantised, or the implementation has no float8 product.

@@ -38,14 +38,13 @@ class Copies(NamedTuple):
     scale: jax.Array
     """Scale of the values, a float32 scalar."""
     largest: Any
-    """Float32 [P] for any P: magnitudes, whose maximum determines the scale."""
+    """A float32 vector of any length, whose maximum determines the scale."""
     sums: Any = None
     """Sums over all rows of the matrix before quantisation, float32 [N], or None."""
     found: Any = None
     """Largest magnitude [1] of the matrix, for its history; None if it has no history."""
     slope: Any = None
-    """Derivative of the activation in steps of 1 / SLOPE_STEPS, int8 of the shape of `values`, or
-    None."""
+    """Derivative of the activation, int8 in steps of 1 / SLOPE_STEPS, shaped like `values`; or None."""
 
     def kept(self, *names: str) -> "Copies":
         """Returns the Copies to save for the backward: only its scale, magnitudes and fields `names`."""
@@ -123,7 +122,7 @@ def copies_of(
 
 
 def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -> jax.Array:
-    """Returns magnitudes [P] whose maximum is the largest magnitude of arrays [..., N_i].
+    """Returns a vector whose maximum is the largest magnitude of arrays [..., N_i].
 
     With an activation, the maximum bounds its magnitude at arguments no larger than the arrays'.
     """
@@ -159,7 +158,7 @@ bytes that each block reads. Every block that quantises a tile reads the results
 
 @dataclass(frozen=True)
 class _Largest(OneByOne):
-    """Computes (magnitudes [P],), whose maximum is the largest magnitude of matrices [M, N_i]."""
+    """Computes (vector,) for a vector whose maximum is the largest magnitude of matrices [M, N_i]."""
 
     matrices: int
     activation: str | None
@@ -222,7 +221,7 @@ class _Quantize(OneByOne):
 
     def axes(self, *operands) -> Axes:
         del operands
-        # Concatenated columns get an axis letter of their own, which devices cannot split.
+        # The columns of concatenated matrices get a separate axis letter, which devices cannot split.
         apart = self.matrices > 1 and not self.gated
         sources = "deg" if apart else "ddd"
         columns = "c" if apart else "d"

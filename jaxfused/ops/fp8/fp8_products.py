@@ -54,7 +54,7 @@ def layer(
 def hidden_magnitude(
     run: Runner, activation: str | None, maxima: jax.Array, up: Any = None
 ) -> jax.Array:
-    """Returns bounds [P], whose maximum bounds the magnitudes of a hidden layer before it is computed.
+    """Returns a vector, whose maximum bounds a hidden layer's magnitudes before the layer is computed.
 
     Args:
       activation: the hidden layer's activation.
@@ -92,7 +92,7 @@ class HiddenGradient(NamedTuple):
     dz: jax.Array
     dup: Any
     largest: jax.Array
-    """Magnitudes [P], whose maximum is the largest of dz and dup."""
+    """A vector, whose maximum is the largest magnitude in dz and dup."""
 
 
 def hidden_gradient(

@@ -103,7 +103,7 @@ def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def run(product: FusedProduct) -> dict[str, jax.Array]:
-    """Returns {name: result} of a FusedProduct of a [M, K] and b [N, K], computed in jax.numpy."""
+    """Computes a FusedProduct of a [M, K] and b [N, K] in jax.numpy; returns a dict of its results."""
     [b] = product.b
     total = sums("mk,nk->mn", product.a, b)
     operands = present(product.vectors) | present(product.matrices)

@@ -25,7 +25,7 @@ SLOPES = ("relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a call, except for the Runner."""
+    """Static arguments of `mlp` below, except for the Runner."""
 
     op: str
     """"mlp" or "gated_mlp", whose hidden layer is activation(gate) * up."""

@@ -14,7 +14,7 @@ _OP = "qkv_projection"
 
 
 class Options(NamedTuple):
-    """Static arguments of a call, except for the Runner."""
+    """Static arguments of `projections`, except for the Runner."""
 
     widths: tuple[int, int, int]
     """Numbers of columns of queries, keys and values."""

@@ -99,7 +99,7 @@ def _axes(names: Sequence[str]) -> tuple[sharding.AxisNames, ...]:
 
 @dataclass(frozen=True)
 class _Call:
-    """Static arguments of a step."""
+    """Static arguments of `step`."""
 
     normalizes_columns: tuple[bool, ...]
     clips: bool

@@ -117,7 +117,7 @@ def step(
 
 
 def sharding_axes(index: int, leaf: Leaf) -> dict[str, sharding.AxisNames]:
-    """Returns {field: axis names} of a leaf's arrays, which tell how devices may split them."""
+    """Returns, by field, the axis names of a leaf's arrays; axes of one name are split alike."""
     names = [f"leaf{index}_{axis}" for axis in range(leaf.parameter.ndim)]
     if leaf.first_scale is None:
         return dict.fromkeys(Leaf._fields, tuple(names))
@@ -153,7 +153,7 @@ def _arrays(leaves: Sequence[Leaf], fields: Sequence[Sequence[str]]) -> list[jax
 
 @dataclass(frozen=True)
 class _Call:
-    """Static arguments of a step."""
+    """Static arguments of `step`."""
 
     rule: KernelRule
     decays: tuple[bool, ...]

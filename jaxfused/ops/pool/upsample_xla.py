@@ -23,7 +23,7 @@ def _repeated(x: jax.Array, axis: int, factor: int) -> jax.Array:
 
 
 def _between_neighbours(x: jax.Array, axis: int, factor: int) -> jax.Array:
-    """Resizes an axis linearly between its pixels, which are the centres of equal parts.
+    """Resizes an axis by linear interpolation between the centres of its pixels.
 
     `jax.image.resize` multiplies by a matrix of weights, nearly all of them zero. But each of the
     `factor` new pixels within a pixel of x always has the same two weights.
@@ -34,7 +34,7 @@ def _between_neighbours(x: jax.Array, axis: int, factor: int) -> jax.Array:
     after = jnp.concatenate([jax.lax.slice_in_dim(x, 1, size, axis=axis), last], axis)
     parts = []
     for part in range(factor):
-        # Distance of the new pixel's centre from that of the pixel of x around it, in pixels of x.
+        # Distance between the centres of a new pixel and of the pixel of x around it, in pixels of x.
         offset = (part + 0.5) / factor - 0.5
         neighbour = before if offset < 0 else after
         parts.append((1 - abs(offset)) * x + abs(offset) * neighbour)

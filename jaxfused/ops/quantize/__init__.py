@@ -1,1 +1,1 @@
-"""Arrays to quantised arrays."""
+"""Quantisation of arrays: quantize, quantize_rows and fake_quantize."""

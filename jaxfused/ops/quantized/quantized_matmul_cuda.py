@@ -43,7 +43,7 @@ class Config:
     """Number of blocks that split the summed axis K of a column (split-K)."""
 
 
-# --- what can run ---------------------------------------------------------------------------------
+# --- supported operands ---------------------------------------------------------------------------
 
 
 def why_unsupported(

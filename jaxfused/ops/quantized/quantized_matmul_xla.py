@@ -60,8 +60,8 @@ def layer(
         z = quantized_product(x, w, out_dtype)
         narrow = z.dtype
     else:
-        # As in `linear`, the product has x's dtype if its sums are rounded to that dtype anyway. XLA's
-        # product then adds a bias and a residual of that dtype before its one rounding.
+        # The product has x's dtype if its sums are rounded to that dtype anyway. XLA's product can then
+        # add a bias and a residual of that dtype before its only rounding.
         narrow = x.dtype
         rounds = activation is not None or out_dtype == narrow
         joins = rounds and narrow.itemsize == 2 and bias is not None and bias.dtype == narrow
@@ -195,7 +195,7 @@ def _product_by_groups(rows: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
     (features, columns), groups = w.shape, w.groups
     numbers = w.numbers().reshape(groups, features // groups, columns)
     if w.zero_point is not None:
-        # A zero point may have a fraction, which 16 bits would round before the difference.
+        # A zero point may have a fraction, which a 16-bit dtype would round before the difference.
         wide = accumulator_dtype(x.dtype)
         zeros = of_each_column(w.zero_point, columns).astype(wide)
         numbers = numbers.astype(wide) - zeros.reshape(groups, 1, columns)
@@ -310,7 +310,7 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
     if not of_integers:
         return scaled(_float8_matmul(a, b), x, w)
     total = _int8_matmul(a, b)
-    # This computes the sum of (a - zx) (b - zw) from a product in int8.
+    # The sum of (a - zero point of x) (b - zero point of w) follows from the int8 product of a and b.
     if x.zero_point is not None:
         columns = jnp.sum(b, axis=0, dtype=jnp.int32)
         total = total - x.zero_point.astype(jnp.int32) * along_last_axis(columns, total)

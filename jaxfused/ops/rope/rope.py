@@ -1,4 +1,4 @@
-"""rope and its tables of angles: validation, choice of implementation, gradient."""
+"""rope and the cosines and sines of its angles: validation, choice of implementation, gradient."""
 
 import functools
 import math
@@ -569,7 +569,7 @@ class _Residuals(NamedTuple):
     cos: jax.Array
     sin: jax.Array
     q_and_k: tuple[jax.Array, jax.Array | None] | None
-    """q and k, saved only for the gradients of the angles; those of q and k need the angles alone."""
+    """q and k, saved only if cos or sin has a gradient; the gradients of q and k do not need them."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="rope", once=False)

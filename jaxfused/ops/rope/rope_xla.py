@@ -29,7 +29,7 @@ def rotate(
     of_heads = cos.ndim == x.ndim
     if in_one_piece and x.ndim > 3 and not of_heads:
         # If batch, positions and heads are powers of two, XLA reads halves by single values, but in
-        # vectors once batch and positions are one axis. The checkpoint saves the tables before they are
+        # vectors once batch and positions are one axis. The checkpoint saves cos and sin before they are
         # repeated.
         merged = functools.partial(_rotate_merged, interleaved=interleaved)
         return jax.checkpoint(merged, prevent_cse=False)(x, cos, sin)
@@ -38,7 +38,7 @@ def rotate(
     rotated, rest = x[..., :rotary_dim].astype(wide), x[..., rotary_dim:]
     cos, sin = cos.astype(wide), sin.astype(wide)
     if not of_heads:
-        # The tables get an axis of heads, and the axes before the positions that they lack.
+        # cos and sin get an axis of heads, and the axes before the positions that they lack.
         axes = (*range(x.ndim - 1 - cos.ndim), -2)
         cos, sin = (jnp.expand_dims(table, axes) for table in (cos, sin))
     if interleaved:
@@ -69,7 +69,7 @@ def rotate(
 
 
 def _rotate_merged(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
-    """Computes `rotate` with the axes before the heads merged into one, and tables broadcast to it."""
+    """Computes `rotate` with the axes before the heads merged into one, and cos, sin broadcast to it."""
     rows = math.prod(x.shape[:-2])
     cos, sin = (
         jnp.broadcast_to(table, (*x.shape[:-2], table.shape[-1])).reshape(rows, table.shape[-1])
@@ -132,10 +132,10 @@ def axial_tables(
 
 
 def _hidden(frequencies: Any) -> jax.Array:
-    """Returns the frequencies as float32 that XLA does not see to be constant.
+    """Returns the frequencies as float32 which XLA does not see to be constants.
 
-    XLA computes cosines and sines in one kernel if both read the same array, unless that is a constant.
-    The barrier hides this.
+    XLA computes cosines and sines of one array in one kernel, but not those of a constant, so the
+    barrier hides that this is one.
     """
     return jax.lax.optimization_barrier(jnp.asarray(frequencies, jnp.float32))
 

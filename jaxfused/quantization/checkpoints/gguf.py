@@ -62,7 +62,7 @@ class _Form(NamedTuple):
 def planned(
     op: str, paths: list[Path], prefix: str
 ) -> tuple[dict[str, tuple[Build, int]], dict[str, np.ndarray]]:
-    """Returns {layer: (function that builds it, its bytes)} of GGUF files, and all other tensors."""
+    """Returns a dict from layers to (function that builds the layer, bytes), and the other tensors."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         tensors |= gguf_file.read(op, path)
