@@ -17,7 +17,7 @@ from jaxfused.runtime.promotion import common_dtype
 
 @python_number_fields
 class BatchNorm(linen.BatchNorm):
-    r"""`flax.linen.BatchNorm` with the sum with a residual and an activation in the same kernel.
+    r"""`flax.linen.BatchNorm` with a residual and an activation in the same kernel.
 
     .. math:: y = \text{activation}\Bigl(\frac{x - \text{mean}}{\sqrt{\text{var} + \epsilon}}
               \cdot \text{scale} + \text{bias} + \text{residual}\Bigr)

@@ -20,7 +20,7 @@ from jaxfused.runtime.checks import python_number_fields
 
 @python_number_fields
 class Conv(linen.Conv):
-    r"""`flax.linen.Conv` with the sum with a residual and an activation in the same kernel.
+    r"""`flax.linen.Conv` with a residual and an activation in the same kernel.
 
     .. math:: y = \text{activation}(\operatorname{conv}(x, \text{kernel}) + \text{bias}
               + \text{residual})

@@ -14,7 +14,7 @@ from jaxfused.runtime.checks import python_number_fields
 
 @python_number_fields
 class ConvTranspose(linen.ConvTranspose):
-    r"""`flax.linen.ConvTranspose` with the sum with a residual and an activation in the same kernel.
+    r"""`flax.linen.ConvTranspose` with a residual and an activation in the same kernel.
 
     .. math:: y = \text{activation}(\operatorname{conv\_transpose}(x, \text{kernel}) + \text{bias}
               + \text{residual})

@@ -96,7 +96,7 @@ def _pooled(
     padding: Padding,
     **options: Any,
 ) -> jax.Array:
-    """Runs the operator with any number of batch axes, or Flax's function of the same name."""
+    """Runs jaxfused's pooling `op` with any number of batch axes, or Flax's function called `name`."""
     inputs = jnp.asarray(inputs)
     window = tuple(window_shape)
     steps = tuple(strides) if strides else (1,) * len(window)

@@ -31,7 +31,7 @@ class HeadNorms(NamedTuple):
 
 
 class Rope(Protocol):
-    """The method of nnx's or linen's `RotaryEmbedding` that a block calls."""
+    """The part of nnx's or linen's `RotaryEmbedding` that a block uses."""
 
     interleaved: bool
 

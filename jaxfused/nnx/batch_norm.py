@@ -18,7 +18,7 @@ from jaxfused.runtime.checks import python_numbers
 
 
 class BatchNorm(nnx.BatchNorm):
-    r"""`flax.nnx.BatchNorm` with the sum with a residual and an activation in the same kernel.
+    r"""`flax.nnx.BatchNorm` with a residual and an activation in the same kernel.
 
     .. math:: y = \text{activation}\Bigl(\frac{x - \text{mean}}{\sqrt{\text{var} + \epsilon}}
               \cdot \text{scale} + \text{bias} + \text{residual}\Bigr)

@@ -27,7 +27,7 @@ from jaxfused.runtime.checks import python_numbers
 
 
 class Conv(nnx.Conv):
-    r"""`flax.nnx.Conv` with the sum with a residual and an activation in the same kernel.
+    r"""`flax.nnx.Conv` with a residual and an activation in the same kernel.
 
     .. math:: y = \text{activation}(\operatorname{conv}(x, \text{kernel}) + \text{bias}
               + \text{residual})

@@ -18,7 +18,7 @@ from jaxfused.runtime.checks import python_numbers
 
 
 class ConvTranspose(nnx.ConvTranspose):
-    r"""`flax.nnx.ConvTranspose` with the sum with a residual and an activation in the same kernel.
+    r"""`flax.nnx.ConvTranspose` with a residual and an activation in the same kernel.
 
     .. math:: y = \text{activation}(\operatorname{conv\_transpose}(x, \text{kernel}) + \text{bias}
               + \text{residual})

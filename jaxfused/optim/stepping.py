@@ -356,7 +356,7 @@ def _row(g: Any, p: Any, first: Any, second: Any, average: Any, copy: Any) -> op
 
 
 def _moment(row: optimizer_step.Leaf, which: str) -> Any:
-    """Returns a moment in the form that Optax's state has."""
+    """Returns a moment for Optax's state: an array, or an `EightBitMoment` of codes and scales."""
     values, scales = getattr(row, f"{which}_moment"), getattr(row, f"{which}_scale")
     return values if scales is None else eight_bit.EightBitMoment(values, scales)
 
@@ -413,7 +413,7 @@ def _by_update(
         return jnp.where(finite, new, old) if skip_nonfinite else new
 
     def write_column(array, old, new):
-        """Writes one kind of array, such as a moment, for all leaves of the gradients."""
+        """Returns the written arrays of one kind, such as a moment, of all leaves of the gradients."""
         treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
         pairs = zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), strict=True)
         return treedef.unflatten(

@@ -34,7 +34,7 @@ def divisors(magnitudes: np.ndarray, of_kernel: np.ndarray, share: float) -> np.
 
 @dataclass(frozen=True)
 class Fold:
-    """A norm whose result only these layers read, so that it can divide their inputs.
+    """A norm and the layers that alone read its result, so that the norm can divide their inputs.
 
     Names are relative to a part of the model that has both, such as a block; layers that the part lacks
     are skipped. `jaxfused.calibrate` checks on the first batch that the model's result stays the same.

@@ -207,7 +207,7 @@ class _Call:
     def _launches(
         self, leaves: Sequence[Leaf], names: Sequence[tuple[str, ...]]
     ) -> list[list[int]]:
-        """Returns lists of indices of similar leaves; one kernel call updates each list."""
+        """Returns lists of indices of leaves of equal dtypes, which one kernel call can update."""
 
         def kind(i: int) -> Hashable:
             leaf = leaves[i]

@@ -262,7 +262,7 @@ def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Arr
 
     sums = jax.lax.map(of_part, jnp.arange(0, features, part))
     sums = sums.reshape(w.groups, -1, columns).sum(axis=1)
-    # Columns that share a scale add their gradients to it.
+    # The gradients of columns that share a scale are added.
     return sums.reshape(*w.scale.shape, w.columns_alike).sum(axis=2)
 
 

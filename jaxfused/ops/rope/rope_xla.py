@@ -53,9 +53,9 @@ def rotate(
         is_whole = rotary_dim == x.shape[-1]
         is_odd = rotary_dim % 4 == 2 and size > _SMALL
         if (is_whole and (is_small or is_large)) or is_odd:
-            # Concatenated tables give the same numbers. With them XLA moves large whole heads in larger
-            # pieces if there are several axes of positions, rotates two small arrays in one kernel, and
-            # reads fewer single values of halves with an odd number of features.
+            # [cos, cos] and [sin, sin] give the same results. With them XLA moves large whole heads in
+            # wider accesses if there are several axes of positions, rotates two small arrays in one
+            # kernel, and reads fewer single values of halves with an odd number of features.
             cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
             turned = jnp.concatenate([-second, first], axis=-1)
             rotated = (rotated * cos + turned * sin).astype(x.dtype)
@@ -80,7 +80,7 @@ def _rotate_merged(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved:
 
 
 _SMALL, _LARGE = 2**17, 2**26
-"""Bytes of x, between which concatenated tables cost more than they save."""
+"""Bytes of x between which [cos, cos] and [sin, sin] cost more time than they save."""
 
 
 # --- angles ---------------------------------------------------------------------------------------
