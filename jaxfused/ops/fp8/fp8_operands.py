@@ -133,7 +133,7 @@ def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -
 
 
 def _of_all_shards(largest: jax.Array) -> jax.Array:
-    """Returns the maximum over the mesh axes on which it varies, so that all shards share a scale."""
+    """Returns `largest`, maximised over the axes of a shard_map, so that all shards share a scale."""
     names = tuple(sorted(sharding.varying(largest)))
     return jax.lax.pmax(largest, names) if names else largest
 

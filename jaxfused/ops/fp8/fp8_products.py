@@ -68,7 +68,7 @@ def hidden_magnitude(
 
 
 def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
-    """Returns whether the activation is bounded by its largest argument or by the largest magnitude."""
+    """Returns what bounds the activation: the largest "value" or "magnitude" of its arguments."""
     return "value" if activation in BOUNDED_FROM_ABOVE else "magnitude"
 
 
