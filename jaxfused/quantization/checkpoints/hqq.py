@@ -53,7 +53,7 @@ def plan(parts: Parts, config: Config) -> Build:
     def build() -> QuantizedLayer:
         codes = _codes(on_device(packed), bits, shape)
         if bits == 8:
-            # int8 holds codes minus 128, and a zero point with a fraction may be rounded by minus 128.
+            # int8 holds codes minus 128, so the zero point is lowered by 128 too, which may round it.
             array = weights(codes_around_0(codes), scale, zero_point=zero - 128, group_size=group)
         else:
             held = 2 if bits == 2 and features % 4 == 0 else 4

@@ -231,7 +231,7 @@ def groups_of(parts: Parts, features: int, group_size: int) -> int:
 
 
 def mapping(parts: Parts, config: Config, name: str) -> Config:
-    """Returns a mapping of the config, empty if it has none."""
+    """Returns the mapping that the config has under `name`, or an empty one."""
     found = config.get(name)
     if found is not None and not isinstance(found, Mapping):
         parts.fail(f"the config has {name} {found!r}, but it has to be a mapping.")
@@ -239,7 +239,7 @@ def mapping(parts: Parts, config: Config, name: str) -> Config:
 
 
 def names(parts: Parts, config: Config, name: str) -> list[str]:
-    """Returns a list of names of the config, empty if it has none."""
+    """Returns the list of names that the config has under `name`, or an empty one."""
     found = config.get(name)
     if found is not None and not (
         isinstance(found, list | tuple) and all(isinstance(n, str) for n in found)
@@ -266,7 +266,7 @@ def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) ->
 
 
 def number(parts: Parts, config: Config, names: tuple[str, ...], allowed: Any = None) -> int:
-    """Returns an integer of the config under the first of `names` that it has."""
+    """Returns the integer that the config has under the first of `names` that is present."""
     found = next((config[name] for name in names if config.get(name) is not None), None)
     if type(found) is not int or (allowed is not None and found not in allowed):
         wanted = "an integer" if allowed is None else f"one of {', '.join(map(str, allowed))}"
