@@ -67,7 +67,7 @@ struct Args {
   bool is_precise;       // whether weights are float32, not 15 bits
   int pixel_bytes;       // bytes of a result's pixel
   int unit;              // bytes of one store; a row of the result has a multiple of them
-  float widest;          // largest radius of the interpolation kernel, in pixels
+  float widest;          // upper limit of Map::radius, by which the kernel is stretched
   float fill[4];         // fill colour, in the values of the images
   bool fill_is_bytes;    // whether `fill` is whole numbers from 0 to 255
   uint32_t fill_word;    // `fill` as a pixel of bytes
@@ -83,9 +83,8 @@ struct Args {
   const float* rows;        // operation and values of each step, [images, steps, kStepSize]
   const float* statistics;  // [images, statistics_size], or nullptr if no step needs statistics
   int statistics_size;
-  const float*
-      blurs;  // blur weights [images, 2 (reach_y + reach_x + 1)], factors [images, 1] or null
-  void* y;    // [images, out_height, out_width, channels]
+  const float* blurs;  // weights [images, 2 (reach_y + reach_x + 1)], factors [images, 1] or null
+  void* y;             // [images, out_height, out_width, channels]
   // The sum of gray, and least and largest values of three channels, before the step that needs
   // statistics: [images, tiles, kSums], or nullptr.
   float* sums;
@@ -169,7 +168,7 @@ struct Image {
   static __device__ __forceinline__ float as_float(__half value) { return __half2float(value); }
 };
 
-// Returns the interpolation kernel's value at a distance from its centre, in units of its radius.
+// Returns the interpolation kernel's value at a distance from its centre, over Map::radius.
 __device__ __forceinline__ float kernel_at(float distance, int interpolation) {
   const float d = fabsf(distance);
   if (interpolation == kBilinear) return fmaxf(1.0f - d, 0.0f);
