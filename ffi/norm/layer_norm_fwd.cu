@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 #pragma unroll
       for (int i = 0; i < kVec; ++i) parts[i] = v == 0 ? u[i] : parts[i] + u[i];
     }
-    // Larger teams fetch the next rows after team_sum, which synchronises a team.
+    // Larger teams fetch the next rows after their sums, whose barriers synchronise a team.
     if (team.size <= kWarpSize) {
       __syncthreads();
       ring.fetch();
@@ -212,7 +212,11 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
     }
     float sum[1] = {sum_of(squares)};
     team_sum(sum);
-    if (team.size > kWarpSize) ring.fetch();
+    if (team.size > kWarpSize) {
+      // One thread's bulk copies overwrite the rows of all teams of the block.
+      if (args.teams > 1) __syncthreads();
+      ring.fetch();
+    }
     const float rstd = rsqrtf(sum[0] * options.inverse_features + options.epsilon);
     if (active && team.rank == 0) {
       if (args.mean != nullptr) args.mean[row] = mean;
