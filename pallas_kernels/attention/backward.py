@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import backward_dkv, backward_dq
 from pallas_kernels.attention.backward_bias import BIAS_GRADIENT_TILE, bias_gradient
-from pallas_kernels.attention.backward_dkv import KeyGradientConfig, key_gradients
+from pallas_kernels.attention.backward_dkv import key_gradients
 from pallas_kernels.attention.backward_dq import QueryGradientConfig, query_gradient
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
 from pallas_kernels.attention.block_lists import as_explicit
+from pallas_kernels.attention.key_gradient_config import KeyGradientConfig
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.memory import ceil_to
 from pallas_kernels.attention.shape import Shape

@@ -7,8 +7,8 @@ take about as long, either choice is good.
 
 from pallas_kernels.attention import backward_dkv
 from pallas_kernels.attention.backward import BackwardConfig
-from pallas_kernels.attention.backward_dkv import KeyGradientConfig
 from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.key_gradient_config import KeyGradientConfig
 from pallas_kernels.attention.logits import Logits
 from pallas_kernels.attention.memory import WGMMA_ROWS
 from pallas_kernels.attention.packing import Packing

@@ -6,9 +6,9 @@ import numpy as np
 
 from pallas_kernels.attention import attention
 from pallas_kernels.attention.backward import BackwardConfig
-from pallas_kernels.attention.backward_dkv import KeyGradientConfig
 from pallas_kernels.attention.backward_dq import QueryGradientConfig
 from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.key_gradient_config import KeyGradientConfig
 
 DEFAULT = (ForwardConfig(), QueryGradientConfig(), KeyGradientConfig())
 TURNS = (

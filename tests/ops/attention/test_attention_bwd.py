@@ -18,9 +18,10 @@ from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_bias import bias_gradient
-from pallas_kernels.attention.backward_dkv import KeyGradientConfig, shared_tiles
+from pallas_kernels.attention.backward_dkv import shared_tiles
 from pallas_kernels.attention.backward_dq import QueryGradientConfig
 from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.key_gradient_config import KeyGradientConfig
 from pallas_kernels.attention.logits import (
     EMPTY_LSE,
     LOG2E,
