@@ -66,7 +66,7 @@ struct Piece {
   }
 };
 
-// A thread's channels in all steps of an image.
+// A thread's channels at all positions of one sequence.
 template <typename T, int kVec>
 class Line {
  public:

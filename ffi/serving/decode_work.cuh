@@ -40,7 +40,7 @@ __device__ __forceinline__ int sum_of_lanes(int x) {
   return x;
 }
 
-// The list of all tiles; all lanes of a warp must call its functions.
+// Division of the key tiles of all sequences among slots; whole warps call its functions.
 struct TileList {
   int total = 0;
   int quota = 1;  // consecutive tiles that each slot has

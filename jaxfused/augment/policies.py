@@ -145,7 +145,7 @@ class _Warp(Geometric):
 
 
 class _Colour(Pointwise):
-    """The pointwise operations of RandAugment and the like; [operation, amount] is drawn."""
+    """The colour operations of a random policy: an operation's index and its amount are drawn."""
 
     def operations(self) -> Steps:
         return (tuple(_COLOURS.values()),)

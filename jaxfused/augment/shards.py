@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 def over_batch[R](
     f: Callable[[Any, Any, Any], R], images: jax.Array, split: Any, whole: Any = None
 ) -> R:
-    """Returns `f(split, whole, axis_names)`, whose arrays have the batch as their first axis.
+    """Returns `f(split, whole, axis_names)`, run by each device on its part of a split batch.
 
     Where the type of `images` has Explicit axes, each device runs `f` on its part of the batch, in a
     `jax.shard_map` over the axes that split it; else `f` runs as it is, with None for their names.

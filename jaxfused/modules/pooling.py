@@ -96,7 +96,7 @@ def _pooled(
     padding: Padding,
     **options: Any,
 ) -> jax.Array:
-    """Runs jaxfused's pooling `op` with any number of batch axes, or Flax's function called `name`."""
+    """Runs pooling by `op` with any number of batch axes, or by Flax's `name` where `op` refuses it."""
     inputs = jnp.asarray(inputs)
     window = tuple(window_shape)
     steps = tuple(strides) if strides else (1,) * len(window)

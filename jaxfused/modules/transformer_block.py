@@ -1,4 +1,4 @@
-"""The computation of a TransformerBlock between its first norm and its second."""
+"""The attention half of a TransformerBlock, with its norms, and the checks of the block's arguments."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol

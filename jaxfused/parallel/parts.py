@@ -1,4 +1,4 @@
-"""Sums over devices of rows in parts: one part is summed while the next is multiplied."""
+"""Products whose rows are split into parts: devices sum one part while they multiply the next."""
 
 import jax
 import jax.numpy as jnp

@@ -149,7 +149,7 @@ class OwnBits(NamedTuple):
     number: Index
 
     def words(self, layout: Any) -> jax.Array:
-        """Loads the words [rows, 8], of which a thread holds two of a row."""
+        """Loads the mask's bits as words [rows, 8]; a thread holds two words of each of its rows."""
         return plgpu.load(self.gmem.at[self.number], layout=layout, optimized=False)
 
 

@@ -307,7 +307,7 @@ class QuantizedTile:
         numbers = plgpu.load(stored, layout=layout)
 
         def piece_of(piece: int, shifts: Sequence[Any], scales: Sequence[Any]) -> jax.Array:
-            # For x of float16, `_scaled` applies the scales in float32.
+            # Only bfloat16 has the range of the scales; others are applied in float32 by `_scaled`.
             narrow = [s.astype(jnp.bfloat16) for s in scales if self.x_dtype == jnp.bfloat16]
             if in_words:
                 w = dequantize.from_words(numbers, shifts, narrow, piece)

@@ -198,7 +198,8 @@ def _shares(
     tiny = float(jnp.finfo(z.dtype).tiny)
     if max(floor, epsilon) >= tiny:
         return weights / (jnp.maximum(total, floor) + epsilon)
-    # Weights that underflow are exponentials: their shares are a softmax of the exponents.
+    # Far below 0 the scores approach exp(exponents). Where their sum underflows, the shares are the
+    # softmax of these exponents.
     vanishes = total < tiny * 2**24
     exponents = 0.5 * z if score == "sqrt_softplus" else z
     shares = weights / jnp.where(vanishes, 1.0, total)

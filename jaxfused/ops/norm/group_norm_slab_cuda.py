@@ -95,7 +95,7 @@ _BLOCK, _NEXT_BLOCK = 5.0, 2.6
 _WAIT, _WAIT_FOR_PART = 1.0, 0.015
 """Microseconds that a block waits for the other parts of its image: in all, and for each part."""
 _MERGED, _SUMMED = 4.5e-4, 0.1
-"""Microseconds to merge a sum of another block, and to add one of the block's own in both passes."""
+"""Microseconds to merge a sum of another block, and to add up one of the block's own sums."""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
 """Memory rates in TB/s: of independent blocks, and of blocks that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
