@@ -151,7 +151,7 @@ class Bottleneck(nnx.Module):
 def _layer(
     before: int, width: int, window: int, *, strides: int = 1, dilation: int = 1, **shared
 ) -> jaxfused.nnx.ConvNormAct:
-    """Returns a convolution with its norm and activation, padded by torch's rule: alike on both sides."""
+    """Returns a convolution with its norm and activation, padded as torch pads: alike on both sides."""
     around = dilation * (window - 1) // 2
     return jaxfused.nnx.ConvNormAct(
         before,
