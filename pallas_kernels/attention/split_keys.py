@@ -31,7 +31,7 @@ from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY
 
 
 @dataclass(frozen=True)
-class SplitForwardConfig:
+class KeySplits:
     """Division of the work: each CTA has 64 rows and one part of the keys."""
 
     splits: int
@@ -48,6 +48,11 @@ class SplitForwardConfig:
             raise ValueError(f"key_block must be 64 or 128, got {self.key_block}")
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
+
+
+@dataclass(frozen=True)
+class SplitForwardConfig(KeySplits):
+    """Division of the work of heads of up to 256 columns, whose output one warpgroup holds."""
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
         """Returns the layout of Q and K, and the layout of V."""
@@ -110,7 +115,7 @@ def candidates(
 
 
 def numbers_of_splits(
-    shape: Shape, logits: Logits, config: SplitForwardConfig, multiprocessors: int
+    shape: Shape, logits: Logits, config: KeySplits, multiprocessors: int
 ) -> list[int]:
     """Returns the numbers of splits worth trying, the best guess first."""
     tasks = shape.batch * shape.key_heads * Packing.of(shape).tiles

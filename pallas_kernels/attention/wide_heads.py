@@ -23,11 +23,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
-from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge, only_part
+from pallas_kernels.attention.merge_splits import merge, only_part
 from pallas_kernels.attention.packing import Packing
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.softmax import Softmax, across
-from pallas_kernels.attention.split_keys import Cta, Part, SplitForward, numbers_of_splits
+from pallas_kernels.attention.split_keys import (
+    Cta,
+    KeySplits,
+    Part,
+    SplitForward,
+    numbers_of_splits,
+)
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 MOST_COLUMNS = 512
@@ -39,23 +45,14 @@ _HALVES = 2
 
 
 @dataclass(frozen=True)
-class WideForwardConfig:
-    """Division of the work: each CTA has 64 rows and one part of the keys."""
+class WideForwardConfig(KeySplits):
+    """Division of the work of wide heads: the two warpgroups of a CTA share its 64 rows."""
 
-    splits: int
-    """Parts into which the blocks of keys are split."""
     stages: int = 1
-    """Pipeline stages of K, and also of V: blocks of keys that shared memory holds."""
-    key_block: int = 64
     ctas_per_multiprocessor: int = 1
 
     def __post_init__(self):
-        if not 1 <= self.splits <= MOST_SPLITS:
-            raise ValueError(f"splits must be from 1 to {MOST_SPLITS}, got {self.splits}")
-        if self.stages < 1:
-            raise ValueError(f"stages must be at least 1, got {self.stages}")
-        if self.key_block not in (64, 128):
-            raise ValueError(f"key_block must be 64 or 128, got {self.key_block}")
+        super().__post_init__()
         if self.ctas_per_multiprocessor != 1:
             raise ValueError("a CTA takes the memory of a whole SM: ctas_per_multiprocessor is 1")
 
