@@ -246,7 +246,7 @@ class RandomPerspective(Geometric):
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         to_corners = _from_unit_square(values)
         back = inverted(to_corners)
-        # As in torchvision, the map counts from pixel edges, but corners are at pixel centres.
+        # The map counts from pixel edges and corners are at pixel centres, as in torchvision.
         first = back[2, 0] * values[0, 0] + back[2, 1] * values[0, 1] + back[2, 2]
         scaled = matrix([[size[1] - 1, 0, 0], [0, size[0] - 1, 0], [0, 0, 1]])
         of_edges = product(scaled, back / first)

@@ -23,7 +23,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Report:
-    """What `fuse` replaces in a program, and what it nearly replaced."""
+    """Patterns that `fuse` replaces in a program, and those that it nearly replaced."""
 
     name: str
     """Name of the function that `fuse` was given."""

@@ -21,7 +21,7 @@ Turns = list[list[Any]]
 """A list for each direction with an entry for each hop: rows, or what was computed from them."""
 
 _SHIFTS = (1, -1)
-"""What a hop adds to a device's index, for each direction."""
+"""Steps that a hop adds to a device's index, for each direction."""
 
 
 def _passed(axis_name: AxisName, shift: int, arrays: Any) -> Any:

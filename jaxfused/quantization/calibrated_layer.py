@@ -50,7 +50,7 @@ class CalibratedLayer:
     taps: int
     """Number of positions of a convolution's window; 1 for a linear layer."""
     damping: float
-    """What is added to the diagonal of the inputs' Gram matrix, as a fraction of its mean."""
+    """Number added to the diagonal of the inputs' Gram matrix, as a fraction of its mean."""
     sampled_rows: int
 
     def quantized(self) -> tuple[QuantizedKernel, LayerError]:

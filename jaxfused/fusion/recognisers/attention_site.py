@@ -169,7 +169,7 @@ def _check_biases(logits: Logits) -> None:
 
 
 def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
-    """Whether a bias may be an unrecognised mask, such as (1 - m) * -1e9 of a float argument m."""
+    """True if a bias may be an unrecognised mask, such as (1 - m) * -1e9 of a float argument m."""
     least, most = mask.bounds(seen.base)
     return (-most if is_subtracted else least) <= mask.BIG / 10
 

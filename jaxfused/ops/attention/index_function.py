@@ -134,7 +134,7 @@ class IndexFunction:
 
     @functools.cached_property
     def varies(self) -> bool:
-        """Whether the closed-over arrays differ between the devices of a `jax.shard_map`."""
+        """True if the closed-over arrays differ between the devices of a `jax.shard_map`."""
         return bool(sharding.varying(*self.program.consts))
 
     @functools.cached_property

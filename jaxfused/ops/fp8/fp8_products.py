@@ -41,7 +41,7 @@ def layer(
 
     The options are those of `pallas_kernels.gemm.fp8.LayerOptions`.
     """
-    # Of sharded columns, the devices' maxima would be added; so the maxima are computed from z instead.
+    # The devices' maxima of sharded columns would be added; so the maxima are computed from z.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
     factors = _factors(x.values, w.transposed)
