@@ -9,8 +9,8 @@
 #   and 6 is 3.5 in place of 2, the variance 6.25 in place of 4. A device whose places are all padding makes the
 #   statistics and the results of every device NaN, and the running averages stay so. nnx.BatchNorm does the same.
 #   Batches padded at the end are of this kind: their last shard is short.
-# In jaxfused: batch_norm has no mask; jaxfused/linen/batch_norm.py and jaxfused/nnx/batch_norm.py hand a call
-#   with one to Flax's code, so that it is the same there.
+# In jaxfused: jaxfused/linen/batch_norm.py and jaxfused/nnx/batch_norm.py divide the sum of the values that all
+#   devices keep by their number, which is what one device computes of the whole batch.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -29,8 +29,10 @@ class BatchNorm(linen.BatchNorm):
 
     - No gradient flows into the running averages.
     - The variance is always the mean of squared deviations, regardless of `use_fast_variance`.
-    - Masks, another `axis` than the last, `force_float32_reductions=False` and complex numbers run
-      Flax's code. Together with `residual` or a named kernel such a call raises an error.
+    - Over devices (`axis_name`) the statistics of a mask are those of all values that it keeps; Flax
+      averages the devices' means as if each kept as many.
+    - Another `axis` than the last, `force_float32_reductions=False` and complex numbers run Flax's
+      code. Together with `residual` or a named kernel such a call raises an error.
 
     Attributes:
       activation: None or a name of `jaxfused.ACTIVATIONS`.
@@ -67,7 +69,7 @@ class BatchNorm(linen.BatchNorm):
         Args:
           x: [..., C].
           use_running_average: as in Flax; either this or the attribute is given.
-          mask: broadcastable to x, as in Flax.
+          mask: broadcastable to x: the values of which statistics are taken, as in Flax.
           residual: like x, is added before the activation.
 
         Returns:
@@ -92,7 +94,6 @@ class BatchNorm(linen.BatchNorm):
         """Implements `__call__`; `ConvNormAct` may pass x's statistics, or turn the relu's mask off."""
         x = jnp.asarray(x)
         reason = why_given(
-            mask=mask is not None,
             axis=self.axis not in (-1, x.ndim - 1),
             force_float32_reductions=not self.force_float32_reductions,
         ) or why_complex(x.dtype, self.dtype, self.param_dtype)
@@ -139,6 +140,7 @@ class BatchNorm(linen.BatchNorm):
             momentum=self.momentum,
             axis_name=None if initializing else self.axis_name,
             axis_index_groups=None if initializing else self.axis_index_groups,
+            mask=mask,
             mask_gradient=mask_gradient,
             statistics=statistics,
             **options,

@@ -31,8 +31,10 @@ class BatchNorm(nnx.BatchNorm):
     - Scale, bias and running averages enter in the dtype in which they are stored. No gradient
       flows into the running averages.
     - The variance is always the mean of squared deviations, regardless of `use_fast_variance`.
-    - Masks, another `axis` than the last, a `promote_dtype` other than Flax's and complex numbers
-      run Flax's code. Together with `residual` or a named kernel such a call raises an error.
+    - Over devices (`axis_name`) the statistics of a mask are those of all values that it keeps; Flax
+      averages the devices' means as if each kept as many.
+    - Another `axis` than the last, a `promote_dtype` other than Flax's and complex numbers run Flax's
+      code. Together with `residual` or a named kernel such a call raises an error.
 
     Args:
       num_features: C.
@@ -129,7 +131,7 @@ class BatchNorm(nnx.BatchNorm):
         Args:
           x: [..., C].
           use_running_average: as in Flax; takes precedence over the constructor's.
-          mask: broadcastable to x, as in Flax.
+          mask: broadcastable to x: the values of which statistics are taken, as in Flax.
           residual: like x, is added before the activation.
 
         Returns:
@@ -161,7 +163,6 @@ class BatchNorm(nnx.BatchNorm):
         bias = None if self.bias is None else self.bias[...]
         mean, var = self.mean[...], self.var[...]
         reason = why_given(
-            mask=mask is not None,
             axis=self.axis not in (-1, x.ndim - 1),
             promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
         ) or why_complex(x.dtype, self.dtype, self.param_dtype)
@@ -195,6 +196,7 @@ class BatchNorm(nnx.BatchNorm):
             momentum=self.momentum,
             axis_name=self.axis_name,
             axis_index_groups=self.axis_index_groups,
+            mask=mask,
             mask_gradient=mask_gradient,
             statistics=statistics,
             **options,

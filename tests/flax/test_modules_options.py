@@ -243,7 +243,6 @@ FLAX_ONLY = [
     ("Conv", dict(mask=jnp.tril(jnp.ones((3, D, 4)))), {}, "mask"),
     ("GroupNorm", dict(reduction_axes=(-2, -1)), {}, "reduction_axes"),
     ("GroupNorm", {}, dict(mask=MASK), "mask"),
-    ("BatchNorm", {}, dict(mask=MASK), "mask"),
 ]
 
 
@@ -287,6 +286,57 @@ def test_batch_norm_along_another_axis_and_across_devices():
     expected, stats = linen.clone(axis_name=None).apply(variables, x, mutable=["batch_stats"])
     near(y, expected)
     jax.tree.map(lambda a, b: near(a[0], b), updates, stats)
+
+
+@pytest.mark.parametrize("axis", [None, "devices"])
+def test_a_mask_of_batch_norm_counts_the_values_of_the_whole_batch(axis):
+    """Whichever devices keep how many; Flax's own code on one device is the same function."""
+    x, weight = normal(0, 4, 16, D), normal(1, 4, 16, D)
+    mask = (normal(2, 4, 16, D) > -0.7).at[1, 3:].set(False).at[3].set(False)
+
+    def nnx(package, axis, **options):
+        def f(x):
+            options_of_nnx = dict(axis_name=axis, momentum=0.5, rngs=flax.nnx.Rngs(0)) | options
+            module = package.nnx.BatchNorm(D, **options_of_nnx)
+            return (
+                module(x, mask=mask if axis is None else x != 0),
+                module.mean[...],
+                module.var[...],
+            )
+
+        return f
+
+    def linen(package, axis, **options):
+        def f(x):
+            module = package.linen.BatchNorm(False, axis_name=axis, momentum=0.5, **options)
+            mask_here = mask if axis is None else x != 0
+            variables = {
+                "params": dict(scale=jnp.ones(D), bias=jnp.zeros(D)),
+                "batch_stats": dict(mean=jnp.zeros(D), var=jnp.ones(D)),
+            }
+            y, updates = module.apply(variables, x, mask=mask_here, mutable=["batch_stats"])
+            return y, updates["batch_stats"]["mean"], updates["batch_stats"]["var"]
+
+        return f
+
+    def with_gradient(f):
+        def loss(x):
+            y, mean, var = f(jnp.where(mask, x, 0))
+            return jnp.sum(weight * y), (y, *(jnp.broadcast_to(a, (4, D)) for a in (mean, var)))
+
+        return jax.jit(jax.grad(loss, has_aux=True))(x)
+
+    kept = np.where(mask, np.float64(x), np.nan).reshape(-1, D)
+    for make in (nnx, linen):
+        f = make(jaxfused, axis)
+        gradient, (y, mean, var) = with_gradient(f if axis is None else jax.vmap(f, axis_name=axis))
+        expected, (expected_y, *_) = with_gradient(make(flax, None))
+        near(gradient, expected)
+        near(y, expected_y)
+        np.testing.assert_allclose(mean[0], np.nanmean(kept, 0) / 2, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(var[0], (1 + np.nanvar(kept, 0)) / 2, rtol=1e-5)
+        with pytest.raises(ValueError, match="all values, and a mask is given"):
+            make(jaxfused, None, implementation="cuda")(x)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ SERVED_BY_FLAX = {
     "RMSNorm": ({}, X, dict(mask=True)),
     "GroupNorm": (dict(num_groups=4), IMAGES, dict(mask=True)),
     "InstanceNorm": ({}, IMAGES, dict(mask=True)),
-    "BatchNorm": (dict(use_running_average=True), IMAGES, dict(mask=True)),
+    "BatchNorm": (dict(use_running_average=True, force_float32_reductions=False), IMAGES, {}),
     "MultiHeadDotProductAttention": (dict(num_heads=4), X, dict(inputs_k=True)),
     "MultiHeadAttention": (dict(num_heads=4, normalize_qk=True), X, {}),
     "SelfAttention": (dict(num_heads=4), X, {}),

@@ -120,13 +120,15 @@ def run(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
+    mask: jax.Array | None = None,
     mask_gradient: bool = True,
     statistics: tuple[jax.Array, jax.Array] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Any:
-    """Computes `batch_norm` for layers and `fuse`, with two more arguments.
+    """Computes `batch_norm` for layers and `fuse`, with three more arguments.
 
     Args:
+      mask: in training, broadcastable to x: the values of which the statistics are taken.
       mask_gradient: False if y is a relu's result and every operation that reads it applies the relu's
           mask to the gradient that it returns (`Rectified`), so that none is applied here.
       statistics: in training, mean and variance of x [C], float32, where they are known already, as
@@ -172,7 +174,7 @@ def run(
     check_epsilon(op, epsilon)
     check_activation(op, activation)
     device = dispatch.current_device(x, residual)
-    unable = _why_xla(x, training, axis_name)
+    unable = _why_xla(x, training, axis_name, mask)
     missing = {"pallas": group_norm.why_no_pallas(op)}
     if unable is not None:
         missing["cuda"] = unable
@@ -192,18 +194,23 @@ def run(
             activation=activation,
             axis_name=axis_name,
             axis_index_groups=axis_index_groups,
+            mask=mask,
         )
     return batch_norm_xla.norm(
         x, scale, bias, residual, mean, var, epsilon=epsilon, activation=activation
     )
 
 
-def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
+def _why_xla(
+    x: jax.Array, training: bool, axis_name: Hashable, mask: jax.Array | None
+) -> str | None:
     """Returns why only XLA can run the call, whatever its shape, or None."""
     if not training:
         return "with mean and var it is arithmetic of single values, which XLA fuses by itself"
     if axis_name is not None:
         return "it takes the statistics of one device, and axis_name was passed"
+    if mask is not None:
+        return "it takes the statistics of all values, and a mask is given"
     if not sharding.is_in_one_piece(x):
         return "it takes the statistics of one device, and x may be spread over several"
     return None

@@ -19,19 +19,35 @@ def batch_statistics(
     *,
     axis_name: Hashable | tuple[Hashable, ...] | None,
     axis_index_groups: Sequence[Sequence[int]] | None,
+    mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance [C] of [..., C], over all devices along `axis_name`.
 
     The variance is the mean of squared deviations from the mean over all devices. The two means take two
     collectives of C numbers. mean(x^2) - mean(x)^2 would take one, but would lose accuracy by
     cancellation.
+
+    A mask, broadcastable to x, has the values that count: their sums over all devices are divided by
+    their number, so that a device that keeps fewer counts less.
     """
     axes = tuple(range(x.ndim - 1))
 
+    def summed(values: jax.Array) -> jax.Array:
+        total = jnp.sum(values, axes)
+        if axis_name is None:
+            return total
+        return jax.lax.psum(total, axis_name, axis_index_groups=axis_index_groups)
+
+    kept = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
+    count = 1 if kept is None else summed(kept.astype(jnp.float32))
+
     def mean_of(values: jax.Array) -> jax.Array:
-        mean = jnp.mean(values, axes)
-        if axis_name is not None:
-            mean = jax.lax.pmean(mean, axis_name, axis_index_groups=axis_index_groups)
+        if kept is not None:
+            mean = summed(jnp.where(kept, values, 0)) / count
+        else:
+            mean = jnp.mean(values, axes)
+            if axis_name is not None:
+                mean = jax.lax.pmean(mean, axis_name, axis_index_groups=axis_index_groups)
         return checkpoint_name(mean, STATISTICS)
 
     @saving_statistics(values_of_a_channel(x))
@@ -58,10 +74,13 @@ def of_batch(
     activation: str | None,
     axis_name: Hashable | tuple[Hashable, ...] | None,
     axis_index_groups: Sequence[Sequence[int]] | None,
+    mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (y, mean, variance) of [..., C], normalised by its own statistics."""
-    mean, var = batch_statistics(x, axis_name=axis_name, axis_index_groups=axis_index_groups)
-    if values_of_a_channel(x) == 2 and axis_name is None:
+    mean, var = batch_statistics(
+        x, axis_name=axis_name, axis_index_groups=axis_index_groups, mask=mask
+    )
+    if values_of_a_channel(x) == 2 and axis_name is None and mask is None:
         pairs = x.astype(accumulator_dtype(x.dtype)).reshape(2, x.shape[-1])
         y = normalised_pairs(pairs, 0, epsilon).reshape(x.shape)
         y = y if scale is None else y * along_last_axis(scale, y)
