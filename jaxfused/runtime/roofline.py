@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from jaxfused import dispatch
 from jaxfused.runtime.estimate import Rule
+from pallas_kernels import hopper
 
-_HOPPER = 9
 _OPERATIONS, _BYTES, _LAUNCH = 7e8, 3.8e6, 1.5
 """16-bit operations per microsecond, bytes per microsecond, and microseconds of a launch (H200)."""
 _EVALUATION = 1.5e-6
@@ -21,8 +21,7 @@ UNMODELLED = Rule(("xla",), "kernels of products are timed on Hopper GPUs only")
 
 def is_modelled(device: dispatch.Device) -> bool:
     """Returns whether the roofline holds for the device: it does for Hopper GPUs only."""
-    capability = device.compute_capability
-    return capability is not None and capability[0] == _HOPPER and device.multiprocessors > 0
+    return hopper.why_unfit(device.compute_capability) is None and device.multiprocessors > 0
 
 
 @dataclass(frozen=True)

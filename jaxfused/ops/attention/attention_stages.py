@@ -230,7 +230,7 @@ class Arrays(NamedTuple):
 
     def are_wide(self) -> bool:
         """Returns whether the heads are too large for Pallas's backward, which is left to XLA."""
-        return pallas_attention.are_wide(self.query.shape[4], self.value.shape[3])
+        return pallas_attention.are_wide(self.query.shape[-1], self.value.shape[-1])
 
     def shape(self) -> Shape:
         """Returns the sizes in the form that the Pallas kernels take."""
