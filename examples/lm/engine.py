@@ -64,6 +64,8 @@ class _Slot:
     """Order of admission: a slot that starts later has a larger number."""
     begin: list[int]
     """Tokens to prefill: the prompt, and the tokens generated before the text was preempted."""
+    shared: int = 0
+    """Number of tokens that were in other texts' pages when this text got its own."""
     read: int = 0
     """Number of tokens whose keys and values are in the pages."""
     recorded: int = 0
@@ -78,7 +80,7 @@ class _Computed(NamedTuple):
     tokens: jax.Array
     """Last token of each slot, [slots]."""
     log_probs: jaxfused.LogProbs | None
-    """Log-probabilities of each slot's token, [slots, ...]; None if no text asks for them."""
+    """Log-probabilities of each slot's token, [slots, ...]; None if the program has none."""
     slots: list[tuple[int, _Slot]]
     """Slots with a new token, as (index, slot)."""
 
@@ -96,7 +98,9 @@ class Engine:
       page_size: tokens of a page.
       batch_invariant: whether a text's tokens are bit for bit those that it has alone. Pages for a
         whole text are then reserved at its start, so that texts wait and are never preempted. Only whole
-        chunks of prompts are shared, and attention does not divide a head's keys among SMs.
+        chunks of prompts are shared, attention does not divide a head's keys among SMs, and every step
+        computes penalties and log-probabilities, so that there is one program. Other `slots` or another
+        `chunk` may give other bits.
     """
 
     def __init__(
@@ -205,6 +209,21 @@ class Engine:
     def _started(self, text: Text) -> _Slot | None:
         """Returns a slot for a text, with the pages for its prefill; None if there are too few pages."""
         slot = _Slot(text, next(self._numbers), [*text.prompt, *text.tokens])
+        others = sum(held is not None for held in self._slots)
+        try:
+            self._find_pages(slot)
+        except jaxfused.OutOfPages:
+            self._allocator.free(slot)
+            return None
+        # Each other text may soon need one more page; without these, this text would be preempted.
+        if self._allocator.available < others and not self._batch_invariant:
+            self._allocator.free(slot)
+            return None
+        return slot
+
+    def _find_pages(self, slot: _Slot) -> None:
+        """Gives a slot the pages for its prefill, those of other texts that begin alike among them."""
+        text = slot.text
         known = self._allocator.start(slot, slot.begin)
         whole = len(slot.begin)
         if self._batch_invariant:
@@ -213,20 +232,10 @@ class Engine:
             self._allocator.free(slot)
             known = self._allocator.start(slot, slot.begin[: known // unit * unit + 1])
             whole = len(text.prompt) + text.most
-        others = sum(held is not None for held in self._slots)
-        try:
-            self._allocator.reserve(slot, whole - known)
-        except jaxfused.OutOfPages:
-            self._allocator.free(slot)
-            return None
-        # Each other text may soon need one more page; without these, this text would be preempted.
-        if self._allocator.available < others and not self._batch_invariant:
-            self._allocator.free(slot)
-            return None
-        slot.read = slot.recorded = known
+        self._allocator.reserve(slot, whole - known)
+        slot.shared = slot.read = slot.recorded = known
         if not text.tokens:
             text.known = known
-        return slot
 
     def _read_chunk(self) -> None:
         """Prefills the next chunk of the oldest text whose prefill is not complete."""
@@ -238,6 +247,10 @@ class Engine:
         if not unread:
             return
         i, slot = min(unread, key=lambda each: each[1].number)
+        if slot.read == slot.shared:
+            # Texts that came at the same time, as several answers to a prompt do, may have filled pages.
+            self._allocator.free(slot)
+            self._find_pages(slot)
         part = np.asarray(slot.begin[slot.read : slot.read + self._chunk], np.int32)
         before = slot.read
         slot.read += len(part)
@@ -251,7 +264,7 @@ class Engine:
             np.int32(before),
             np.int32(len(part)),
             is_last,
-            **_wanted([slot]),
+            **self._wanted([slot]),
         )
         self._record(slot)
         if is_last:
@@ -290,7 +303,7 @@ class Engine:
             self._state,
             self._table(names),
             lengths,
-            **_wanted([slot for _, slot in ready]),
+            **self._wanted([slot for _, slot in ready]),
         )
         self._computed.append(_Computed(self._steps, *drawn, ready))
 
@@ -304,10 +317,21 @@ class Engine:
             width = min(width, least * 2 ** (needed - 1).bit_length())
         return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
 
+    def _wanted(self, slots: Sequence[_Slot]) -> dict[str, bool]:
+        """Returns a program's flags: whether any slot changes logits, or asks for log-probabilities."""
+        # Other flags are another program, whose bits may differ.
+        is_fixed = self._batch_invariant
+        return dict(
+            changes_logits=is_fixed or any(slot.text.sampling.changes_logits for slot in slots),
+            log_probs=is_fixed or any(slot.text.has_log_probs for slot in slots),
+        )
+
     def _take(self) -> None:
         """Adds the oldest computed tokens to their texts, and ends the texts that are complete."""
         _, tokens, log_probs, slots = self._computed.popleft()
-        drawn, log_probs = np.asarray(tokens), jax.device_get(log_probs)
+        drawn = np.asarray(tokens)
+        if any(slot.text.has_log_probs for _, slot in slots):
+            log_probs = jax.device_get(log_probs)
         for i, slot in slots:
             text, token = slot.text, int(drawn[i])
             if text.finish is not None:
@@ -356,11 +380,3 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> None:
             f"a prompt's tokens must be from 0 to {vocabulary - 1}, as the model has them, but are from"
             f" {min(prompt)} to {max(prompt)}; pass the model with its own tokenizer."
         )
-
-
-def _wanted(slots: Sequence[_Slot]) -> dict[str, bool]:
-    """Returns a program's flags: whether any slot changes logits, or asks for log-probabilities."""
-    return dict(
-        changes_logits=any(slot.text.sampling.changes_logits for slot in slots),
-        log_probs=any(slot.text.has_log_probs for slot in slots),
-    )

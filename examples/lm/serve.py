@@ -5,6 +5,7 @@ as there are slots and pages for; others are queued. A prefix that several share
 """
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -40,7 +41,8 @@ class Server:
       worker: generates the answers.
       tokenizer: the model's tokenizer.
       name: name of the model in requests and answers.
-      patience: seconds without a token after which a stream sends a comment.
+      patience: seconds without a token after which a stream sends a comment. A client that does not
+        read for four times as long is cut off.
     """
 
     def __init__(
@@ -87,6 +89,9 @@ class Server:
         )
 
     async def health(self, request: Any) -> Any:
+        error = self._worker.error
+        if error is not None:
+            return self._failed(503, error)
         return self._responses.JSONResponse({"texts": self._worker.texts})
 
     async def _answer(self, request: Any, *, is_chat: bool) -> Any:
@@ -115,13 +120,13 @@ class Server:
         except FullError as error:
             return self._error(429, f"{error}; try again", headers={"retry-after": "1"})
         except FailedError as error:
-            return self._error(503, f"the model failed ({error}); restart the server")
+            return self._failed(503, error)
         if asked.stream:
             events = answer.events(first, pieces)
             response = self._responses.StreamingResponse(
                 events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
             )
-            return _closing(response, events, pieces)
+            return _closing(response, 4 * self._patience, events, pieces)
         parts = [first]
         try:
             async for piece in pieces:
@@ -129,7 +134,7 @@ class Server:
                 if await request.is_disconnected():
                     break
         except FailedError as error:
-            return self._error(500, f"the model failed ({error}); restart the server")
+            return self._failed(500, error)
         finally:
             await pieces.aclose()
         return self._responses.JSONResponse(answer.whole([part for part in parts if part]))
@@ -173,6 +178,9 @@ class Server:
             404, f"the model is {self._name!r}, but {name!r} was asked for; pass it."
         )
 
+    def _failed(self, status: int, error: Exception) -> Any:
+        return self._error(status, f"the model failed ({error}); restart the server")
+
     async def _no_route(self, request: Any, error: Any) -> Any:
         return self._error(error.status_code, f"there is no {request.method} {request.url.path}")
 
@@ -182,12 +190,18 @@ class Server:
         )
 
 
-def _closing(response: Any, *generators: Any) -> Any:
-    """Returns the response, which closes the generators even if the client stops reading early."""
+def _closing(response: Any, patience: float, *generators: Any) -> Any:
+    """Returns the response, which closes the generators even if the client leaves.
+
+    A client that does not read for `patience` seconds counts as one that has left.
+    """
 
     async def send_and_close(scope: Any, receive: Any, send: Any) -> None:
+        async def send_in_time(message: Any) -> None:
+            await asyncio.wait_for(send(message), patience)
+
         try:
-            await response(scope, receive, send)
+            await response(scope, receive, send_in_time)
         finally:
             for generator in generators:
                 await generator.aclose()

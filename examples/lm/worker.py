@@ -66,6 +66,11 @@ class Worker:
         return len(self._tickets)
 
     @property
+    def error(self) -> Exception | None:
+        """Returns why the engine has stopped; None while it runs."""
+        return self._error
+
+    @property
     def most(self) -> int:
         """Returns the largest number of texts that are queued or in progress."""
         return self._most

@@ -61,7 +61,7 @@ def serving(model, *, most=8, patience=15.0):
         yield SimpleNamespace(app=server.app, worker=worker, engine=engine)
 
 
-async def call(server, path, body=None, *, method="POST", leave_after=None):
+async def call(server, path, body=None, *, method="POST", leave_after=None, seconds_of_a_read=0.0):
     """Returns (status, headers, parts of the body); the client may leave after some parts."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     scope = dict(
@@ -79,6 +79,7 @@ async def call(server, path, body=None, *, method="POST", leave_after=None):
 
     async def send(message):
         sent.append(message)
+        await asyncio.sleep(seconds_of_a_read)
         if leave_after is not None and len(sent) > leave_after:
             gone.set()
             await asyncio.sleep(0.05)
@@ -437,6 +438,16 @@ def test_clients_that_leave_make_room(server, stream, leave_after, answer):
     assert ask(server, CHAT, chat())[1]["choices"] == answer["choices"]
 
 
+def test_a_client_that_does_not_read_is_cut_off(model):
+    async def never_reads(server):
+        with pytest.raises(pytest.importorskip("starlette.requests").ClientDisconnect):
+            await call(server, CHAT, chat(max_tokens=20, stream=True), seconds_of_a_read=5.0)
+        await settled(server)
+
+    with serving(model, patience=0.1) as server:
+        asyncio.run(never_reads(server))
+
+
 def test_a_full_server_says_when_to_come_again(server):
     async def crowd():
         calls = (call(server, CHAT, chat(max_tokens=27)) for _ in range(20))
@@ -492,8 +503,9 @@ def test_an_engine_that_fails_ends_all_answers(model, monkeypatch, stream):
         else:
             status, answer = ask(server, CHAT, chat(max_tokens=20))
             assert (status, "out of memory" in answer["error"]["message"]) == (500, True)
-        status, answer = ask(server, CHAT, chat())
-        assert (status, "out of memory" in answer["error"]["message"]) == (503, True)
+        for path, body in ((CHAT, chat()), ("/health", None)):
+            status, answer = ask(server, path, body, method="POST" if body else "GET")
+            assert (status, "out of memory" in answer["error"]["message"]) == (503, True)
         assert server.worker.texts == 0
 
 

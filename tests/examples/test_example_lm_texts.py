@@ -1,9 +1,12 @@
 """examples/lm: GGUF files, tokenizers, streams of text, and texts that are continued at once."""
 
 import argparse
+import dataclasses
+import functools
 import importlib.util
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,18 +15,20 @@ from flax import nnx
 import jaxfused
 import jaxfused.nnx
 from examples.errors import ExampleError
-from examples.lm import loading
-from examples.lm.config import read_config
+from examples.lm import loading, sizes
+from examples.lm.config import Rope, read_config
 from examples.lm.engine import Engine, Text
 from examples.lm.gguf_file import GgufFile
 from examples.lm.loading import quantized, size_of
-from examples.lm.steps import Sampling
+from examples.lm.model import LanguageModel
+from examples.lm.steps import Sampling, State, programs
 from examples.lm.stream import Stream
 from examples.lm.tokenizer import Tokenizer
 from examples.lm.weights import assemble
 from tests.examples.test_example_lm import ROWS, arrays_of, model_of, shallow
 from tests.recorded.values import FOLDER
 from tests.support.grids import parametrize
+from tests.support.lowering import kernels
 
 # --- GGUF -----------------------------------------------------------------------------------------
 
@@ -359,6 +364,15 @@ def test_prompts_that_begin_alike_share_what_was_read(gemma, alone):
     assert engine.free_pages == 8
 
 
+@parametrize("batch_invariant", [False, True], quick=(0,))
+def test_answers_to_one_prompt_read_it_once(gemma, alone, batch_invariant):
+    engine = engine_of(gemma, pages=18, slots=3, batch_invariant=batch_invariant)
+    texts = run(engine, *(Text(PROMPTS[2], 10) for _ in range(3)))
+    assert [text.known for text in texts] == [0, 8, 8]
+    assert [text.tokens for text in texts] == [alone[2]] * 3
+    assert engine.free_pages == 18
+
+
 def test_texts_wait_and_give_up_pages_where_the_pool_runs_out(gemma, alone):
     engine = engine_of(gemma)
     texts = [Text(prompt, 10) for prompt in (*PROMPTS, *PROMPTS)]
@@ -391,6 +405,47 @@ def test_bits_do_not_depend_on_other_texts(gemma, pages):
     assert any(text.known for text in together)
     apart = [run(engine_of(gemma, **options), text)[0] for text in texts()]
     assert [text.tokens for text in together] == [text.tokens for text in apart]
+
+
+@pytest.mark.exhaustive
+def test_one_program_decodes_whatever_other_texts_ask_for(gemma):
+    """Another program, of the same model and other flags, might have other bits."""
+
+    def compiled():
+        return engine._prefill._cache_size(), engine._decode._cache_size()
+
+    engine = engine_of(gemma, batch_invariant=True)
+    run(engine, Text(PROMPTS[0], 3))
+    before = compiled()
+    texts = [Text(PROMPTS[1], 3, Sampling(bias={3: 1.0})), Text(PROMPTS[2], 3, has_log_probs=True)]
+    run(engine, *texts)
+    assert compiled() == before
+    assert [len(text.log_probs) for text in texts] == [0, 3]
+
+
+def kernels_of_a_step(slots):
+    """Returns the kernels that decode a token of each slot, batch-invariant, of heads of 64."""
+    config = dataclasses.replace(
+        sizes.config_of("lm-300m", vocabulary=512), depth=1, ropes=(Rope(64, 1e4),), windows=(None,)
+    )
+    model = nnx.eval_shape(lambda: LanguageModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model)
+    _, decode = programs(graphdef, batch_invariant=True)
+    state = jax.eval_shape(
+        lambda: State.zeros(model, slots=slots, length=64, pages=4 * slots, page_size=16)
+    )
+    whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    f = functools.partial(decode, changes_logits=True, log_probs=True)
+    return kernels(f, nnx.to_pure_dict(params), state, whole((slots, 4)), whole((slots,)))
+
+
+@pytest.mark.exhaustive
+def test_a_steps_kernels_divide_no_work_by_what_texts_hold(with_library):
+    """All have the slots' shapes; only attention reads lengths, and Pallas's divides no keys by them."""
+    few, some, many = map(kernels_of_a_step, (3, 8, 64))
+    assert few == some == many
+    assert "attention_paged_forward" in few
+    assert "jaxfused_cached_attention" not in few
 
 
 def test_texts_that_do_not_fit_are_refused(gemma):
