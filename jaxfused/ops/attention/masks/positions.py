@@ -1,5 +1,6 @@
 """Masks by the positions of queries and keys in their sequences."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -293,12 +294,7 @@ class RandomBlocksMask(AttentionMask):
     def _table(self) -> np.ndarray:
         """Array of bool, True where a block of queries attends to a block of keys."""
         rows, columns = (-(-size // self.block_size) for size in self.shape)
-        # Sorting random numbers draws without replacement, with the same result on every platform.
-        drawn = np.random.default_rng(self.seed).random((rows, columns))
-        order = np.argsort(drawn, axis=1, kind="stable")
-        table = np.zeros((rows, columns), np.bool_)
-        np.put_along_axis(table, order[:, : self.blocks], True, axis=1)
-        return table
+        return _drawn_blocks(rows, columns, self.blocks, self.seed)
 
     def allowed(self, query: Index, key: Index) -> Any:
         return looked_up(self._table, query // self.block_size, key // self.block_size)
@@ -308,6 +304,21 @@ class RandomBlocksMask(AttentionMask):
         r0, r1, c0, c1 = (x // self.block_size for x in spans)
         count = sums[r1 + 1, c1 + 1] - sums[r0, c1 + 1] - sums[r1 + 1, c0] + sums[r0, c0]
         return Bounds(count > 0, count == (r1 + 1 - r0) * (c1 + 1 - c0))
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn_blocks(rows: int, columns: int, blocks: int, seed: int) -> np.ndarray:
+    """Returns bool [rows, columns], True for `blocks` random columns of each row.
+
+    The array is cached because a mask is evaluated once for each row of tiles.
+    """
+    # Sorting random numbers draws without replacement, with the same result on every platform.
+    drawn = np.random.default_rng(seed).random((rows, columns))
+    order = np.argsort(drawn, axis=1, kind="stable")
+    table = np.zeros((rows, columns), np.bool_)
+    np.put_along_axis(table, order[:, :blocks], True, axis=1)
+    table.setflags(write=False)
+    return table
 
 
 @dataclass(frozen=True, init=False)
