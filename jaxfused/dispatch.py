@@ -30,17 +30,15 @@ class Device:
     """Number of SMs of a GPU, or 0 for other devices."""
 
 
-_assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
+_assumed = jax.make_user_context(default_value=None)
+"""The `Device` of `assume`, on which JAX's caches of traced and compiled programs depend."""
 
 
 @contextlib.contextmanager
 def assume(device: Device) -> Iterator[None]:
     """Traces the operators in this context as for `device`, which need not be present."""
-    token = _assumed.set(device)
-    try:
+    with _assumed(device):
         yield
-    finally:
-        _assumed.reset(token)
 
 
 def current_device(*arrays: object) -> Device:
@@ -49,7 +47,7 @@ def current_device(*arrays: object) -> Device:
     Concrete arrays are on a known device. Traced arrays are not, and JAX's default device is returned
     (`jax.default_device`, then the default backend).
     """
-    assumed = _assumed.get()
+    assumed = _assumed.value
     if assumed is not None:
         return assumed
     for array in arrays:

@@ -186,6 +186,12 @@ def with_library(hopper, monkeypatch):
     return hopper
 
 
+@pytest.fixture
+def without_library(monkeypatch):
+    """Hides the CUDA library, which this checkout may have built."""
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: "the CUDA library is hidden")
+
+
 EMULATED = {
     "75": replace(HOPPER, name="Tesla T4", compute_capability=(7, 5)),
     "80": replace(HOPPER, name="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0)),

@@ -303,6 +303,12 @@ def align(
     return tuple(None if operand is None else next(aligned) for operand in operands)
 
 
+def whole(*arrays: jax.Array) -> tuple[Any, ...]:
+    """Reshards arrays whose types state it, such that no axis is split."""
+    axes = [leading_axes(array.ndim) for array in arrays]
+    return align(arrays, operand_axes=axes, whole=string.ascii_uppercase)
+
+
 def whole_images(x: jax.Array) -> jax.Array:
     """Reshards images [B, *spatial, C] whose type states it, such that no spatial axis is split."""
     spatial = leading_axes(x.ndim - 2)
@@ -320,6 +326,49 @@ def split_by_batch(
     for i in range(len(batched)):
         axes[i] = "b" + axes[i][1:]
     return align(arrays, operand_axes=axes, whole=string.ascii_uppercase)
+
+
+def by_shards_of_rows(
+    f: Callable[..., jax.Array],
+    rows: Sequence[jax.Array | None],
+    others: Any,
+    *,
+    axes: Sequence[str],
+    result_axes: str,
+) -> jax.Array:
+    """Returns `f(others, *rows)`; where types state a sharding, each device computes it from its shards.
+
+    JAX differentiates this, unlike `per_shard`, and XLA partitions it where mesh axes are Auto.
+
+    Args:
+      f: a function whose every row of results depends on the same row of `rows`, and on all `others`.
+      rows: arrays, or None.
+      others: a tree of arrays, which every device needs whole.
+      axes: the letters of each of `rows`, as in `per_shard`; only those in upper case stay split.
+      result_axes: the letters of the result.
+    """
+    present = [array for array in rows if array is not None]
+    mesh = _mesh([*present, *jax.tree.leaves(others)])
+    if not mesh.explicit_axes:
+        return f(others, *rows)
+    whole = "".join({*"".join(axes)} & {*string.ascii_lowercase})
+    aligned = [array for array in align(rows, operand_axes=axes, whole=whole) if array is not None]
+    letters = [own for own, array in zip(axes, rows, strict=True) if array is not None]
+    places = _explicit_places(aligned, letters, whole, "")
+    others = jax.tree.map(lambda a: jax.sharding.reshard(a, NamedSharding(mesh, P())), others)
+
+    def on_shards(others: Any, *shards: jax.Array) -> jax.Array:
+        along, remaining = _varying(shards), iter(shards)
+        others = jax.tree.map(lambda a: _vary([a], along)[0], others)
+        return f(others, *(None if array is None else next(remaining) for array in rows))
+
+    return jax.shard_map(
+        on_shards,
+        mesh=mesh,
+        axis_names={*mesh.axis_names} - {*mesh.manual_axes} if mesh.manual_axes else set(),
+        in_specs=(P(), *(_spec(own, places) for own in letters)),
+        out_specs=_spec(result_axes, places),
+    )(others, *aligned)
 
 
 def shards(

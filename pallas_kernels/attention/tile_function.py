@@ -61,7 +61,10 @@ def why_not_on_tiles(eqn: Any) -> str | None:
 
 
 def inlined(program: ClosedJaxpr, calls: frozenset[str] = _CALLS) -> ClosedJaxpr:
-    """Returns the program with the bodies of functions in place of their calls."""
+    """Returns the program with the bodies of functions in place of their calls.
+
+    Its types name no mesh with Explicit axes, whatever the types of the arrays that it closes over.
+    """
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(
@@ -69,16 +72,72 @@ def inlined(program: ClosedJaxpr, calls: frozenset[str] = _CALLS) -> ClosedJaxpr
         )
         for eqn in jaxpr.eqns:
             given = [value_of(env, var) for var in eqn.invars]
-            if eqn.primitive.name in calls:
-                inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            name = eqn.primitive.name
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            if name in calls:
                 results = run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given)
+            elif name == "custom_jvp_call" and "jvp_jaxpr_fun" in eqn.params:
+                results = with_own_derivative(eqn, given)
+            elif name == "reshard":
+                results = given
             else:
                 results = bound(eqn, given)
             env.update(zip(eqn.outvars, results, strict=True))
         return [value_of(env, var) for var in jaxpr.outvars]
 
-    args = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in program.in_avals]
-    return jax.make_jaxpr(lambda *args: run(program.jaxpr, program.consts, args))(*args)
+    def with_own_derivative(eqn: Any, given: Sequence[Any]) -> list[Any]:
+        """Returns the results of a `jax.custom_jvp`, whose program and rule may state the mesh too."""
+        body, rule = eqn.params["call_jaxpr"], eqn.params["jvp_jaxpr_fun"]
+        given, hoisted = given[eqn.params["num_consts"] :], given[: eqn.params["num_consts"]]
+
+        @jax.custom_jvp
+        def f(*args: Any) -> list[Any]:
+            return run(body.jaxpr, body.consts, (*hoisted, *args))
+
+        @f.defjvp
+        def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+            jaxpr, consts, is_zero = rule.call_wrapped(*[False] * len(primals))
+            results = run(jaxpr, consts, (*primals, *tangents))
+            y, changes = results[: len(is_zero)], iter(results[len(is_zero) :])
+            return y, [
+                jnp.zeros_like(a) if zero else next(changes)
+                for a, zero in zip(y, is_zero, strict=True)
+            ]
+
+        return f(*given)
+
+    def plain(aval: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+    args = [*map(plain, program.in_avals)]
+    types = [jax.typeof(const) for const in program.consts]
+    if not any(aval.sharding.mesh.explicit_axes for aval in types):
+        return jax.make_jaxpr(lambda *args: run(program.jaxpr, program.consts, args))(*args)
+    return closed(
+        lambda consts, args: run(program.jaxpr, consts, args),
+        program.consts,
+        [*map(plain, types)],
+        args,
+    )
+
+
+def closed(
+    f: Callable[[Any, Any], Any], consts: Sequence[Any], types: Sequence[Any], args: Sequence[Any]
+) -> ClosedJaxpr:
+    """Returns the program of `f(consts, args)` that closes over consts, traced for consts of `types`."""
+    whole = jax.make_jaxpr(f)([*types], [*args])
+    jaxpr, count = whole.jaxpr, len(types)
+    return ClosedJaxpr(
+        Jaxpr(
+            (*jaxpr.constvars, *jaxpr.invars[:count]),
+            jaxpr.invars[count:],
+            jaxpr.outvars,
+            jaxpr.eqns,
+            jaxpr.effects,
+            debug_info=_DEBUG_INFO,
+        ),
+        (*whole.consts, *consts),
+    )
 
 
 def value_of(env: dict[Any, Any], var: Any) -> Any:
@@ -87,8 +146,13 @@ def value_of(env: dict[Any, Any], var: Any) -> Any:
 
 
 def bound(eqn: Any, given: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation, evaluated by JAX."""
+    """Returns the results of an equation, evaluated by JAX, which places them as it places `given`."""
     args = {v: x for v, x in zip(eqn.invars, given, strict=True) if not isinstance(v, Literal)}
+    placed = [
+        name for name, value in eqn.params.items() if isinstance(value, jax.sharding.Sharding)
+    ]
+    if placed:
+        eqn = eqn.replace(params=eqn.params | dict.fromkeys(placed))
     jaxpr = Jaxpr((), tuple(args), tuple(eqn.outvars), [eqn], eqn.effects, debug_info=_DEBUG_INFO)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*args.values())
 

@@ -155,7 +155,6 @@ def device(request, monkeypatch):
     """Assumes a CPU, or a GPU for which all kernels are there."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "register", lambda: None)
-    jax.clear_caches()  # Cached traces do not depend on the assumed device.
     assumed = {
         "cpu": dispatch.Device("cpu", "cpu", None, 0),
         "H200": dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132),

@@ -90,6 +90,18 @@ def test_explain_says_that_rules_come_from_another_gpu(name, is_said):
     assert ("rules come from an NVIDIA H200" in str(report)) == is_said
 
 
+def test_a_jitted_function_is_traced_for_each_assumed_device():
+    f = jax.jit(lambda x: jaxfused.layer_norm(x))
+    x = jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16)
+    chosen = []
+    for name, capability in (("NVIDIA H200", (9, 0)), ("V100", (7, 0)), ("NVIDIA H200", (9, 0))):
+        device = dispatch.Device("gpu", name, capability, 132)
+        with dispatch.assume(device), dispatch.recorded() as choices:
+            f.trace(x)
+        chosen.append([choice.implementation for choice in choices])
+    assert chosen == [["pallas"], ["xla"], []]
+
+
 @pytest.mark.parametrize("op", [jaxfused.layer_norm, jaxfused.rms_norm])
 def test_a_named_kernel_never_falls_back(op, monkeypatch):
     volta = dispatch.Device("gpu", "V100", (7, 0), 80)

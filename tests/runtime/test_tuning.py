@@ -947,6 +947,7 @@ def test_tune_overrules_a_quantised_conv_of_few_pixels(device, is_overruled):
     assert after.get("quantized_conv forward") == ("pallas" if is_overruled else None)
 
 
+@pytest.mark.usefixtures("without_library")
 @pytest.mark.parametrize("is_overruled", (True, False))
 def test_tune_overrules_how_xla_sums(device, is_overruled):
     """Transforms are expected to be faster, and measured to be slower where they are overruled."""

@@ -122,6 +122,15 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
             lambda *a: jaxfused.ragged_mlp(*a, jnp.full(4, rows // 4)),
             (x, *[_shared(4, d, f)] * 2, _shared(4, f, d)),
         ),
+        "expert_mlp": Call(
+            lambda x, p, *w: jaxfused.expert_mlp(x, p, jnp.argsort(-x[:, :4])[:, :2], *w),
+            (x, _rows(rows, 2), *[_shared(4, d, f)] * 2, _shared(4, f, d)),
+        ),
+        "batched_lora": Call(
+            lambda *a: jaxfused.batched_lora(*a[:3], a[3] % 3),
+            (x, _shared(2, d, 16), _shared(2, 16, f)),
+            labels,
+        ),
         "ragged_dot": Call(
             lambda x, w: jaxfused.ragged_dot(x, w, jnp.full(4, rows // 4)), (x, _shared(4, d, f))
         ),

@@ -234,7 +234,9 @@ def _in_cudnn(device, query, key, value, bias, who: Mask, scale, used) -> jax.Ar
         device, query, key, value, who, [name for name, is_used in used.items() if is_used]
     )
     choose_without_stages("dot_product_attention", "cudnn", {"cudnn": reason}, query, key, value)
+    [query] = attention_xla.cleared_beyond(who.query_lengths, query)
     output = attention_cudnn.attend(query, key, value, bias, who, scale)
+    [output] = attention_xla.cleared_beyond(who.query_lengths, output)
     return named(output, "dot_product_attention", "output")
 
 
@@ -301,6 +303,7 @@ def _run(
     batch, query_count, heads, head_size = query.shape
     key_heads = key.shape[2]
     groups = heads // key_heads
+    [query] = attention_xla.cleared_beyond(mask.query_lengths, query)
 
     def matrix(array):
         if array is None:

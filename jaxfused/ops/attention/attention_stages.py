@@ -429,11 +429,15 @@ class Backward:
             differentiated = (query, key, value, optional.bias, optional.sinks, *reads)
             _, vjp = jax.vjp(_in_xla(self.options, arrays), *differentiated)
             return self._as_operands(arrays, *vjp((doutput, dlse)))
+        # Cotangents beyond the queries' lengths may be NaN, which probabilities of 0 do not cancel.
+        [doutput] = attention_xla.cleared_beyond(
+            optional.query_lengths, doutput.reshape(*query.shape[:3], -1)
+        )
         logits = self.options.logits(query, key, optional)
         saved = (
             output.reshape(*query.shape[:3], -1),
             lse.reshape(batch, heads, -1),
-            doutput.reshape(*query.shape[:3], -1),
+            doutput,
             dlse.reshape(batch, heads, -1)[..., :query_count],
         )
         if implementation == "cuda":

@@ -73,6 +73,7 @@ def attention_by_seeds(
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
     key, value = cleared_beyond(mask.key_lengths, key, value)
+    [query] = cleared_beyond(mask.query_lengths, query)
     probabilities, lse = weights(
         *(query, key, bias, sinks, mask),
         scale=scale,
@@ -90,18 +91,23 @@ def attention_by_seeds(
     else:
         output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
     output = output.reshape(batch, query_count, heads, value.shape[-1])
+    # The output is 0 there already; its cotangent may be NaN.
+    [output] = cleared_beyond(mask.query_lengths, output)
     return output.astype(query.dtype), lse.transpose(0, 2, 1)
 
 
 def cleared_beyond(lengths: jax.Array | None, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns keys or values [B, S, K, H] with zeros beyond the lengths [B], if there are lengths.
+    """Returns arrays [B, T, ...] with zeros beyond the lengths [B], if there are lengths.
 
     What lies there may be NaN, and a probability of 0 times NaN is NaN.
     """
     if lengths is None:
         return list(arrays)
-    is_key = jnp.arange(arrays[0].shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    return [jnp.where(is_key[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in arrays]
+    within = jnp.arange(arrays[0].shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    return [
+        jnp.where(jnp.expand_dims(within, range(2, x.ndim)), x, jnp.zeros((), x.dtype))
+        for x in arrays
+    ]
 
 
 def weights(

@@ -21,6 +21,7 @@ from jaxfused.ops.attention.masks.mask_class import (
     Index,
     MultiHeadMask,
 )
+from jaxfused.ops.attention.wide_tables import CALLS, with_wide_tables
 from jaxfused.runtime import sharding
 from pallas_kernels.attention.tile_function import inlined
 
@@ -29,7 +30,6 @@ Places = tuple[Any, Any, Any, Any]
 """Indices of batch entries b [B], heads h [N], query positions q [B or 1, T] and keys k [S]."""
 _ADDITIONS = ("add", "add_any")
 _SAME_VALUE = ("convert_element_type", "copy", "reshape", "pvary")
-_OF_CALLS = ("jit", "pjit", "closed_call")
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,12 +154,13 @@ class IndexFunction:
         consts = self.program.consts
         operands = consts if score is None else [score, *consts]
         if not sharding.is_explicit(*operands):
-            return self._over(places, score)
+            wide = self if self.varies else IndexFunction(with_wide_tables(self.program), self.function)
+            return wide._over(places, score)
 
         # `jax.vmap` and indexing take no arrays that Explicit axes split, so XLA chooses the placement.
-        # Inner calls, as of jnp.clip, are inlined, because they would keep the mesh of the arrays.
+        # Inner calls, as of jnp.clip, are inlined, and no type of the program names the arrays' mesh.
         with jax.sharding.use_abstract_mesh(NO_MESH):
-            program = inlined(self.program, frozenset(_OF_CALLS))
+            program = with_wide_tables(inlined(self.program, CALLS))
 
         def over(consts: Any, places: Any, score: Any) -> jax.Array:
             return IndexFunction(ClosedJaxpr(program.jaxpr, consts))._over(places, score)
@@ -220,7 +221,7 @@ def _carried(jaxpr: Any, score: Any) -> Any:
         if not uses:
             continue
         name = eqn.primitive.name
-        if name in _OF_CALLS and len(uses) == 1:
+        if name in CALLS and len(uses) == 1:
             inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
             end = _carried(inner.jaxpr, inner.jaxpr.invars[uses[0]])
             found = [n for n, var in enumerate(inner.jaxpr.outvars) if var is end]

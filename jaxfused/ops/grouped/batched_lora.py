@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA), a different one for each row of a batch."""
 
+import functools
 import math
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.grouped.expert_mlp import order_of, repeated, returned
 from jaxfused.ops.grouped.ragged_dot import ragged_dot
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, check_floating, check_shape, python_numbers
 from jaxfused.runtime.promotion import accumulator_dtype
 
@@ -69,6 +71,18 @@ def batched_lora(
     shape = (*x.shape[:-1], b.shape[2])
     if 0 in (*x.shape, *a.shape, *b.shape):
         return jnp.zeros(shape, out_dtype) if base is None else base
+    leading = sharding.leading_axes(x.ndim - 1)
+    return sharding.by_shards_of_rows(
+        functools.partial(_of_rows, precision, implementation, out_dtype),
+        (x, indices, base),
+        (a, b, factors),
+        axes=(leading + "d", leading[: indices.ndim], leading + "f"),
+        result_axes=leading + "f",
+    )
+
+
+def _of_rows(precision, implementation, out_dtype, adapters, x, indices, base) -> jax.Array:
+    a, b, factors = adapters
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     of_rows = indices.reshape(*indices.shape, *(1,) * (x.ndim - 1 - indices.ndim))
     of_rows = jnp.broadcast_to(of_rows, x.shape[:-1]).reshape(-1, 1)
@@ -76,21 +90,12 @@ def batched_lora(
     wide = accumulator_dtype(x.dtype)
     factors = factors.astype(wide)
     scaled = b.astype(wide) * (factors[:, None, None] if factors.ndim else factors)
-    hidden = ragged_dot(
-        repeated(1, rows, order),
-        a.astype(x.dtype),
-        order.sizes,
-        precision,
-        implementation=implementation,
+    multiply = functools.partial(
+        ragged_dot, group_sizes=order.sizes, precision=precision, implementation=implementation
     )
-    y = ragged_dot(
-        hidden,
-        scaled.astype(x.dtype),
-        order.sizes,
-        precision,
-        implementation=implementation,
-    )
-    y = returned(y, order).reshape(shape)
+    hidden = multiply(repeated(1, rows, order), a.astype(x.dtype))
+    y = multiply(hidden, scaled.astype(x.dtype))
+    y = returned(y, order).reshape(*x.shape[:-1], b.shape[2])
     return y if base is None else (base.astype(wide) + y.astype(wide)).astype(out_dtype)
 
 

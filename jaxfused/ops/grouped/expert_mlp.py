@@ -11,6 +11,7 @@ import numpy as np
 from jaxfused import dispatch
 from jaxfused.ops.grouped.ragged_mlp import check_perceptrons, ragged_mlp
 from jaxfused.ops.grouped.ragged_quantized import checked_weights
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     as_arrays,
     check_activation,
@@ -99,16 +100,24 @@ def expert_mlp(
     dispatch.choose(op, implementation, {**missing, "pallas": None, "xla": None})
     if 0 in (*x.shape, *w_down.shape, indices.shape[-1]):
         return jnp.zeros_like(x)
-    rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
-    k = indices.shape[-1]
     options = ExpertOptions(activation, weight_on, transpose_weights, precision, implementation)
-    y = options.sums(
-        rows,
-        weights.reshape(rows.shape[0], k),
-        indices.reshape(rows.shape[0], k),
-        (w_gate, w_up, w_down),
-        capacity,
+    experts = (w_gate, w_up, w_down)
+    if capacity is not None:  # An expert's tokens are counted over all devices.
+        x, weights, indices = sharding.whole(x, weights, indices)
+    leading = sharding.leading_axes(x.ndim - 1)
+    return sharding.by_shards_of_rows(
+        functools.partial(_of_tokens, options, capacity),
+        (x, weights, indices),
+        experts,
+        axes=(leading + "d", leading + "k", leading + "k"),
+        result_axes=leading + "d",
     )
+
+
+def _of_tokens(options: "ExpertOptions", capacity, experts, x, weights, indices) -> jax.Array:
+    rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+    by_row = (rows.shape[0], indices.shape[-1])
+    y = options.sums(rows, weights.reshape(by_row), indices.reshape(by_row), experts, capacity)
     return y.astype(x.dtype).reshape(x.shape)
 
 

@@ -259,7 +259,7 @@ def linear_token_gradients(
         dlabels = label_gradients(logits, labels, statistics, dlosses, options) if soft else None
         return (dw, dbias), (dx, dlabels)
 
-    sums = jax.tree.map(lambda a: jnp.zeros(a.shape, compute_dtype), (w, bias))
+    sums = jax.tree.map(lambda a: jnp.zeros_like(a, compute_dtype), (w, bias))
     chunks = split_rows((x, labels, statistics, dlosses), chunk_size)
     (dw, dbias), rows = jax.lax.scan(gradients_of_chunk, sums, chunks)
     dx, dlabels = _join(rows, x.shape[0])

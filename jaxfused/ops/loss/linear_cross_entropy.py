@@ -178,8 +178,13 @@ def linear_softmax_cross_entropy(
         class_weights = class_weights.astype(accumulator_dtype(x.dtype))
         of_labels = weights_of_labels(class_weights, labels, options)
         if several_terms:
-            chunk_size = _chunk_of_tokens(x, w, chunk_size)
-            losses = _losses_by_chunks(of_logits, chunk_size, x, w, bias, labels, class_weights)
+
+            def of_tokens(others, x, labels):
+                w, bias, class_weights = others
+                size = _chunk_of_tokens(x, w, chunk_size)
+                return _losses_by_chunks(of_logits, size, x, w, bias, labels, class_weights)
+
+            losses = _by_tokens(of_tokens, (w, bias, class_weights), x, labels)
             return reduce_losses(losses, counts, weights, reduction, of_labels)
         weights = times(weights, of_labels)
     if is_reference:
@@ -321,17 +326,27 @@ _CHUNK_LOGITS = 2**24
 
 
 def _reference_losses(options, chunk_size, x, w, bias, labels):
-    leading = x.shape[:-1]
-    rows = math.prod(leading)
-    losses = _linear_token_losses(
-        options,
-        _chunk_of_tokens(x, w, chunk_size),
-        x.reshape(rows, x.shape[-1]),
-        w,
-        bias,
-        labels.reshape(rows, *labels.shape[len(leading) :]),
+    def of_tokens(weights, x, labels):
+        rows = math.prod(x.shape[:-1])
+        losses = _linear_token_losses(
+            options,
+            _chunk_of_tokens(x, w, chunk_size),
+            x.reshape(rows, x.shape[-1]),
+            *weights,
+            labels.reshape(rows, *labels.shape[x.ndim - 1 :]),
+        )
+        return losses.reshape(x.shape[:-1])
+
+    return _by_tokens(of_tokens, (w, bias), x, labels)
+
+
+def _by_tokens(f, weights, x, labels) -> jax.Array:
+    """Returns the losses `f(weights, x, labels)`, on Explicit axes each device its own tokens'."""
+    rows = sharding.leading_axes(x.ndim - 1)
+    of_labels = rows if labels.ndim < x.ndim else rows + "v"
+    return sharding.by_shards_of_rows(
+        f, (x, labels), weights, axes=(rows + "d", of_labels), result_axes=rows
     )
-    return losses.reshape(leading)
 
 
 def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:

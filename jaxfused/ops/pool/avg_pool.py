@@ -77,6 +77,7 @@ def avg_pool(
                 f"{op}: weights are {weights.dtype}{list(weights.shape)}, but the window is"
                 f" {found.size}; pass real weights of shape {found.size}."
             )
+        [weights] = sharding.whole(weights)
     reference_only(op, implementation, x)
     edges = found.asked if count_include_pad else ((0, 0),) * len(found.size)
     counted = tuple((-low, n + high) for n, (low, high) in zip(x.shape[1:-1], edges, strict=True))

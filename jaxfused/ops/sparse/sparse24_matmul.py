@@ -97,10 +97,10 @@ def sparse24_matmul(
     whole = None
     if isinstance(weight, Sparse24):
         packed = weight
-    elif straight_through:
-        whole, packed = weight.astype(dtype), Sparse24.from_dense(jax.lax.stop_gradient(weight))
     else:
-        packed = Sparse24.from_dense(weight)
+        [dense] = sharding.whole(weight)
+        packed = Sparse24.from_dense(jax.lax.stop_gradient(dense) if straight_through else dense)
+        whole = dense.astype(dtype) if straight_through else None
     x, values = x.astype(dtype), packed.values.astype(dtype)
     device = dispatch.current_device(x)
     missing = {"pallas": f"Mosaic has no sparse products for Hopper, so {op} has no Pallas kernel"}

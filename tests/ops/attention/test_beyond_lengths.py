@@ -1,5 +1,6 @@
-"""Keys and values beyond a sequence's length never count, not even NaN, forward and backward."""
+"""What lies beyond a sequence's lengths never counts, not even NaN, forward and backward."""
 
+import dataclasses
 import functools
 
 import jax
@@ -24,24 +25,44 @@ ODD = Case("odd heads", 70, 203, heads=1, batch=1, head_size=72, key_lengths=(98
 
 
 def arrays_beyond(case, dtype, number):
-    """Returns the arrays of a case, with a number in keys and values beyond the lengths."""
+    """Returns the arrays of a case, with a number in queries, keys and values beyond the lengths."""
     query, key, value, *rest = case.arrays(jnp.dtype(dtype))
+    query = beyond_queries(case, query, number)
     is_key = np.arange(case.keys) < np.array(case.key_lengths)[:, None]
     key, value = (jnp.where(is_key[..., None, None], x, number) for x in (key, value))
     return query, key, value, *rest
 
 
+def beyond_queries(case, x, number):
+    if case.query_lengths is None:
+        return x
+    is_query = np.arange(case.queries) < np.array(case.query_lengths)[:, None]
+    return jnp.where(is_query[..., None, None], x, number)
+
+
+def lengths(case):
+    queries = None if case.query_lengths is None else np.array(case.query_lengths)
+    return dict(query_seq_lengths=queries, key_value_seq_lengths=np.array(case.key_lengths))
+
+
+def gradients(case, dtype, number, implementation):
+    """Returns gradients and output for a loss whose cotangents beyond the lengths are that number."""
+
+    def loss(*arrays):
+        y = jaxfused.dot_product_attention(
+            *arrays, **lengths(case), is_causal=case.is_causal, implementation=implementation
+        )
+        y = y.astype(jnp.float32)
+        return jnp.sum(y * beyond_queries(case, jax.lax.stop_gradient(y), number)), y
+
+    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays_beyond(case, dtype, number)[:3])
+
+
 @parametrize("dtype", ["float32", "bfloat16"], quick=(0,))
 def test_in_xla_with_gradients(dtype):
-    def f(*arrays):
-        options = dict(key_value_seq_lengths=np.array(SPLIT.key_lengths))
-        return jaxfused.dot_product_attention(*arrays, implementation="xla", **options)
-
-    def run(number):
-        arrays = arrays_beyond(SPLIT, dtype, number)[:3]
-        return jax.value_and_grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1, 2))(*arrays)
-
-    jax.tree.map(np.testing.assert_array_equal, run(np.nan), run(0))
+    for case in (SPLIT, dataclasses.replace(SPLIT, query_lengths=(1, 3))):
+        actual, wanted = (gradients(case, dtype, number, "xla") for number in (np.nan, 0))
+        jax.tree.map(np.testing.assert_array_equal, actual, wanted)
 
 
 @parametrize(
@@ -66,20 +87,16 @@ def test_in_the_interpreter(interpreted_hopper, monkeypatch, case, config):
     np.testing.assert_array_equal(actual, wanted)
 
 
-@parametrize("keys", [80, 300], quick=())
-def test_gradients_in_the_interpreter(interpreted_hopper, monkeypatch, keys):
-    """The kernels for up to 256 keys and those for more read keys and values without NaN."""
+@parametrize(
+    ("keys", "query_lengths"), [(80, None), (80, (70, 9)), (300, None), (300, (65, 9))], quick=()
+)
+def test_gradients_in_the_interpreter(interpreted_hopper, monkeypatch, keys, query_lengths):
+    """The kernels for up to 256 keys and those for more read operands without NaN."""
     mosaic_interpreter.complete(monkeypatch)
     case = Case("gradients", 70, keys, 1, 1, batch=2, head_size=64, key_lengths=(keys, 33))
-
-    def loss(*arrays):
-        options = dict(key_value_seq_lengths=np.array(case.key_lengths), implementation="pallas")
-        return jnp.sum(jaxfused.dot_product_attention(*arrays, **options).astype(jnp.float32) ** 2)
-
-    def run(number):
-        return jax.grad(loss, (0, 1, 2))(*arrays_beyond(case, "float16", number)[:3])
-
-    jax.tree.map(np.testing.assert_array_equal, run(np.nan), run(0))
+    case = dataclasses.replace(case, query_lengths=query_lengths)
+    actual, wanted = (gradients(case, "float16", number, "pallas") for number in (np.nan, 0))
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
 
 
 @parametrize("config", [ForwardConfig(takes_turns=True), ForwardConfig(consumers=3)], quick=())
@@ -100,6 +117,10 @@ ON_A_GPU = (
     Case("causal", 700, 700, 32, head_size=64, is_causal=True, key_lengths=(340, 700)),
     Case("parts", 300, 700, 4, head_size=128, key_lengths=(700, 129)),
     Case("odd heads", 300, 203, 4, head_size=72, key_lengths=(99, 203)),
+    Case(
+        "long queries", 700, 700, 32, 4, head_size=64, key_lengths=(65, 511), query_lengths=(9, 577)
+    ),
+    Case("short queries", 197, 197, 4, head_size=64, key_lengths=(99, 197), query_lengths=(190, 5)),
     Case("short", 197, 197, 4, head_size=64, key_lengths=(99, 197)),
     Case("short, odd heads", 70, 130, 4, head_size=40, key_lengths=(130, 3)),
 )
@@ -117,7 +138,7 @@ def test_on_a_gpu(case, implementation, dtype):
     f = jax.jit(
         functools.partial(
             jaxfused.dot_product_attention,
-            key_value_seq_lengths=np.array(case.key_lengths),
+            **lengths(case),
             is_causal=case.is_causal,
             implementation=implementation,
         )
@@ -125,6 +146,5 @@ def test_on_a_gpu(case, implementation, dtype):
     wanted, actual = (np.asarray(f(*arrays_beyond(case, dtype, x)[:3])) for x in (0, np.nan))
     assert np.all(np.isfinite(wanted.astype(np.float32)))
     np.testing.assert_array_equal(actual, wanted)
-    loss = jax.jit(jax.grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), (0, 1, 2)))
-    gradients = (loss(*arrays_beyond(case, dtype, x)[:3]) for x in (0, np.nan))
-    jax.tree.map(np.testing.assert_array_equal, *gradients)
+    results = (gradients(case, dtype, number, implementation) for number in (np.nan, 0))
+    jax.tree.map(np.testing.assert_array_equal, *results)

@@ -164,6 +164,46 @@ def test_arrays_with_explicit_axes(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), actual, expected)
 
 
+@parametrize(
+    "f",
+    [
+        lambda score, table, h: score + jax.nn.softplus(table[h]),
+        lambda score, table, h: score * jax.nn.logsumexp(jnp.full_like(table, 2.0) * table),
+        lambda score, table, h: jax.nn.relu(score + table[h]),
+    ],
+    quick=(0,),
+)
+def test_functions_with_a_derivative_of_their_own_on_an_explicit_mesh(f):
+    mesh = jax.make_mesh((1,), ("d",))
+    operands = [*arrays(), SLOPES - 0.5]
+
+    def loss(query, key, value, table):
+        return jnp.sum(
+            jnp.sin(attend(query, key, value, score_mod=lambda s, b, h, *_: f(s, table, h)))
+        )
+
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 3)))
+    expected = gradients(*operands)
+    with jax.set_mesh(mesh):
+        actual = gradients(*(jax.device_put(a, jax.NamedSharding(mesh, P("d"))) for a in operands))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), actual, expected)
+
+
+def test_gradients_of_16_bit_tables_are_summed_in_float32():
+    query, key, value = arrays(queries=128, keys=128)
+
+    def loss(table):
+        def score_mod(score, b, h, q, k):
+            return score + table[h, jnp.clip((q - k) // 32, 0, 3)]
+
+        return jnp.sum(jnp.sin(attend(query, key, value, score_mod=score_mod)))
+
+    gradient = jax.jit(jax.grad(loss))
+    table = TABLE[:, :4].astype(jnp.bfloat16)
+    actual, expected = gradient(table), gradient(table.astype(jnp.float32))
+    np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))
+
+
 @pytest.mark.exhaustive
 def test_random_masks_by_a_key():
     query, key, value = arrays()
