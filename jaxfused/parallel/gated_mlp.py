@@ -5,10 +5,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
 from jaxfused.ops.linear import gated_mlp as gated_mlp_operator
-from jaxfused.ops.linear.hidden_layer import Options, Save, check_save, check_second_layer
-from jaxfused.parallel.perceptron import perceptron
-from jaxfused.parallel.placement import Placement, check_rows
-from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
+from jaxfused.ops.linear.hidden_layer import Options, Save, check_second_layer
+from jaxfused.parallel.perceptron import checked, perceptron
+from jaxfused.parallel.placement import Placement
+from jaxfused.runtime.checks import python_numbers
 from jaxfused.runtime.runner import Runner
 from jaxfused.runtime.sharding import AxisName
 
@@ -69,13 +69,10 @@ def gated_mlp(
     https://arxiv.org/abs/2002.05202
     """
     op = "parallel.gated_mlp"
-    names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
-    operands = as_arrays(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual)
-    check_floating(op, dict(zip(names, operands, strict=True)))
-    check_activation(op, activation)
-    check_save(op, save)
+    first = dict(w_gate=w_gate, b_gate=b_gate, w_up=w_up, b_up=b_up)
+    last = dict(w_down=w_down, b_down=b_down, residual=residual)
+    operands = checked(op, activation, save, x=x, **first, **last)
     x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands
-    check_rows(op, x)
     hidden = gated_mlp_operator.check_first_layers(op, x, w_gate, b_gate, w_up, b_up)
     check_second_layer(op, x, hidden, "w_down", w_down, "b_down", b_down, residual)
     placement = Placement(op, axis_name, sequence_parallel, spec)

@@ -5,11 +5,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
 from jaxfused.ops.linear import mlp as mlp_operator
-from jaxfused.ops.linear.hidden_layer import Options, Save, check_save, check_second_layer
+from jaxfused.ops.linear.hidden_layer import Options, Save, check_second_layer
 from jaxfused.ops.linear.linear import check_affine
-from jaxfused.parallel.perceptron import perceptron
-from jaxfused.parallel.placement import Placement, check_rows
-from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
+from jaxfused.parallel.perceptron import checked, perceptron
+from jaxfused.parallel.placement import Placement
+from jaxfused.runtime.checks import python_numbers
 from jaxfused.runtime.runner import Runner
 from jaxfused.runtime.sharding import AxisName
 
@@ -89,13 +89,9 @@ def mlp(
     Recomputation in Large Transformer Models", 2022, https://arxiv.org/abs/2205.05198.
     """
     op = "parallel.mlp"
-    operands = as_arrays(x, w1, b1, w2, b2, residual)
     placement = Placement(op, axis_name, sequence_parallel, spec)
-    check_floating(op, dict(zip(("x", "w1", "b1", "w2", "b2", "residual"), operands, strict=True)))
-    check_activation(op, activation)
-    check_save(op, save)
+    operands = checked(op, activation, save, x=x, w1=w1, b1=b1, w2=w2, b2=b2, residual=residual)
     x, w1, b1, w2, b2, residual = operands
-    check_rows(op, x)
     check_affine(op, x, "w1", w1, "b1", b1)
     check_second_layer(op, x, w1.shape[1], "w2", w2, "b2", b2, residual)
     options = Options.of("mlp", activation, save, x.dtype, None, precision)

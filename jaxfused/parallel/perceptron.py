@@ -13,15 +13,28 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfused.ops.linear import gated_mlp, linear_xla, mlp
+from jaxfused.ops.linear.hidden_layer import Save, check_save
 from jaxfused.ops.linear.weight_gradient import weight_gradient
 from jaxfused.parallel import parts, ring
+from jaxfused.parallel.placement import check_rows
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
+from jaxfused.runtime.checks import as_arrays, check_activation, check_floating
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
 from jaxfused.runtime.sharding import AxisName
 
 Layers = mlp.Layers | gated_mlp.Layers
+
+
+def checked(op: str, activation: str | None, save: Save, **operands: Any) -> tuple[Any, ...]:
+    """Returns the operands as arrays, x the first, after the checks that need no second operand."""
+    arrays = as_arrays(*operands.values())
+    check_floating(op, dict(zip(operands, arrays, strict=True)))
+    check_activation(op, activation)
+    check_save(op, save)
+    check_rows(op, arrays[0])
+    return arrays
 
 
 def perceptron(

@@ -1,7 +1,5 @@
 """parallel.qkv_projection: queries, keys and values with heads split over devices."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -154,16 +152,10 @@ def _on_a_device(
     q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
     if cos is not None or sin is not None:
         cos, sin = check_tables(_OP, q.shape, cos, sin)
-
-    finish = functools.partial(
-        qkv_projection_xla.finish,
-        cos=cos,
-        sin=sin,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        interleaved=interleaved,
+    finished = qkv_projection_xla.finish_both(
+        q, k, q_scale, k_scale, cos, sin, epsilon, scale_offset, interleaved
     )
-    return finish(q, q_scale), finish(k, k_scale), v
+    return *finished, v
 
 
 def _check(x, weights, biases, q_scale, k_scale) -> None:

@@ -154,7 +154,11 @@ class IndexFunction:
         consts = self.program.consts
         operands = consts if score is None else [score, *consts]
         if not sharding.is_explicit(*operands):
-            wide = self if self.varies else IndexFunction(with_wide_tables(self.program), self.function)
+            wide = (
+                self
+                if self.varies
+                else IndexFunction(with_wide_tables(self.program), self.function)
+            )
             return wide._over(places, score)
 
         # `jax.vmap` and indexing take no arrays that Explicit axes split, so XLA chooses the placement.

@@ -139,15 +139,10 @@ def qkv_projection(
         widths = (ends[0], key_heads * head_size, key_heads * head_size)
         state = fp8.state_of(op, precision)
         q, k, v = _in_fp8(x, [w], in_three, widths, head_size, implementation, device, state)
-        finish = functools.partial(
-            qkv_projection_xla.finish,
-            cos=cos,
-            sin=sin,
-            epsilon=epsilon,
-            scale_offset=scale_offset,
-            interleaved=interleaved,
+        finished = qkv_projection_xla.finish_both(
+            q, k, q_scale, k_scale, cos, sin, epsilon, scale_offset, interleaved
         )
-        return finish(q, q_scale), finish(k, k_scale), v
+        return *finished, v
     if takes_reference(op, implementation, device, x):
         projected = qkv_projection_xla.qkv_projection(
             *(x, w, bias, q_scale, k_scale, cos, sin),

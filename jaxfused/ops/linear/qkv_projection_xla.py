@@ -1,6 +1,5 @@
 """qkv_projection in plain jax.numpy: the kernels' reference, and `implementation="xla"`."""
 
-import functools
 from typing import Any
 
 import jax
@@ -36,14 +35,20 @@ def qkv_projection(
         y = preactivation(x, w, bias, precision=precision)
         y = y.reshape(*x.shape[:-1], heads + 2 * key_heads, y.shape[-1] // (heads + 2 * key_heads))
         q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
-        finished = functools.partial(
-            finish, epsilon=epsilon, scale_offset=scale_offset, interleaved=interleaved
-        )
-        return finished(q, q_scale, cos, sin), finished(k, k_scale, cos, sin), v
+        finished = finish_both(q, k, q_scale, k_scale, cos, sin, epsilon, scale_offset, interleaved)
+        return *finished, v
 
     if q_scale is None and k_scale is None and cos is None:
         return f(x, w, bias, None, None, cos, sin)
     return jax.checkpoint(f, policy=save_preactivation)(x, w, bias, q_scale, k_scale, cos, sin)
+
+
+def finish_both(
+    q, k, q_scale, k_scale, cos, sin, epsilon, scale_offset, interleaved
+) -> tuple[jax.Array, jax.Array]:
+    """Returns queries and keys after norm and rotation, as by `finish`."""
+    options = dict(epsilon=epsilon, scale_offset=scale_offset, interleaved=interleaved)
+    return finish(q, q_scale, cos, sin, **options), finish(k, k_scale, cos, sin, **options)
 
 
 def finish(
