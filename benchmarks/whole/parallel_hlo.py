@@ -31,8 +31,11 @@ def received_bytes(hlo: str, devices: int) -> dict[str, float]:
         if match is None or devices == 1:
             continue
         arrays = [_bytes(*array) for array in _ARRAY.findall(match["result"])]
-        # An asynchronous start returns its operand and its result.
-        size = max(arrays) if "-start(" in line else sum(arrays)
+        # An asynchronous start returns its operands, and then as many results; a sum may leave them out.
+        with_operands = "-start(" in line and (
+            match["kind"] != "all-reduce" or match["result"].startswith("((")
+        )
+        size = sum(arrays[len(arrays) // 2 :]) if with_operands else sum(arrays)
         kind = match["kind"]
         share = (devices - 1) / devices
         of_result = {"all-reduce": 2 * share, "reduce-scatter": devices - 1.0}

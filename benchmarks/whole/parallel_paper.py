@@ -99,17 +99,20 @@ def data_parallel(
 
 
 def fully_sharded(parameters: float, tokens: int, count: int, machine: Machine) -> Row:
-    """Estimates an FSDP step of a language model: two all-gathers of parameters, one reduce-scatter."""
+    """Estimates an FSDP step of a language model: two all-gathers of parameters, one reduce-scatter.
+
+    Parameters travel in 16 bits and gradients in 32; a GPU also holds those of a layer of 24, whole.
+    """
     compute = 6 * parameters * tokens / machine.flops
     size = 2 * parameters
     return Row(
-        "FSDP, 1.1 B language model",
+        "FSDP, lm-1b",
         count,
         compute,
         2 * machine.gather(size, count) + machine.gather(2 * size, count),
         compute * 0.95,
         4 * _gathered(size, count),
-        16 * parameters / count + 2 * size / 24,
+        16 * parameters / count + (0 if count == 1 else 3 * size / 24),
     )
 
 
@@ -152,8 +155,8 @@ VIT_B = (86.6e6, 51.7e-3)
 """Parameters, and seconds of a step of 256 images on an H200; measured."""
 VIT_L = (304e6, 90e-3)
 """Parameters, and seconds of a step of 128 images on an H200; estimated from FLOPs."""
-LANGUAGE_MODEL = (1.1e9, 16_384)
-"""Parameters, and tokens a GPU."""
+LANGUAGE_MODEL = (1.2336e9, 16_384)
+"""Parameters of `lm-1b`, and tokens a GPU."""
 
 
 def rows(counts: Sequence[int] = GPUS, machine: Machine | None = None) -> list[Row]:

@@ -61,6 +61,7 @@ class LanguageModel(nnx.Module):
     ):
         self.config = config
         self.dtype = dtype
+        self.precision = precision
         self.embed = nnx.Embed(
             config.vocabulary,
             config.width,
@@ -127,10 +128,21 @@ class LanguageModel(nnx.Module):
         stream *= jnp.asarray(self.config.embedding_scale, stream.dtype)
         branch = jnp.zeros_like(stream)
 
+        config = self.config
+        gathers = cache is None and config.routed is None and config.mixture is None
+        batched = (True, True, jnp.ndim(positions) == 2, *(True,) * 5)
+
         # By this jit, equal blocks are traced and differentiated once.
         @functools.partial(jax.jit, static_argnums=0)
         def run(graphdef, state, *arguments):
-            return nnx.merge(graphdef, state)(*arguments)
+            def call(state, *arguments):
+                return nnx.merge(graphdef, state)(*arguments)
+
+            if not gathers:
+                return call(state, *arguments)
+            # Float8 is made of the parameters as they are stored.
+            dtype = self.dtype if self.precision is None else None
+            return sharded.run_layer(call, state, *arguments, batched=batched, dtype=dtype)
 
         layers = []
         for i, block in enumerate(self.blocks):

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     launch.start(parser.parse_args(argv))
     args = parse_flags(parser, argv)
     heads = sizes.MODELS[args.model].key_heads
-    train(args, mesh.placement(args.mesh, heads=heads, tokens=args.length, is_causal=True))
+    options = dict(heads=heads, tokens=args.length, is_causal=True, layers="blocks")
+    train(args, mesh.placement(args.mesh, **options))
 
 
 def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:

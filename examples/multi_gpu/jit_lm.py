@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     launch.start(parser.parse_args(argv))
     args = train.parse_flags(parser, argv)
     heads = MODELS[args.model].key_heads
-    train.train(args, placement(args, heads=heads, tokens=args.length))
+    train.train(args, placement(args, heads=heads, tokens=args.length, layers="blocks"))
 
 
 if __name__ == "__main__":

@@ -33,10 +33,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     launch.add_flags(parser)
 
 
-def placement(args: argparse.Namespace, *, heads: int, tokens: int) -> OneDevice:
+def placement(
+    args: argparse.Namespace, *, heads: int, tokens: int, layers: str | None = None
+) -> OneDevice:
     """Returns the placement of the flags `--tensor` and `--fsdp`."""
     flag = f"{'fsdp' if args.fsdp else 'data'}=-1,tensor={args.tensor}"
-    return mesh.placement(flag, heads=heads, tokens=tokens)
+    return mesh.placement(flag, heads=heads, tokens=tokens, layers=layers)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

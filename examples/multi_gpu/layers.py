@@ -4,21 +4,72 @@
 no change: XLA splits them as their inputs and parameters are split.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxfused
+from examples.multi_gpu.metadata import is_named, names_of, with_paths, without_metadata
 from examples.multi_gpu.rules import spec
 
 
 def sizes() -> Mapping[str, int]:
     """Returns the sizes of the current mesh's axes; empty without a mesh."""
     return jax.sharding.get_abstract_mesh().shape
+
+
+_LAYERS_GATHER = contextvars.ContextVar("layers_gather", default=False)
+
+
+@contextlib.contextmanager
+def layers_gather(is_so: bool) -> Iterator[None]:
+    """Says, for `run_layer` within, whether parameters of layers are still split over fsdp."""
+    token = _LAYERS_GATHER.set(is_so)
+    try:
+        yield
+    finally:
+        _LAYERS_GATHER.reset(token)
+
+
+def run_layer(
+    f: Callable[..., Any],
+    state: Any,
+    *arrays: Any,
+    batched: Sequence[bool],
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Any:
+    """Returns `f(state, *arrays)` for a layer's state; the layer gathers its own parameters if need be.
+
+    Args:
+      f: maps the rows of a batch each by itself.
+      state: the parameters, as Flax has them with the names of their axes.
+      arrays: trees of arrays.
+      batched: for each of `arrays` whether its first axis is that of the batch, as results have it.
+      dtype: that to which `f` casts the parameters before anything else; None if it does not.
+    """
+    if not _LAYERS_GATHER.get():
+        return f(state, *arrays)
+    rows = P(("data", "fsdp"))
+    specs = [
+        spec(names_of(leaf), without_metadata(leaf).shape, sizes())
+        for _, leaf in with_paths(state, is_named)
+    ]
+    return jaxfused.parallel.fsdp_layer(
+        f,
+        state,
+        *arrays,
+        param_specs=[P(*(entry and "fsdp" for entry in each)) for each in specs],
+        in_specs=[rows if is_batched else P() for is_batched in batched],
+        out_specs=rows,
+        dtype=dtype,
+    )
 
 
 def split_tokens(array: jax.Array) -> jax.Array:

@@ -10,7 +10,6 @@ https://arxiv.org/abs/1910.02054
 """
 
 import argparse
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,10 +24,12 @@ from jax.sharding import PartitionSpec as P
 from examples.errors import ExampleError
 from examples.images import Batch
 from examples.multi_gpu import launch
+from examples.multi_gpu.layers import layers_gather
 from examples.multi_gpu.metadata import Path, is_named, names_of, with_paths, without_metadata
 from examples.multi_gpu.rules import AXES, RULES, Rules, spec
 from examples.placement import ONE_DEVICE, OneDevice
 from examples.runs import State
+from jaxfused.parallel.fsdp_layer import saved_unless_gathered
 
 
 class OnMesh(OneDevice):
@@ -37,12 +38,19 @@ class OnMesh(OneDevice):
     Args:
       sizes: sizes of the mesh's axes by name; one may be -1, for the remaining devices.
       rules: mesh axes by name of an array's axis; `flax.linen.logical_axis_rules` take precedence.
+      layers: name of the model's container of layers that run by `examples.multi_gpu.layers.run_layer`
+        and so gather their own parameters, one layer after the other, if no axis but data and fsdp has
+        several devices. Other parameters are gathered whenever XLA likes.
     """
 
-    def __init__(self, sizes: Mapping[str, int], *, rules: Rules = RULES):
+    def __init__(
+        self, sizes: Mapping[str, int], *, rules: Rules = RULES, layers: str | None = None
+    ):
         shape = _shape(sizes)
         self.mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
         self.rules = rules
+        alone = self.mesh.shape["context"] == self.mesh.shape["tensor"] == 1
+        self.layers = layers if alone and self.mesh.shape["fsdp"] > 1 else None
         self.batch = self._sharding(self._spec(("batch",), (0,)))
         self.copies = self._sharding(P())
         self._stored: dict[Path, P] = {}
@@ -116,11 +124,19 @@ class OnMesh(OneDevice):
             return jax.jit(f, out_shardings=shardings)(*args)
 
     def value_and_grad(self, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
-        @functools.partial(jax.checkpoint, policy=_is_kept)
         def of_parts(params: Any, batch: Batch, key: jax.Array) -> jax.Array:
-            return loss_of(self._gathered(params), batch, key)
+            with layers_gather(self.layers is not None):
+                return loss_of(self._gathered(params), batch, key)
 
-        return jax.value_and_grad(of_parts)
+        # The backward gathers parameters again, so that they are never all in memory at once.
+        def value_and_grad(params: Any, batch: Batch, key: jax.Array) -> Any:
+            shapes = [
+                leaf.shape for path, leaf in with_paths(params) if self._is_gathered_here(path)
+            ]
+            policy = saved_unless_gathered(shapes)
+            return jax.value_and_grad(jax.checkpoint(of_parts, policy=policy))(params, batch, key)
+
+        return value_and_grad
 
     def train_step(self, f: Callable[..., Any]) -> Callable[..., Any]:
         compiled = None
@@ -136,9 +152,11 @@ class OnMesh(OneDevice):
         return step
 
     def predict(self, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        compiled = jax.jit(
-            lambda params, rows: f(self._gathered(params), rows), out_shardings=self.copies
-        )
+        def of_parts(params: Any, rows: Any) -> jax.Array:
+            with layers_gather(self.layers is not None):
+                return f(self._gathered(params), rows)
+
+        compiled = jax.jit(of_parts, out_shardings=self.copies)
 
         def predict(params: Any, rows: Any) -> jax.Array:
             with self._here():
@@ -161,27 +179,23 @@ class OnMesh(OneDevice):
 
         def gathered(path: Path, param: jax.Array) -> jax.Array:
             stored = self._stored.get(path, P())
-            whole = P(*map(_without_fsdp, stored))
-            if whole == stored:
+            if not self._is_gathered_here(path):
                 return param
+            whole = P(*map(_without_fsdp, stored))
             # Without this constraint XLA would split activations like the parameters.
             return _gather(self._sharding(whole), self._sharding(stored), param)
 
         return _map(gathered, params)
+
+    def _is_gathered_here(self, path: Path) -> bool:
+        stored = self._stored.get(path, P())
+        return path[0] != self.layers and P(*map(_without_fsdp, stored)) != stored
 
     def _whole(self, rows: Any) -> Any:
         """Returns the batch as one array on all devices; `rows` are this process's part of it."""
         return jax.tree.map(
             lambda array: jax.make_array_from_process_local_data(self.batch, array), rows
         )
-
-
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Returns whether a result of the forward is saved for the backward: all but gathered parameters.
-
-    The backward gathers parameters again, so that they are never all in memory at once.
-    """
-    return primitive.name != "linear_call"
 
 
 def _map(f: Callable[[Path, Any], Any], tree: Any) -> Any:
@@ -223,7 +237,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     launch.add_flags(parser)
 
 
-def placement(flag: str | None, *, heads: int, tokens: int, is_causal: bool = False) -> OneDevice:
+def placement(
+    flag: str | None,
+    *,
+    heads: int,
+    tokens: int,
+    is_causal: bool = False,
+    layers: str | None = None,
+) -> OneDevice:
     """Returns the placement of `--mesh` for a model with `heads` heads and `tokens` tokens.
 
     Raises:
@@ -236,7 +257,7 @@ def placement(flag: str | None, *, heads: int, tokens: int, is_causal: bool = Fa
                 " --mesh data=-1 to share each batch."
             )
         return ONE_DEVICE
-    place = OnMesh(_parsed(flag))
+    place = OnMesh(_parsed(flag), layers=layers)
     place.check(heads=heads, tokens=tokens, is_causal=is_causal)
     return place
 

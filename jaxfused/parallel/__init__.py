@@ -4,6 +4,7 @@ The functions are called within `jax.shard_map` or `jax.pmap` over a mesh axis o
 `mean_gradients`, under `jax.jit` with arrays that the mesh splits.
 """
 
+from jaxfused.parallel.fsdp_layer import fsdp_layer as fsdp_layer
 from jaxfused.parallel.gated_mlp import gated_mlp as gated_mlp
 from jaxfused.parallel.linear import linear as linear
 from jaxfused.parallel.mean_gradients import mean_gradients as mean_gradients

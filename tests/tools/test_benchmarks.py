@@ -810,6 +810,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %sums = (f32[8]{0}, /*index=1*/bf16[4]{0}) all-reduce(%a, %b), to_apply=%add
   %gathered = (f32[4]{0}, f32[16]{0}) all-gather-start(%c), dimensions={0}
   %part = bf16[4]{0} reduce-scatter(%d), dimensions={0}, to_apply=%add
+  %two = ((f32[8]{0}, f32[4]{0}), (f32[2]{0}, f32[1]{0})) reduce-scatter-start(%e, %f), to_apply=%add
   %loop = (f32[8]) while(%t), condition=%c, body=%body.1, backend_config={"known_trip_count":{"n":"3"}}
 }
 """
@@ -817,7 +818,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         "collective-permute": 3 * 32.0,
         "all-reduce": 2 * 0.75 * (32 + 8),
         "all-gather": 0.75 * 64,
-        "reduce-scatter": 3 * 8.0,
+        "reduce-scatter": 3 * (8.0 + 12.0),
     }
     assert parallel_hlo.received_bytes(hlo, 1) == {}
 
