@@ -10,8 +10,8 @@
 #   (lecun_normal) of their standard deviation, 23 to 35 standard errors. nnx.Linear(4096, 1024) of ones, such as
 #   a mean of positive activations, gives outputs with mean -0.8 to -1.2 and deviation 1; drawn in float32 and
 #   cast, 0.02. Deviations are right, so that no check of scales sees it.
-# In jaxfused: Its modules take Flax's initialisers; draw in float32 and cast, as `jax.tree.map(lambda w:
-#   w.astype(jnp.bfloat16), ...)` does.
+# In jaxfused: MoE, SparseLinear, QuantizedLinear and DeformConv draw in float32 and round; layers that Flax has
+#   too draw as Flax does: make them in float32 and cast, as `jax.tree.map(lambda w: w.astype(jnp.bfloat16), ...)` does.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike
 
 import jaxfused.linen
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.initial import in_float32
 from jaxfused.modules.resample import deformed, predicted_channels
 from jaxfused.runtime.checks import python_number_fields
 
@@ -34,7 +35,7 @@ class DeformConv(linen.Module):
       offset_groups: into how many groups channels are split that have offsets of their own.
       use_bias: whether there is a bias [O].
       dtype: of the computation and the result; None for what x and the kernel promote to.
-      param_dtype: of the parameters.
+      param_dtype: of the parameters. Those of 16 bits are drawn in float32 and rounded.
       precision: of the products, as in Flax.
       kernel_init: initialises the kernel [*kernel_size, I / feature_group_count, O].
       bias_init: initialises the bias.
@@ -94,7 +95,7 @@ class DeformConv(linen.Module):
             name="offset",
         )(x)
         shape = (*size, x.shape[-1] // self.feature_group_count, self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        kernel = self.param("kernel", in_float32(self.kernel_init), shape, self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)

@@ -8,6 +8,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.mlp import GatedMLP
+from jaxfused.modules.initial import in_float32
 from jaxfused.modules.moe import (
     Experts,
     Router,
@@ -54,7 +55,7 @@ class MoE(linen.Module):
         `expert_parallel_mlp` says; `capacity_factor` is then of the rows that two devices exchange. None
         for one device's experts.
       dtype: of the products and the result; None for what x and the parameters promote to.
-      param_dtype: of the parameters.
+      param_dtype: of the parameters. Those of 16 bits are drawn in float32 and rounded.
       precision: of the experts' products, as in Flax.
       kernel_init: initialises the matrices of the experts, each by itself.
       router_init: initialises the router's kernel.
@@ -112,7 +113,7 @@ class MoE(linen.Module):
         features, hidden, count = x.shape[-1], self.hidden_features, self.num_experts
 
         def param(name: str, init: Initializer, *shape: int) -> jax.Array:
-            return self.param(name, init, shape, self.param_dtype)
+            return self.param(name, in_float32(init), shape, self.param_dtype)
 
         bias = None
         if self.use_correction_bias:

@@ -9,6 +9,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.initial import in_float32
 from jaxfused.modules.sparse_linear import (
     Pattern,
     check_sparse_linear,
@@ -39,7 +40,7 @@ class SparseLinear(linen.Module):
       straight_through: with "2:4", whether the gradient reaches the numbers that are pruned too.
       use_bias: whether there is a bias [F].
       dtype: of the product and the result; None for what x and the parameters promote to.
-      param_dtype: of the parameters.
+      param_dtype: of the parameters. Those of 16 bits are drawn in float32 and rounded.
       precision: of the product, as in Flax.
       kernel_init: initialises the whole kernel [D, F]; kept blocks are then scaled by density^(-1/2).
       bias_init: initialises the bias.
@@ -78,7 +79,7 @@ class SparseLinear(linen.Module):
         if self.pattern == "blocks":
             weight = self._blocks(shape)
         else:
-            weight = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+            weight = self.param("kernel", in_float32(self.kernel_init), shape, self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)

@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike
 
 import jaxfused.nnx
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.initial import in_float32
 from jaxfused.modules.resample import deformed, predicted_channels
 from jaxfused.runtime.checks import python_numbers
 
@@ -34,7 +35,7 @@ class DeformConv(nnx.Module):
       offset_groups: into how many groups channels are split that have offsets of their own.
       use_bias: whether there is a bias [O].
       dtype: of the computation and the result; None for what x and the kernel promote to.
-      param_dtype: of the parameters.
+      param_dtype: of the parameters. Those of 16 bits are drawn in float32 and rounded.
       precision: of the products, as in Flax.
       kernel_init: initialises the kernel [*kernel_size, I / feature_group_count, O].
       bias_init: initialises the bias.
@@ -93,7 +94,7 @@ class DeformConv(nnx.Module):
             rngs=rngs,
         )
         shape = (*size, in_features // feature_group_count, out_features)
-        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
+        self.kernel = nnx.Param(in_float32(kernel_init)(rngs.params(), shape, param_dtype))
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
             self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))

@@ -7,6 +7,7 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.initial import in_float32
 from jaxfused.modules.moe import (
     Experts,
     Router,
@@ -58,7 +59,7 @@ class MoE(nnx.Module):
         `expert_parallel_mlp` says; `capacity_factor` is then of the rows that two devices exchange. None
         for one device's experts.
       dtype: of the products and the result; None for what x and the parameters promote to.
-      param_dtype: of the parameters.
+      param_dtype: of the parameters. Those of 16 bits are drawn in float32 and rounded.
       precision: of the experts' products, as in Flax.
       kernel_init: initialises the matrices of the experts, each by itself.
       router_init: initialises the router's kernel.
@@ -108,7 +109,7 @@ class MoE(nnx.Module):
         down = (num_experts, hidden_features, in_features)
 
         def param(init: Initializer, *shape: int) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), shape, param_dtype))
+            return nnx.Param(in_float32(init)(rngs.params(), shape, param_dtype))
 
         self.router_kernel = param(router_init, in_features, num_experts)
         self.w_gate = param(kernel_init, *up) if use_gate else None

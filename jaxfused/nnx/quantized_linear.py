@@ -7,6 +7,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.initial import in_float32
 from jaxfused.modules.linear import KernelStandIn, QuantizedKernel, linear, promoted
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.runtime.checks import python_numbers
@@ -79,7 +80,8 @@ class QuantizedLinear(nnx.Module):
         kernel: KernelStandIn | None = None,
     ):
         if kernel is None:
-            floats = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
+            shape = (in_features, out_features)
+            floats = in_float32(kernel_init)(rngs.params(), shape, param_dtype)
             array = quantize(
                 floats, kernel_dtype, group_size=group_size, symmetric=symmetric, layout=layout
             )

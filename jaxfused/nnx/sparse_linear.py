@@ -7,6 +7,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.initial import in_float32
 from jaxfused.modules.sparse_linear import (
     Pattern,
     check_sparse_linear,
@@ -41,7 +42,7 @@ class SparseLinear(nnx.Module):
       straight_through: with "2:4", whether the gradient reaches the numbers that are pruned too.
       use_bias: whether there is a bias [F].
       dtype: of the product and the result; None for what x and the parameters promote to.
-      param_dtype: of the parameters.
+      param_dtype: of the parameters. Those of 16 bits are drawn in float32 and rounded.
       precision: of the product, as in Flax.
       kernel_init: initialises the whole kernel [D, F]; kept blocks are then scaled by density^(-1/2).
       bias_init: initialises the bias.
@@ -91,7 +92,9 @@ class SparseLinear(nnx.Module):
         )
         self.places = BlockPlaces((*lists[0], *lists[1])) if lists else None
         self.kernel = (
-            nnx.Param(kernel_init(key, self.shape, param_dtype)) if lists is None else None
+            nnx.Param(in_float32(kernel_init)(key, self.shape, param_dtype))
+            if lists is None
+            else None
         )
         self.bias = (
             nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else None

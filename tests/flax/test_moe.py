@@ -142,3 +142,28 @@ def test_a_router_is_a_function():
     module = jaxfused.nnx.MoE(D, F, E, router="softmax", rngs=flax.nnx.Rngs(0))
     with pytest.raises(ValueError, match="router is 'softmax', but it is called with logits"):
         module(jnp.ones((2, D)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (functools.partial(jaxfused.linen.MoE, F, E, router=QWEN2), (2, D)),
+        (functools.partial(jaxfused.linen.SparseLinear, 96, block_size=32), (2, D)),
+        (functools.partial(jaxfused.linen.SparseLinear, F, pattern="2:4"), (2, D)),
+        (functools.partial(jaxfused.linen.DeformConv, F, (3, 3)), (1, 5, 5, D)),
+        (functools.partial(jaxfused.nnx.MoE, D, F, E, router=QWEN2), None),
+        (functools.partial(jaxfused.nnx.SparseLinear, D, 96, block_size=32), None),
+        (functools.partial(jaxfused.nnx.SparseLinear, D, F, pattern="2:4"), None),
+        (functools.partial(jaxfused.nnx.DeformConv, D, F, (3, 3)), None),
+    ],
+)
+def test_parameters_of_16_bits_are_drawn_in_float32(layer, shape):
+    def drawn(dtype):
+        if shape is None:
+            return flax.nnx.state(layer(param_dtype=dtype, rngs=flax.nnx.Rngs(0)), flax.nnx.Param)
+        return layer(param_dtype=dtype).init(jax.random.key(0), jnp.ones(shape, dtype))["params"]
+
+    narrow, wide = drawn(jnp.bfloat16), drawn(jnp.float32)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), narrow, wide
+    )
