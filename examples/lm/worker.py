@@ -100,6 +100,9 @@ class Worker:
                 try:
                     event = await asyncio.wait_for(ticket.events.get(), patience)
                 except TimeoutError:
+                    # The engine may have failed just before these texts were added.
+                    if self._error is not None:
+                        raise FailedError(str(self._error)) from None
                     yield None
                     continue
                 if event is None:
