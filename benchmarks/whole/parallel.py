@@ -7,7 +7,8 @@ from that of the all-reduces. Tensor parallel: forward and gradients of an mlp w
 split, and the time of one device that has them all. Context parallel: forward and gradients of attention
 over one long sequence, by each method of `context_parallel_attention`. `--scaling` times whole programs
 on 1, 2, 4 and 8 devices instead, and draws a chart; `--tiny` runs them on a CPU's virtual devices;
-`--paper` prints estimates for more GPUs.
+`--paper` prints estimates for more GPUs, and `--without-gpu` counts the memory and bytes of an FSDP step
+that it compiles for GPUs that are not there.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from benchmarks.run.case import gradient_in_jax
 from benchmarks.whole import (
     end_to_end,
     end_to_end_jax,
+    parallel_absent,
     parallel_context,
     parallel_paper,
     parallel_scaling,
@@ -62,7 +64,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--devices", nargs="*", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--tiny", action="store_true", help="small sizes, on any devices")
     parser.add_argument("--paper", action="store_true", help="only print the estimates")
+    parser.add_argument(
+        "--without-gpu", action="store_true", help="memory and bytes of FSDP for absent H200s"
+    )
     options = parser.parse_args(arguments)
+    if options.without_gpu:
+        return parallel_absent.run(options.devices)
     if options.paper:
         print(parallel_paper.table(parallel_paper.rows()))
         return 0

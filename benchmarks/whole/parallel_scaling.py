@@ -24,6 +24,7 @@ from benchmarks.whole.parallel_hlo import received_bytes
 from examples.lm.model import LanguageModel
 from examples.lm.sizes import MODELS as LANGUAGE_MODELS
 from examples.lm.sizes import config_of, make_loss
+from examples.multi_gpu.mesh import OnMesh
 from examples.vit.model import MODELS, VisionTransformer
 
 Row = dict[str, Any]
@@ -87,6 +88,8 @@ class Program:
     """Function that returns the operands, sharded."""
     carries: int = 0
     """Number of leading operands (donated) that the leading results replace in the next call."""
+    mesh: Any = None
+    """A mesh of its own over the same devices, or None."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def _timed(workload: Workload, count: int) -> Row:
     with nnx.use_eager_sharding(False):
         program = workload.build(mesh)
         operands = [*program.make()]
-    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
+    with jax.set_mesh(program.mesh or mesh), nnx.use_eager_sharding(False):
         compiled = program.step.lower(*operands).compile()
 
         def once() -> Any:
@@ -365,32 +368,21 @@ def _language_model(sizes: Sizes, mesh: Any) -> Program:
 
     graphdef = nnx.graphdef(nnx.eval_shape(build))
     optimizer = jaxfused.optim.adamw(1e-3)
-    loss = make_loss(graphdef)
-
-    def init() -> Any:
-        return nnx.to_pure_dict(nnx.state(build(), nnx.Param))
-
-    specs = jaxfused.parallel.zero1(optimizer, mesh=mesh).specs(jax.eval_shape(init))
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    place = OnMesh(dict(fsdp=mesh.size), layers="blocks")
+    value_and_grad = place.value_and_grad(make_loss(graphdef))
 
     def step(params: Any, state: Any, text: jax.Array) -> tuple[Any, Any]:
-        def of_parts(params: Any) -> jax.Array:
-            # Each parameter is all-gathered; otherwise XLA would split activations like parameters.
-            whole = NamedSharding(mesh, P())
-            params = jax.tree.map(lambda p: jax.lax.with_sharding_constraint(p, whole), params)
-            return loss(params, {"text": text}, jax.random.key(0))
-
-        grads = jax.grad(of_parts)(params)
-        grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, shardings)
+        _, grads = value_and_grad(params, {"text": text}, jax.random.key(0))
         return optimizer.step(grads, state, params, max_norm=1.0)
 
     def operands() -> tuple[Any, ...]:
-        params = jax.jit(init, out_shardings=shardings)()
-        state = jaxfused.parallel.zero1(optimizer, mesh=mesh).init(params)
+        params = place.parameters(lambda: nnx.state(build(), nnx.Param))
+        state = place.init(optimizer.init, params)
         shape = (sizes.rows * mesh.size, sizes.length + 1)
-        return params, state, _put(mesh, P("data"), functools.partial(jnp.ones, shape, jnp.int32))
+        text = functools.partial(jnp.ones, shape, jnp.int32)
+        return params, state, _put(place.mesh, place.batch.spec, text)
 
-    return Program(jax.jit(step, donate_argnums=(0, 1)), operands, 2)
+    return Program(jax.jit(step, donate_argnums=(0, 1)), operands, 2, place.mesh)
 
 
 def _normal(mesh: Any, spec: P, shape: Sequence[int], seed: int, scale: float = 1.0) -> jax.Array:

@@ -35,6 +35,11 @@ def why_unavailable() -> str | None:
 
 def prepare() -> Any:
     """Returns an H200 to compile for, not to run on; must come before JAX lists its devices."""
+    return prepare_host(1)[0]
+
+
+def prepare_host(count: int) -> Sequence[Any]:
+    """Returns the H200s of one host to compile for, as `prepare` does one."""
     jax.config.update("jax_platforms", "cpu")
     sys.path.insert(0, str(PLUGIN))
     # Mosaic links its kernels to this library, but searched for it before, when it was imported.
@@ -48,10 +53,10 @@ def prepare() -> Any:
         cublaslt.why_unavailable = lambda: None  # type: ignore[assignment]
     topology = topologies.get_topology_desc(
         platform="cuda",
-        topology="1x1x1",
+        topology=f"1x1x{count}",
         target_config=Path(__file__).with_name("h200.txtpb").read_text(),
     )
-    return topology.devices[0]
+    return topology.devices
 
 
 def lower_for(device: Any, f: Callable[..., Any], shapes: Sequence[Any]) -> Any:

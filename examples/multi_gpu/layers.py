@@ -56,7 +56,7 @@ def run_layer(
     """
     if not _LAYERS_GATHER.get():
         return f(state, *arrays)
-    rows = P(("data", "fsdp"))
+    rows = P(tuple(axis for axis in ("data", "fsdp") if sizes()[axis] > 1))
     specs = [
         spec(names_of(leaf), without_metadata(leaf).shape, sizes())
         for _, leaf in with_paths(state, is_named)

@@ -38,16 +38,24 @@ class OnMesh(OneDevice):
     Args:
       sizes: sizes of the mesh's axes by name; one may be -1, for the remaining devices.
       rules: mesh axes by name of an array's axis; `flax.linen.logical_axis_rules` take precedence.
+      absent: devices to compile for that are not here; parameters and states are shapes then.
       layers: name of the model's container of layers that run by `examples.multi_gpu.layers.run_layer`
         and so gather their own parameters, one layer after the other, if no axis but data and fsdp has
         several devices. Other parameters are gathered whenever XLA likes.
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], *, rules: Rules = RULES, layers: str | None = None
+        self,
+        sizes: Mapping[str, int],
+        *,
+        rules: Rules = RULES,
+        layers: str | None = None,
+        absent: Sequence[jax.Device] = (),
     ):
-        shape = _shape(sizes)
-        self.mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        shape = _shape(sizes, len(absent) or jax.device_count())
+        types = (AxisType.Auto,) * len(AXES)
+        self.mesh = jax.make_mesh(shape, AXES, axis_types=types, devices=absent or None)
+        self.is_absent = bool(absent)
         self.rules = rules
         alone = self.mesh.shape["context"] == self.mesh.shape["tensor"] == 1
         self.layers = layers if alone and self.mesh.shape["fsdp"] > 1 else None
@@ -104,7 +112,7 @@ class OnMesh(OneDevice):
             shardings = _map(
                 lambda path, _: self._sharding(self._stored[path]), jax.eval_shape(plain)
             )
-            return jax.jit(plain, out_shardings=shardings)()
+            return self._made(plain, shardings)
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:
         """Returns `f(*args)`; a result that is named and shaped like a parameter is split like it."""
@@ -121,7 +129,14 @@ class OnMesh(OneDevice):
 
         with self._here():
             shardings = _map(sharding, jax.eval_shape(f, *args))
+            return self._made(f, shardings, *args)
+
+    def _made(self, f: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+        """Returns the compiled `f(*args)`, or its shapes for devices that are not here."""
+        if not self.is_absent:
             return jax.jit(f, out_shardings=shardings)(*args)
+        shapes = jax.eval_shape(f, *args)
+        return jax.tree.map(lambda a, to: a.update(sharding=to), shapes, shardings)
 
     def value_and_grad(self, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
         def of_parts(params: Any, batch: Batch, key: jax.Array) -> jax.Array:
@@ -283,9 +298,8 @@ def _mesh(text: str) -> str:
     return text
 
 
-def _shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
     """Returns the sizes of all mesh axes, with -1 replaced by the number of remaining devices."""
-    devices = jax.device_count()
     product = math.prod(size for size in sizes.values() if size > 0)
     given = ",".join(f"{name}={size}" for name, size in sizes.items())
     if -1 in sizes.values():

@@ -16,6 +16,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.whole import parallel_absent
+from benchmarks.whole.parallel_hlo import received_bytes
 from examples import optimizers, training
 from examples.errors import ExampleError
 from examples.lm import train as lm
@@ -279,6 +281,22 @@ def test_a_run_goes_on_with_fewer_devices(programs, tmp_path):
     shutil.rmtree(run / "checkpoints" / "4")
     main(["--out", str(run), "--resume", "--mesh", "fsdp=2"])
     assert_same_numbers(run, metrics(tmp_path / "one"))
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+def test_fsdp_divides_parameters_gradients_and_state_and_sums_no_whole_gradient():
+    """By the compiled step of six layers; its activations are small."""
+    peaks = {}
+    for devices in (1, 2, 8):
+        step = parallel_absent.compiled("lm-12m", 6, jax.devices()[:devices])
+        memory = step.memory_analysis()
+        peaks[devices] = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        if devices > 1:
+            received = received_bytes(step.as_text(), devices)
+            assert received["reduce-scatter"] > 20 * received["all-reduce"]
+    # One layer is whole on each device, of which there are six.
+    assert peaks[2] < 0.55 * peaks[1] and peaks[8] < (1 / 8 + 1 / 24) * peaks[1], peaks
 
 
 # --- models of users ------------------------------------------------------------------------------
