@@ -45,8 +45,10 @@ def zero1(
       axis_name: the mesh axis, Auto or Explicit, that splits the batch, or a tuple of several.
       mesh: the mesh; by default that of `jax.set_mesh`, or of the types of the arrays.
       param_specs: a tree like the parameters of PartitionSpecs: how other axes of the mesh split them,
-        as `flax.nnx.get_partition_spec` reads from a state's metadata. By default they are replicated,
-        or split as Explicit types say. Leaves that `axis_name` splits already stay so.
+        as `flax.nnx.get_partition_spec` reads from a state's metadata. Leaves that `axis_name` splits
+        already stay so. By default as Explicit types say. Types on Auto axes do not: there as the
+        parameters lay in the last call outside of `jax.jit`, of `init` for example; with no such call
+        they are replicated, which gathers those that are split.
 
     Returns:
       A `jaxfused.optim.FusedTransformation` with a method more: `specs(params)` returns the
@@ -137,6 +139,7 @@ class ShardedTransformation(FusedTransformation):
 
     def specs(self, params: optax.Params) -> Any:
         """Returns the PartitionSpecs of each device's part of the parameters."""
+        self.placed.see(params)
         found = self.placed.specs_of(params, params, shared=True)
         return jax.tree.map_with_path(lambda path, _: found[path], params)
 
@@ -160,6 +163,8 @@ class _Placed:
     param_specs: Any
     compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Jitted functions of the last calls outside of jit: `jax.jit` compiles a new closure again."""
+    seen: dict[Any, list[P]] = field(default_factory=dict, compare=False, repr=False)
+    """How parameters of a structure and of shapes lay on the mesh outside of jit, where that is seen."""
 
     def initialised(self, init: Callable[..., Any], options: dict[str, Any], params: Any) -> Any:
         """Returns `init(params, **options)`, of which no device ever holds more than its part."""
@@ -196,6 +201,8 @@ class _Placed:
         combines a row's moment with a column's, and both may be split.
         """
         like = trees[-1] if len(trees) != 2 else trees[0]
+        if len(trees) != 2:
+            self.see(like)
         leaves = jax.tree.leaves(like)
         explicit = sharding.mesh_of(*leaves).explicit_axes
         placed = replace(self, mesh=self._mesh(leaves), param_specs=self._param_specs(like))
@@ -315,7 +322,17 @@ class _Placed:
                     " a PartitionSpec for each."
                 )
             return [P() if spec is None else spec for spec in specs]
-        return [self._typed_spec(leaf) for leaf in leaves]
+        mesh = self._mesh(leaves)
+        if mesh.explicit_axes:
+            return [self._typed_spec(leaf) for leaf in leaves]
+        return self.seen.get(_key(mesh, params)) or [P()] * len(leaves)
+
+    def see(self, params: Any) -> None:
+        """Remembers how parameters lie, if they are arrays on Auto axes outside of `jax.jit`."""
+        leaves = jax.tree.leaves(params)
+        if all(_is_placed(leaf) for leaf in leaves):
+            mesh = self._mesh(leaves)
+            self.seen[_key(mesh, params)] = [_spec_on(mesh, leaf) for leaf in leaves]
 
     def _typed_spec(self, leaf: Any) -> P:
         """Returns the PartitionSpec of a leaf's type with Explicit axes, without `axis_name`."""
@@ -346,6 +363,23 @@ class _Placed:
         mesh = self._mesh(jax.tree.leaves(params))
         specs = self.specs_of(tree, params, shared=shared)
         return jax.tree.map_with_path(lambda path, _: NamedSharding(mesh, specs[path]), tree)
+
+
+def _key(mesh: Any, params: Any) -> Any:
+    shapes = tuple(map(jnp.shape, jax.tree.leaves(params)))
+    return jax.tree.structure(params), shapes, tuple(mesh.shape.items())
+
+
+def _is_placed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _spec_on(mesh: Any, leaf: Any) -> P:
+    """Returns the PartitionSpec of an array that lies on the mesh, else that of copies."""
+    placed = getattr(leaf, "sharding", None)
+    if isinstance(placed, NamedSharding) and placed.mesh.shape == mesh.shape:
+        return placed.spec
+    return P()
 
 
 def _without_sharding(array: Any) -> jax.ShapeDtypeStruct:

@@ -349,6 +349,32 @@ def test_parameters_that_another_axis_splits_stay_split():
 
 
 @on_eight_devices
+@pytest.mark.parametrize("named", [False, True])
+def test_parameters_stay_where_init_saw_them(named):
+    """Within jit Auto axes do not say how parameters are split; a step gathers none over "model"."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"up": P(None, "model"), "down": P("model"), "own": P("data")}
+    params = {"up": normal(0, 8, 16), "down": normal(1, 16, 8), "own": normal(2, 8, 8)}
+    placed = {name: put(mesh, a, specs[name]) for name, a in params.items()}
+    more = dict(param_specs=specs) if named else {}
+    shared = parallel.zero1(jaxfused.optim.adamw(0.1), mesh=mesh, **more)
+    state = shared.init(placed)
+    step = jax.jit(shared.step)
+    text = step.lower(placed, state, placed).compile().as_text()
+    gathered = [
+        line.split(" all-gather(")[0] for line in text.splitlines() if " all-gather(" in line
+    ]
+    assert len(gathered) == 2 and all("[8,8]" in result for result in gathered)
+    new, state = step(placed, state, placed)
+    for name, spec in specs.items():
+        assert new[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    assert state[0].mu["up"].sharding.spec == P("data", "model")
+    inner = jaxfused.optim.adamw(0.1)
+    expected, _ = inner.step(params, inner.init(params), jax.tree.map(jnp.copy, params))
+    chex.assert_trees_all_close(new, expected, rtol=1e-5)
+
+
+@on_eight_devices
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_step_outside_of_jit_is_in_place(axis_type):
