@@ -143,6 +143,14 @@ def workloads(sizes: Sizes) -> list[Workload]:
     ]
     found += [
         Workload(
+            f"attention window {method}",
+            "strong",
+            functools.partial(_attention, sizes, method, window=sizes.tokens // 32),
+        )
+        for method in ("all_to_all", "ring", "all_gather")
+    ]
+    found += [
+        Workload(
             f"gated_mlp {variant}",
             "strong",
             functools.partial(_gated_mlp, sizes, variant),
@@ -220,20 +228,31 @@ def _timed(workload: Workload, count: int) -> Row:
             kind: getattr(memory, f"{kind}_size_in_bytes")
             for kind in ("argument", "output", "temp")
         }
+        row["peak"] = memory.peak_memory_in_bytes
+        if jax.default_backend() == "cpu":  # There temporary memory is not in the peak.
+            row["peak"] += memory.temp_size_in_bytes
         if jax.default_backend() == "gpu":
-            row |= _collective_share(once)
+            row |= _collective_share(once, count, row["milliseconds"])
     return row
 
 
-def _collective_share(once: Callable[[], Any]) -> Row:
-    """Returns the time of all kernels and of collectives, overlapped or not, and their quotient."""
+def _collective_share(once: Callable[[], Any], count: int, milliseconds: float) -> Row:
+    """Returns the time of all kernels and of collectives, overlapped or not, and their quotient.
+
+    "waits" are the milliseconds of a step in which a device runs no kernel but collectives, or none.
+    """
     try:
         timed = timing.kernels(lambda: jax.block_until_ready(once()))
     except Exception as error:
         return {"note": f"no kernel times: {peers.describe(error)}"}
     in_all = sum(seconds for _, seconds in timed)
     of_collectives = sum(seconds for name, seconds in timed if "nccl" in name.lower())
-    return {"kernels": in_all, "collectives": of_collectives, "share": of_collectives / in_all}
+    return {
+        "kernels": in_all,
+        "collectives": of_collectives,
+        "share": of_collectives / in_all,
+        "waits": max(0.0, milliseconds - 1e-3 * (in_all - of_collectives) / count),
+    }
 
 
 def line(row: Row) -> str:
@@ -242,8 +261,10 @@ def line(row: Row) -> str:
     if "error" in row:
         return f"{head} {row['error']}"
     received = sum(row["received"].values()) / 1e6
-    memory = sum(row["bytes"].values()) / 1e9
-    share = f" collectives {row['share']:.0%}" if "share" in row else ""
+    memory = row["peak"] / 1e9
+    share = ""
+    if "share" in row:
+        share = f" collectives {row['share']:.0%}, {row['waits']:.2f} ms beside no other kernel"
     paper = row.get("paper")
     beside = (
         f"  on paper {paper['apart']:.0%} to {paper['hidden']:.0%}, {paper['received'] / 1e6:,.0f} MB"
@@ -400,16 +421,17 @@ def _with_gradients(f: Callable[..., jax.Array]) -> Callable[..., Any]:
     return step
 
 
-def _attention(sizes: Sizes, method: str, mesh: Any) -> Program:
+def _attention(sizes: Sizes, method: str, mesh: Any, *, window: int | None = None) -> Program:
     """Returns causal attention over one long sequence, forward and gradients."""
     heads, key_heads, features = sizes.heads
-    layout = "contiguous" if method == "all_to_all" else "zigzag"
+    layout = "contiguous" if method == "all_to_all" or window is not None else "zigzag"
     attend = functools.partial(
         jaxfused.context_parallel_attention,
         axis_name="data",
         method=method,
         layout=layout,
         is_causal=True,
+        local_window_size=None if window is None else (window, 0),
     )
 
     def operands() -> tuple[Any, ...]:

@@ -56,7 +56,9 @@ def context_parallel_attention(
     - "all_gather": 2 (n - 1) L K H numbers; each device then holds all keys and values, and no more
       than its own queries. The gradients of keys and values return by a reduce-scatter in float32.
     - "ring": as many, one device's part at a time, while the part before is attended to. A device
-      holds two parts of keys and values, and the backward pass computes the forward pass again.
+      holds two parts of keys and values, and the backward pass computes the forward pass again. In the
+      "contiguous" layout a window that ends at the query or before stops the ring where it ends: after
+      1 of 7 parts, if a device has as many tokens as the window.
     - "all_to_all": 2 (N + K) L H (n - 1) / n; each device attends with N / n heads over all tokens. The
       size of the axis must divide K.
 
@@ -481,13 +483,14 @@ def _joined(out, lse, other, other_lse):
 def _around(options: _Options, step: Callable[..., Any], state, key, value, segments, moving):
     """Calls `step` with each device's keys and values in turn, which circulate in a ring.
 
-    `moving`, the gradients that `step` adds to, circulates with them and ends on its own device.
+    `moving`, the gradients that `step` adds to, circulates with them and ends on its own device. The
+    ring ends early where a window does.
     """
     name, size = options.axis_name, lax.axis_size(options.axis_name)
     own = lax.axis_index(name)
 
-    def passed_on(arrays: Any) -> Any:
-        return lax.ppermute(arrays, name, [(i, (i + 1) % size) for i in range(size)])
+    def passed_on(arrays: Any, shift: int = 1) -> Any:
+        return lax.ppermute(arrays, name, [(i, (i + shift) % size) for i in range(size)])
 
     def body(carry, hop):
         state, parts, moving = carry
@@ -498,6 +501,21 @@ def _around(options: _Options, step: Callable[..., Any], state, key, value, segm
 
     parts = (key, value, segments)
     state, moving = step(state, own, *parts, moving)
-    hops = jnp.arange(1, size)
-    (state, _, moving), _ = lax.scan(body, (state, parts, moving), hops, unroll=1)
-    return state, passed_on(moving)
+    reach = _reach(options, key.shape[1])
+    if reach:
+        hops = jnp.arange(1, reach + 1)
+        (state, _, moving), _ = lax.scan(body, (state, parts, moving), hops, unroll=1)
+        moving = passed_on(moving, -reach)
+    return state, moving
+
+
+def _reach(options: _Options, tokens: int) -> int:
+    """Returns after how many hops of a ring no device attends to the keys that would arrive."""
+    last = lax.axis_size(options.axis_name) - 1
+    window = options.window
+    if options.layout != "contiguous" or window is None:
+        return last
+    left, right = (window, window) if isinstance(window, int) else window
+    if left < 0 or (right != 0 and not options.is_causal):
+        return last
+    return min(last, -(-left // tokens))

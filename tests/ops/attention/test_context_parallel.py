@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
+from benchmarks.whole.parallel_hlo import received_bytes
 from jaxfused import dispatch
 from tests.support import eight_devices
 from tests.support.grids import parametrize
@@ -107,6 +108,27 @@ def test_numbers_are_those_of_one_device(options, method, layout):
     options, with_more = OPTIONS[options % len(OPTIONS)], options % 2 == 1
     spec = P(None, "context")
     compare(options, method, layout, axis_type, spec, (4,), ("context",), with_more)
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("window", "hops"), [(0, 0), (4, 1), (5, 2), (30, 7), (None, 7)])
+def test_a_ring_ends_where_the_window_does(window, hops):
+    options = dict(is_causal=True)
+    if window is not None:
+        options["local_window_size"] = (window, 0)
+    sizes = dict(axis_type=AxisType.Auto, spec=P(None, "context"), shape=(8,), names=("context",))
+    compare(options, "ring", "contiguous", **sizes, with_more=True)
+    q, k, v, *_ = arrays()
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        put = (jax.device_put(a, NamedSharding(mesh, P(None, "context"))) for a in (q, k, v))
+        f = functools.partial(
+            jaxfused.context_parallel_attention, axis_name="context", method="ring", **options
+        )
+        received = received_bytes(jax.jit(f).lower(*put).compile().as_text(), 8)
+    own = (k.nbytes + v.nbytes) / 8
+    assert received.get("collective-permute", 0) == hops * own
 
 
 @on_eight_devices
