@@ -227,11 +227,73 @@ def test_flax_masks():
     np.testing.assert_allclose(ours, plain, atol=2e-6)
 
 
-def test_minus_infinity_is_a_mask_only_where_each_query_has_a_key():
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("lengths", [(6, 4), (6, 0)])
+def test_minus_infinity_is_a_mask_and_without_keys_nan(lengths, is_added):
     def f(q, k, v, padding):
-        return bthd(q, k, v, padding[:, None, None, :], -jnp.inf)
+        mask = padding[:, None, None, :]
+        if not is_added:
+            return bthd(q, k, v, mask, -jnp.inf)
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.where(mask, 0.0, -jnp.inf)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
 
-    assert_left_alone(f, *qkv("float32"), of_padding((6, 0)), because="is NaN")
+    args = (*qkv("float32"), of_padding(lengths))
+    assert counts(f, *args) == {"dot_product_attention": 1}
+    loss = lambda f: lambda *args: jnp.sum(jnp.sin(f(*args)[0])) + jnp.sum(f(*args)[1])  # noqa: E731
+    ours, plain = ((g(*args), jax.grad(loss(g), (0, 1, 2))(*args)) for g in (jaxfused.fuse(f), f))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), ours, plain)
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_a_last_logit_that_stands_for_no_key_is_a_sink(is_shifted):
+    def f(q, k, v, sinks, padding):
+        """Attention of gpt-oss."""
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(H)
+        logits = jnp.where(causal() & padding[:, None, None, :], logits, -1e9)
+        column = jnp.broadcast_to(sinks.reshape(1, -1, 1, 1), (B, N, T, 1))
+        logits = jnp.concatenate([logits, column], axis=-1)
+        if is_shifted:
+            logits = logits - logits.max(-1, keepdims=True)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits)[..., :-1], v)
+
+    args = (*qkv("float32"), normal(3, N))
+    for lengths in ((6, 4), (6, 0)):
+        assert_fuses(
+            partial(f, padding=of_padding(lengths)), *args, into={"dot_product_attention": 1}
+        )
+
+    def by_rows(q, k, v, sinks):
+        """The logit differs by the query."""
+        logits = jnp.concatenate([jnp.einsum("bthd,bshd->bhts", q, k), sinks], axis=-1)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits)[..., :-1], v)
+
+    assert_left_alone(by_rows, *qkv("float32"), normal(3, B, N, T, 1), because="more than the head")
+
+    def first(q, k, v, sinks):
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(f_logits(q, k, sinks))[..., 1:], v)
+
+    def f_logits(q, k, sinks):
+        column = jnp.broadcast_to(sinks.reshape(1, -1, 1, 1), (B, N, T, 1))
+        return jnp.concatenate([jnp.einsum("bthd,bshd->bhts", q, k), column], axis=-1)
+
+    assert_left_alone(first, *args, because="some keys alone")
+
+
+def test_logits_with_a_bias_are_masked_by_a_number_far_below():
+    """As in T5, where the mask is an argument."""
+
+    def f(q, k, v, table, padding):
+        places = jnp.clip(jnp.arange(S)[None] - jnp.arange(T)[:, None] + 4, 0, 7)
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) + table[places].transpose(2, 0, 1)[None]
+        logits = jnp.where(padding[:, None, None, :], logits, -1e9)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    args = (*qkv("float32"), normal(4, 8, N))
+    for lengths in ((6, 4), (6, 0)):
+        assert counts(f, *args, of_padding(lengths)) == {"dot_product_attention": 1}
+        assert_fuses(
+            partial(f, padding=of_padding(lengths)), *args, into={"dot_product_attention": 1}
+        )
 
 
 def test_a_bias_of_zeros_and_large_numbers_is_a_mask():
@@ -423,7 +485,11 @@ def test_a_number_that_float16_has_not_is_minus_infinity():
         p = jax.nn.softmax(jnp.where(padding[:, None, None], x, number))
         return jnp.einsum("bhts,bshd->bthd", p, v)
 
-    assert_left_alone(f, *qkv("float16"), of_padding((3, 0)), because="is NaN")
+    args = (*qkv("float16"), of_padding((3, 0)))
+    assert counts(f, *args) == {"dot_product_attention": 1}
+    ours, plain = (np.isnan(g(*args)) for g in (jaxfused.fuse(f), f))
+    assert plain[1].all() and not plain[0].any()
+    np.testing.assert_array_equal(ours, plain)
 
 
 @pytest.mark.parametrize("part", ["maximum", "sum"])

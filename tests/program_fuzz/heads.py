@@ -73,6 +73,21 @@ def softmax(w: Writer, logits: str) -> str:
     return w.let(f"{exponentials} / {total}", shape)
 
 
+def with_sink(w: Writer, logits: str) -> str:
+    """Writes gpt-oss' softmax, whose last logit of each row stands for no key, or something near it."""
+    *rows, keys = shape = w.shapes[logits]
+    sinks = w.input(*(rows if w.odd(0.5) else (rows[1], 1)), 1)
+    column = w.let(f"jnp.broadcast_to({sinks}, {(*rows, 1)}).astype({logits}.dtype)", (*rows, 1))
+    columns = w.pick(
+        f"[{logits}, {column}]", f"[{column}, {logits}]" if w.odd(0.5) else f"[{logits}, {column}]"
+    )
+    both = w.let(f"jnp.concatenate({columns}, -1)", (*rows, keys + 1))
+    if w.draw.chance(0.5):
+        both = w.let(f"{both} - {both}.max(-1, keepdims=True)", w.shapes[both])
+    p = w.perturbed(softmax(w, both))
+    return w.let(f"{p}[..., {'1:' if w.odd(0.5) else ':-1'}]", shape)
+
+
 def capped(w: Writer, logits: str) -> str:
     """Writes Gemma's soft cap, or something near it."""
     shape = w.shapes[logits]
@@ -122,7 +137,10 @@ def attention(w: Writer, q: str, k: str, v: str) -> str:
         logits = w.let(f"{logits} + {bias}", shape, logits)
     if w.draw.chance(0.3):
         logits = w.let(f"wide({logits})", shape, logits)
-    p = w.perturbed(softmax(w, logits))
+    if w.draw.chance(0.2):
+        p = with_sink(w, logits)
+    else:
+        p = w.perturbed(softmax(w, logits))
     p = w.let(f"{p}.astype({v}.dtype)", shape, p)
     result = (batch, queries, heads, w.shapes[v][-1])
     return w.perturbed(w.let(f"jnp.einsum('bnts,bsnh->btnh', {p}, {v})", result))

@@ -30,7 +30,7 @@ from jaxfused.fusion.recognisers.attention_logits import (
     walk,
 )
 from jaxfused.fusion.recognisers.attention_site import make_site
-from jaxfused.fusion.recognisers.softmax import Softmax, softmax_of
+from jaxfused.fusion.recognisers.softmax import Softmax, softmax_of, without_sink
 from jaxfused.fusion.site import Book, Site
 
 
@@ -52,7 +52,7 @@ def find(book: Book) -> None:
             book.add(site)
 
 
-_DROPPING = frozenset({"mul", "div", "select_n"})
+_DROPPING = frozenset({"mul", "div", "select_n", "slice"})
 
 
 def _product_after(value: Value) -> Node | None:
@@ -120,6 +120,7 @@ def _atoms_of_product(node: Node) -> tuple[Axes, Axes, Axes, dict[str, int]]:
 
 
 def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
+    softmax, sink = without_sink(softmax)
     walked = walk(softmax.logits)
     if walked is None:
         return None
@@ -138,9 +139,14 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
     if probabilities is None:
         raise NoAttention("probabilities are changed before they meet the values, as by dropout")
     side, steps = probabilities
+    if sum(step.name == "slice" for step in steps) != (sink is not None):
+        raise NoAttention("probabilities of some keys alone meet the values")
     p_axes = logits.axes
     for step in steps:
-        if step.name == "transpose":
+        if step.name == "slice":
+            if not _drops_last(step, p_axes.index(logits.axes[softmax.axis])):
+                raise NoAttention("probabilities of some keys alone meet the values")
+        elif step.name == "transpose":
             p_axes = tuple(p_axes[int(i)] for i in step.params["permutation"])
         elif is_reshape(step):
             p_axes = regroup(p_axes, sizes, step.out.shape)
@@ -169,7 +175,7 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
         _check_precision(product)
     return make_site(
         book, node, layout, logits, scale * in_tanh, (query, q_axes), (key, k_axes),
-        (after.ins[1 - side], v_axes), after, result_axes, value_atom,
+        (after.ins[1 - side], v_axes), after, result_axes, value_atom, sink,
     )  # fmt: skip
 
 
@@ -190,7 +196,7 @@ def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
         value = operand
         while value.node is not None and value.node is not softmax and len(steps) < 12:
             step = value.node
-            inner = step.ins[0] if moves(step) else passed_on(step)
+            inner = step.ins[0] if moves(step) or step.name == "slice" else passed_on(step)
             ones = _by_ones(step)
             if ones is not None:
                 inner = step.ins[ones[0]]
@@ -201,6 +207,13 @@ def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
         if value.node is softmax:
             return side, steps[::-1]
     return None
+
+
+def _drops_last(step: Node, axis: int) -> bool:
+    """Returns whether a slice drops the last entry along an axis, and nothing else."""
+    shape = step.ins[0].shape
+    kept = tuple(size - (i == axis) for i, size in enumerate(shape))
+    return not any(step.params["start_indices"]) and step.out.shape == kept
 
 
 def _values(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.fusion import mask
-from jaxfused.fusion.algebra import View, at_dtype, between, core, is_transparent, stages
+from jaxfused.fusion.algebra import View, at_dtype, between, core, is_transparent, stages, view
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.attention_logits import Axes, Logits, NoAttention
 from jaxfused.fusion.site import Book, Site
@@ -33,6 +33,7 @@ def make_site(
     after: Node,
     result_axes: Axes,
     feature: str,
+    sink: Value | None,
 ) -> Site:
     """Returns the call of dot_product_attention, its operands, and the operations that it replaces.
 
@@ -42,6 +43,7 @@ def make_site(
       after: the product of probabilities and values.
       result_axes: names of the axes of that product's result.
       feature: name of the feature axis of the values.
+      sink: a logit of each row that stands for no key, or None.
     """
     of_keys = sizes = layout.sizes
     shared = _unrepeated(key, value, layout)
@@ -52,7 +54,9 @@ def make_site(
     parts = [part for masking in logits.masks for part in masking.parts]
     constant = mask.known(layout, parts)
     dynamic = [part for part in parts if part.constant is None]
-    always = constant.always_has_key and not dynamic
+    sinks = None if sink is None else _sinks(sink, layout, logits)
+    # A sink takes the probability of a query without keys.
+    always = sinks is not None or (constant.always_has_key and not dynamic)
     if always and _is_mask_a_bias(logits):
         logits.biases += [
             masking.as_bias for masking in logits.masks if masking.as_bias is not None
@@ -62,9 +66,11 @@ def make_site(
     if not always:
         _check_queries_without_keys(logits)
     _check_biases(logits)
+    is_nan = any(masking.number == -np.inf for masking in logits.masks)
     has_gradient = any(masking.is_added for masking in logits.masks)
     inputs: list[Value] = [*arrays, *(part.seen.base for part in dynamic)]
     inputs += [seen.base for seen, _, _ in logits.biases]
+    inputs += [] if sinks is None else [sinks.base]
     heads = layout.heads
     key_heads = tuple(h for h in heads if h.startswith("b"))
     orders = (
@@ -95,19 +101,26 @@ def make_site(
             is_causal=constant.is_causal,
             local_window_size=constant.window,
             logits_soft_cap=logits.soft_cap,
+            sinks=None if sinks is None else jnp.broadcast_to(next(rest).reshape(-1), q.shape[2:3]),
         )
         assert isinstance(output, jax.Array)
         if not always:
             allowed = jnp.ones((1, 1, 1, 1), bool) if explicit is None else explicit
             has_key = mask.has_key(allowed, constant, *rows).swapaxes(1, 2)[..., None]
+            if is_nan:
+                return (shaped(_nan_without_keys(output, has_key, has_gradient, q, k, v)),)
             of_equal = _of_absorbed_logits(q, k, v, scale) if has_gradient else _mean(v, q.shape[2])
             output = jnp.where(has_key, output, of_equal.astype(output.dtype))
-        return (reshaped(_ordered(output, layout, result_axes, feature), *root.shape),)
+        return (shaped(output),)
+
+    def shaped(output: jax.Array) -> jax.Array:
+        return reshaped(_ordered(output, layout, result_axes, feature), *root.shape)
 
     cap = [] if logits.soft_cap is None else [f"cap {logits.soft_cap:g}"]
     words = [f"scale {scale:.4g}", *cap, *constant.words()]
-    words += ["mask"] * bool(dynamic) + ["bias"] * len(logits.biases)
+    words += ["mask"] * bool(dynamic) + ["bias"] * len(logits.biases) + ["sinks"] * bool(sinks)
     leaves = {leaf for array in inputs for leaf in stages(array)} | set(logits.added)
+    leaves |= set() if sink is None else {sink}
     return Site(
         "dot_product_attention",
         node,
@@ -118,6 +131,17 @@ def make_site(
         f"dot_product_attention({', '.join(words)}) of {arrays[0].aval.str_short()}"
         f" and {arrays[1].aval.str_short()}",
     )
+
+
+def _sinks(sink: Value, layout: mask.Layout, logits: Logits) -> View:
+    """Returns the array of sinks before it was broadcast to the logits' rows."""
+    seen = view(sink, tuple(i if size != 1 else None for i, size in enumerate(sink.shape)))
+    atoms = [name for axis in seen.axes if axis is not None for name in logits.axes[axis]]
+    if atoms not in ([], [*layout.heads]):
+        raise NoAttention("a logit that stands for no key differs by more than the head")
+    if logits.shift:
+        raise NoAttention("a number is added to the logits of keys alone")
+    return seen
 
 
 def _explicit_mask(
@@ -162,10 +186,17 @@ def _is_mask_a_bias(logits: Logits) -> bool:
 def _check_biases(logits: Logits) -> None:
     """Raises `NoAttention` where a bias may be confused with a mask."""
     numbers = [masking.number for masking in logits.masks]
-    if logits.biases and any(number > ABSORBING for number in numbers):
+    highest = max(numbers, default=-np.inf)
+    if logits.biases and highest > ABSORBING and not _are_far_above(highest, logits.biases):
         raise NoAttention("a mask's number is not far below what a bias may be")
     if any(np.isfinite(numbers)) and any(_may_mask(*bias) for bias in logits.biases):
         raise NoAttention("a bias may be as far below the other logits as a mask's number is")
+
+
+def _are_far_above(number: float, biases: Sequence[tuple[View, Axes, bool]]) -> bool:
+    """Returns whether no bias comes near to a mask's number, if unknown ones are ordinary."""
+    most = max(abs(bound) for seen, _, _ in biases for bound in mask.bounds(seen.base))
+    return number < -1e4 * most
 
 
 def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
@@ -177,8 +208,8 @@ def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
 def _check_queries_without_keys(logits: Logits) -> None:
     """Raises `NoAttention` unless the masks alone determine the result of a query without keys."""
     numbers = {masking.number for masking in logits.masks}
-    if -np.inf in numbers:
-        raise NoAttention("masked logits are -inf, and a query may have no key: its result is NaN")
+    if numbers == {-np.inf}:
+        return
     if len(numbers) > 1:
         raise NoAttention("masks give different numbers, and a query may have no key")
     if logits.is_biased_last:
@@ -301,6 +332,36 @@ def _mean(value: jax.Array, heads: int) -> jax.Array:
     dtype = accumulator_dtype(value.dtype)
     mean = jnp.mean(value, axis=1, keepdims=True, dtype=dtype)
     return jnp.repeat(mean, heads // value.shape[2], axis=2)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _nan_without_keys(
+    output: jax.Array, has_key: jax.Array, has_gradient: bool, *operands: jax.Array
+) -> jax.Array:
+    """Returns the output [B, T, N, V] with NaN where all logits were -inf.
+
+    Args:
+      has_gradient: whether -inf was added to the logits, and not chosen in their place.
+      *operands: queries, keys and values.
+    """
+    return jnp.where(has_key, output, jnp.nan)
+
+
+@_nan_without_keys.defjvp
+def _nan_without_keys_jvp(has_gradient: bool, primals: Any, tangents: Any) -> Any:
+    """Makes gradients NaN too: those of the values, and with `has_gradient` of queries and keys."""
+    output, has_key, *_ = primals
+    doutput, _, dq, dk, dv = tangents
+    heads, dtype = output.shape[2], output.dtype
+    of_keys = dv.sum((1, 3), dtype=dtype)
+    if has_gradient:
+        of_keys = of_keys + dk.sum((1, 3), dtype=dtype)
+    moved = jnp.repeat(of_keys, heads // dk.shape[2], axis=1)[:, None, :, None]
+    if has_gradient:
+        moved = moved + dq.sum(3, dtype=dtype, keepdims=True)
+    nothing = jnp.where(has_key, 0, jnp.nan).astype(dtype) * moved
+    y = _nan_without_keys(output, has_key, has_gradient, *primals[2:])
+    return y, jnp.where(has_key, doutput, 0) + nothing
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))

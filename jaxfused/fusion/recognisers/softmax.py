@@ -45,6 +45,25 @@ def softmax_of(node: Node) -> Softmax | None:
     return Softmax(logits, axis)
 
 
+def without_sink(softmax: Softmax) -> tuple[Softmax, Value | None]:
+    """Returns the softmax without a last logit that stands for no key, as in gpt-oss, and that logit.
+
+    The program may have subtracted the maximum before: a number of each row changes no probability.
+    """
+    logits = core(softmax.logits)
+    if logits.made_by == "sub" and logits.node is not None:
+        inner, maximum = logits.node.ins
+        if is_maximum(maximum, core(inner), softmax.axis):
+            logits = core(inner)
+    node = logits.node
+    if node is None or node.name != "concatenate" or len(node.ins) != 2:
+        return softmax, None
+    first, sink = node.ins
+    if int(node.params["dimension"]) != softmax.axis or sink.shape[softmax.axis] != 1:
+        return softmax, None
+    return Softmax(first, softmax.axis), sink
+
+
 def stands_at_rows(seen: View, shape: tuple[int, ...], axis: int) -> bool:
     """Returns whether a view has one number per row of an array, broadcast along the given axis."""
     rows = [i for i, size in enumerate(shape) if i != axis and size != 1]
