@@ -208,7 +208,10 @@ def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
 def _check_queries_without_keys(logits: Logits) -> None:
     """Raises `NoAttention` unless the masks alone determine the result of a query without keys."""
     numbers = {masking.number for masking in logits.masks}
-    if numbers == {-np.inf}:
+    added = {masking.is_added for masking in logits.masks}
+    if -np.inf in numbers and (len(added) > 1 or (logits.biases and True in added)):
+        raise NoAttention("-inf is added to some logits, and a query may have no key: it is NaN")
+    if numbers == {-np.inf} and not logits.is_biased_last:
         return
     if len(numbers) > 1:
         raise NoAttention("masks give different numbers, and a query may have no key")
