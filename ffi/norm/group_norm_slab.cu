@@ -382,4 +382,5 @@ DEFINE_HANDLER(jaxfused_group_norm_slab, forward,
                    .Attr<float>("epsilon")
                    .Attr<std::string_view>("activation")
                    .Attr<int64_t>("vectors")
-                   .Attr<int64_t>("parts"));
+                   .Attr<int64_t>("parts"),
+               {ffi::Traits::kCmdBufferCompatible});
