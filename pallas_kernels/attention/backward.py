@@ -39,7 +39,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Back
     candidate differs from the guess in one of them.
     """
     queries = backward_dq.candidates(shape, logits, multiprocessors)
-    keys = backward_dkv.candidates(shape, logits)
+    keys = backward_dkv.candidates(shape, logits, multiprocessors)
     return (
         *(BackwardConfig(queries[0], config) for config in keys),
         *(BackwardConfig(config, keys[0]) for config in queries[1:]),

@@ -26,6 +26,7 @@ from pallas_kernels.attention.key_gradient_config import PROBABILITY_SLOTS, KeyG
 from pallas_kernels.attention.logits import Logits, Operands, TransposedTile
 from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.own_lists import HEADS_TOGETHER, helps, shares_for
 from pallas_kernels.attention.persistent import (
     Cta,
     PersistentKernel,
@@ -35,7 +36,12 @@ from pallas_kernels.attention.persistent import (
     skip_step,
 )
 from pallas_kernels.attention.shape import Shape
-from pallas_kernels.attention.shares import sum_of_shares
+from pallas_kernels.attention.shares import (
+    result_of_shares,
+    store_share,
+    sum_of_shares,
+    with_sums,
+)
 from pallas_kernels.attention.speeds import BYTES, LAUNCH, per_row
 from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
 
@@ -46,7 +52,7 @@ _WIDEST_WITH_MANY_QUERIES = 80
 """Largest head size at which dK and dV of 64 keys and tiles of 128 queries fit into the registers."""
 
 
-def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
+def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[KeyGradientConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
     The products S^T and dP^T read both operands from shared memory, whose bandwidth limits them when a
@@ -67,14 +73,23 @@ def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
     else:
         late = replace(kept, keeps_keys=False, query_block=96, query_stages=2, tile_stages=1)
         configs = [kept, replace(kept, query_stages=5 - few.query_stages), late, few]
+    if helps(logits.mask) and not configs[0].splits_roles:
+        own = replace(few, query_stages=2, own_lists=True, heads_together=HEADS_TOGETHER)
+        shares = shares_for(
+            *(logits.mask, own.query_block, own.key_block, own.key_parts),
+            heads=shape.batch * shape.key_heads,
+            multiprocessors=multiprocessors,
+            transposed=True,
+        )
+        configs.insert(0, replace(own, shares=shares))
     guess = configs[0]
     configs += [replace(guess, heads_together=heads) for heads in (1, 16)]
     return tuple(config for config in configs if config.fits(shape))
 
 
-def default_config(shape: Shape, logits: Logits) -> KeyGradientConfig:
+def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> KeyGradientConfig:
     """Returns the best guess without measurements."""
-    return candidates(shape, logits)[0]
+    return candidates(shape, logits, multiprocessors)[0]
 
 
 def key_gradients(
@@ -92,7 +107,7 @@ def key_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dkey, dvalue). lse2 (base 2) and delta, rowsum(out dout) - dlse, are [B, N, padded T]."""
     shape = Shape.of(query, key, value)
-    config = config or default_config(shape, logits)
+    config = config or default_config(shape, logits, multiprocessors)
     tiles = shared_tiles(shape, logits, config, multiprocessors)
     head, columns = config.columns(shape)
     kind = _SplitGradients if config.splits_roles else _BothGradients
@@ -107,14 +122,20 @@ def key_gradients(
         ),
         roles=(producer, *kernel.consumers()),
         memory=kernel.memory(),
-        results=tuple(
-            jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * tiles.shares, x.shape[3]), x.dtype)
-            for x in (key, value)
+        results=(
+            *(
+                jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * tiles.shares, x.shape[3]), x.dtype)
+                for x in (key, value)
+            ),
+            *kernel.of_shares(),
         ),
     )
     arrays = (query, key, value, dout, lse2, delta)
     padded = operands.padded(config.query_block, WGMMA_ROWS).transposed()
-    dkey, dvalue = launch(arrays, padded, tables)
+    dkey, dvalue, *of_shares = launch(arrays, padded, tables)
+    starts = tiles.starts_of_shared
+    dkey = with_sums(dkey, of_shares[:1], starts)
+    dvalue = with_sums(dvalue, of_shares[1:], starts)
     return sum_of_shares(dkey, tiles.shares), sum_of_shares(dvalue, tiles.shares)
 
 
@@ -131,8 +152,10 @@ def shared_tiles(
     whole = KeyTiles(
         *(logits.mask, shape.key_heads, shape.group, config.key_block, config.query_block),
         parts=config.key_parts if config.own_lists and not config.splits_roles else 0,
+        list_shares=config.shares,
     )
-    if shape.batch * shape.key_heads * whole.count > _MOST_SHARED_TILES * multiprocessors:
+    has_many = shape.batch * shape.key_heads * whole.count > _MOST_SHARED_TILES * multiprocessors
+    if whole.starts_of_shared or has_many:
         return whole
     divisors = [n for n in range(1, shape.group + 1) if shape.group % n == 0]
     options = [replace(whole, group=shape.group // n, group_shares=n) for n in divisors]
@@ -199,6 +222,13 @@ class _KeyGradients:
             do_full=plgpu.Barrier(num_arrivals=value.count + 1, num_barriers=do_stages),
             do_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=do_stages),
         )
+
+    def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the shapes of dK and dV of shares of tiles; () without any."""
+        tiles = self.tiles
+        sizes = (tiles.own, self.shape.batch, self.shape.key_heads * tiles.shares, tiles.rows)
+        of_both = (result_of_shares(*sizes, columns.width) for columns in (self.head, self.value))
+        return tuple(shape for of_one in of_both for shape in of_one)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring]:
         """Returns the circular buffers of Q with the log-sum-exp, and of dO with delta."""
@@ -381,15 +411,35 @@ class _KeyGradients:
         # dS.
         scale = self.logits.scale if self.logits.soft_cap is None else 1.0
         matrix = Matrix.of(cta.memory["k_smem"], slot)
-        matrix.store([block * scale for block in dkey])
-        matrix.write(Heads(cta.results[0]), at.batch_idx, start, at.shared_head_idx)
+        self.write(cta, at, 0, matrix, start, [block * scale for block in dkey])
 
     def write_value(self, cta: Cta, at: KeyPlace, slot: Any, start: Any, dvalue: list[Any]) -> None:
         """Stores dV of 64 keys, in the same way as `write_key`."""
         factor = 1 / self.logits.keep_probability
         matrix = Matrix.of(cta.memory["v_smem"], slot)
-        matrix.store([block * factor for block in dvalue])
-        matrix.write(Heads(cta.results[1]), at.batch_idx, start, at.shared_head_idx)
+        self.write(cta, at, 1, matrix, start, [block * factor for block in dvalue])
+
+    def write(
+        self, cta: Cta, at: KeyPlace, result: int, matrix: Matrix, start: Any, blocks: list[Any]
+    ) -> None:
+        """Stores the gradient number `result` of 64 keys, or of a share of their queries."""
+
+        def write_rows():
+            matrix.store(blocks)
+            matrix.write(Heads(cta.results[result]), at.batch_idx, start, at.shared_head_idx)
+
+        if not self.of_shares():
+            write_rows()
+            return
+        number = at.share
+        assert number is not None
+        pl.when(number == 0)(write_rows)
+
+        @pl.when(number > 0)
+        def _():
+            place = (at.batch_idx, at.shared_head_idx, number - 1)
+            place += (pl.ds(start - at.start, WGMMA_ROWS),)
+            store_share(cta.results[2 + result], place, blocks)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pallas_kernels.attention.memory import (
     Matrix,
     ceil_to,
 )
+from pallas_kernels.attention.own_lists import HEADS_TOGETHER, helps, shares_for
 from pallas_kernels.attention.persistent import (
     Cta,
     PersistentKernel,
@@ -38,6 +39,7 @@ from pallas_kernels.attention.persistent import (
     skip_step,
 )
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.shares import result_of_shares, store_share, with_sums
 from pallas_kernels.attention.softmax import VECTOR
 from pallas_kernels.attention.tiles import ListedVisits, OwnVisits, Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
@@ -59,6 +61,8 @@ class QueryGradientConfig:
     """Heads whose tiles are scheduled together, so that K and V stay in the L2 cache."""
     own_lists: bool = False
     """True if each consumer visits its own range of a mask object's list of key blocks (`OwnLists`)."""
+    shares: int = 1
+    """Parts into which the longest lists are divided, for different SMs; needs `own_lists`."""
 
     @property
     def query_block(self) -> int:
@@ -121,6 +125,16 @@ def candidates(
         stages = dict(key_stages=2 * guess.key_stages, value_stages=2 * guess.value_stages)
         narrow = replace(guess, key_block=WGMMA_ROWS, **stages)
         legal = [narrow, *(config for config in legal if config != narrow)]
+    if helps(logits.mask):
+        own = replace(guess, own_lists=True, key_block=WGMMA_ROWS)
+        if guess.key_block > WGMMA_ROWS:
+            own = replace(own, key_stages=3, value_stages=3)
+        shares = shares_for(
+            *(logits.mask, own.query_block, own.key_block, own.consumers),
+            heads=shape.batch * shape.heads,
+            multiprocessors=multiprocessors,
+        )
+        legal.insert(0, replace(own, shares=shares, heads_together=HEADS_TOGETHER))
     return tuple(legal)
 
 
@@ -156,8 +170,11 @@ def query_gradient(
     config = config or default_config(shape, logits, multiprocessors)
     head, columns = config.columns(shape)
     parts = config.consumers if config.own_lists else 0
-    tiles = QueryTiles(logits.mask, shape.heads, config.query_block, config.key_block, parts)
     writes_dlogits = dlogits_dtype is not None
+    # Gradients of logits and sums for reads have no shares.
+    shares = 1 if writes_dlogits or reads is not None else config.shares
+    blocks = (config.query_block, config.key_block)
+    tiles = QueryTiles(logits.mask, shape.heads, *blocks, parts, shares)
     kernel = _QueryGradient(
         shape, query.dtype, logits, config, tiles, head, columns, writes_dlogits, reads
     )
@@ -165,6 +182,7 @@ def query_gradient(
     if writes_dlogits:
         results.append(jax.ShapeDtypeStruct(kernel.padded_logits, dlogits_dtype))
     results += [jax.ShapeDtypeStruct(kernel.padded_logits[:3], jnp.float32)] * kernel.sum_count
+    results += kernel.of_shares()
     tables = tiles.tables(operands)
     launch = PersistentKernel(
         name="attention_query_gradient",
@@ -182,6 +200,9 @@ def query_gradient(
     arrays = (query, key, value, dout, lse2, delta)
     padded = operands.padded(WGMMA_ROWS, config.key_block)
     dquery, *others = launch(arrays, padded, tables)
+    if kernel.of_shares():
+        dquery = with_sums(dquery, others, tiles.starts_of_shared)
+        others = []
     dlogits = None
     if writes_dlogits:
         dlogits = others.pop(0)[:, :, : shape.query_count, : shape.key_count]
@@ -246,6 +267,11 @@ class _QueryGradient:
         if config.separate_output:
             memory["dq_smem"] = head.memory((consumers,), WGMMA_ROWS, dtype)
         return memory
+
+    def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the shape of dQ of shares of tiles; () without any."""
+        sizes = (self.shape.batch, self.shape.heads, self.tiles.rows, self.head.width)
+        return result_of_shares(self.tiles.own, *sizes)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
         """Returns the circular buffers of Q with dO (a slot for each consumer), of K and of V."""
@@ -392,6 +418,10 @@ class _QueryGradient:
         kept = logits.dropped(p, tile, cta.operands) if logits.dropout_rate > 0 else None
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         values.release(v_slot)
+        if self.config.separate_output:
+            # The next tile's queries are copied while this tile's last product is computed.
+            is_last = rows.visits.count == i + 1
+            pl.when(is_last)(lambda: queries.release(cta.wg_idx))
         dlogits = logits.gradient(p, dp, _across(rows.delta, block), kept, None)
         if self.writes_dlogits:
             self.write_dlogits(cta, rows, key_start, dlogits)
@@ -429,7 +459,7 @@ class _QueryGradient:
         """Stores the sums of the tile's rows, unless all rows lie beyond the array."""
         at, count = rows.at, self.padded_logits[2]
         first = 2 if self.writes_dlogits else 1
-        for place, values in zip(cta.results[first:], sums, strict=True):
+        for place, values in zip(cta.results[first : first + self.sum_count], sums, strict=True):
 
             def write(place=place, values=values):
                 place[at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS)] = values
@@ -473,22 +503,36 @@ class _QueryGradient:
             write()
 
     def write(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
-        """Stores the gradient of the tile's rows, clipped at the array's end."""
-        queries, _, _ = self.rings(cta)
-        at = rows.at
-        if self.config.separate_output:
-            queries.release(cta.wg_idx)
-            # The copy of the previous tile may still be reading this shared memory.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        """Stores the gradient of the tile's rows, or of a share of their keys."""
         # Without a cap, the scale is multiplied into dQ once at the end instead of into every tile of
         # dS.
         scale = self.logits.scale if self.logits.soft_cap is None else 1.0
-        matrix = Matrix.of(cta.memory.get("dq_smem", cta.memory["q_smem"]), cta.wg_idx)
-        matrix.store([block * scale for block in dquery])
-        matrix.write(Heads(cta.results[0]), at.batch_idx, rows.start, at.head_idx)
+        dquery = [block * scale for block in dquery]
+        at = rows.at
+        if self.of_shares():
+            number = self.tiles.share(at)
+            pl.when(number == 0)(lambda: self.write_rows(cta, rows, dquery))
+
+            @pl.when(number > 0)
+            def _():
+                place = (at.batch_idx, at.head_idx, number - 1)
+                place += (pl.ds(rows.start - at.start, WGMMA_ROWS),)
+                store_share(cta.results[1], place, dquery)
+
+        else:
+            self.write_rows(cta, rows, dquery)
         if not self.config.separate_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            queries.release(cta.wg_idx)
+            self.rings(cta)[0].release(cta.wg_idx)
+
+    def write_rows(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
+        """Stores the whole gradient of the tile's rows, clipped at the array's end."""
+        if self.config.separate_output:
+            # The copy of the previous tile may still be reading this shared memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        matrix = Matrix.of(cta.memory.get("dq_smem", cta.memory["q_smem"]), cta.wg_idx)
+        matrix.store(dquery)
+        matrix.write(Heads(cta.results[0]), rows.at.batch_idx, rows.start, rows.at.head_idx)
 
 
 def _across(vector: jax.Array, columns: int) -> jax.Array:

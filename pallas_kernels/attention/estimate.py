@@ -125,7 +125,10 @@ def _split_backward(
     else:
         per_block *= 0.6
         others = LAUNCH + _key_gradients(
-            shape, logits, backward_dkv.default_config(shape, logits), multiprocessors
+            shape,
+            logits,
+            backward_dkv.default_config(shape, logits, multiprocessors),
+            multiprocessors,
         )
     by_tasks = -(-tasks // places) * (2.5 + blocks * per_block)
     rows = min(WGMMA_ROWS, packing.rows)

@@ -26,9 +26,10 @@ from pallas_kernels.attention.logits import (
     forward_results,
 )
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.own_lists import HEADS_TOGETHER, helps, shares_for
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
-from pallas_kernels.attention.shares import results_of_shares, with_shares
+from pallas_kernels.attention.shares import result_of_shares, store_share, with_shares
 from pallas_kernels.attention.softmax import VECTOR, Softmax, Weighing, Weighted, across
 from pallas_kernels.attention.tiles import ListedVisits, OwnVisits, Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
@@ -161,10 +162,26 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
     if logits.pads_keys(legal[0].key_block):
         narrow = replace(legal[0], key_block=WGMMA_ROWS, stages=2 * legal[0].stages)
         legal = [narrow, *(config for config in legal if config != narrow)]
+    if helps(logits.mask):
+        legal.insert(0, _with_own_lists(legal[0], shape, logits, multiprocessors))
     legal += [replace(legal[0], heads_together=heads) for heads in together[1:]]
     if wide_blocks:
         legal.append(replace(legal[0], wide_blocks=False))
     return tuple(legal)
+
+
+def _with_own_lists(
+    config: ForwardConfig, shape: Shape, logits: Logits, multiprocessors: int
+) -> ForwardConfig:
+    """Returns the config with own lists, and blocks of 64 keys, of which fewer are partial."""
+    stages = config.stages * config.key_block // WGMMA_ROWS
+    config = replace(config, own_lists=True, key_block=WGMMA_ROWS, stages=stages)
+    shares = shares_for(
+        *(logits.mask, config.query_block, config.key_block, config.consumers),
+        heads=shape.batch * shape.heads,
+        multiprocessors=multiprocessors,
+    )
+    return replace(config, shares=shares, heads_together=HEADS_TOGETHER)
 
 
 def _heads_together(
@@ -224,9 +241,7 @@ def forward(
     padded = operands.padded(WGMMA_ROWS, config.key_block)
     out, lse, *of_shares = launch((query, key, value), padded, tables)
     if of_shares:
-        assert tiles.own is not None
-        starts = [tile * tiles.rows for tile in tiles.own.split]
-        return with_shares(out, lse, *of_shares, starts)
+        return with_shares(out, lse, *of_shares, tiles.starts_of_shared)
     return out, lse
 
 
@@ -277,13 +292,10 @@ class _Forward:
         return memory
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of the results of tiles that are divided into shares; () without any."""
-        own = self.tiles.own
-        if own is None or not own.split:
-            return ()
+        """Returns the shapes of output and log-sum-exp of shares of tiles; () without any."""
+        sizes = (self.tiles.own, self.shape.batch, self.shape.heads, self.tiles.rows)
         # Registers are stored in whole blocks of columns, so the results are padded.
-        shape = self.shape._replace(value_size=self.value.width)
-        return results_of_shares(shape, len(own.split), self.tiles.shares, self.tiles.rows)
+        return result_of_shares(*sizes, self.value.width) + result_of_shares(*sizes)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
         """Returns the circular buffers of Q (a slot for each consumer), of K and of V."""
@@ -464,8 +476,15 @@ class _Forward:
 
         products = pl.run_scoped(first_products, self.logits_accumulator())
         keys.release(slot)
+        self.release_queries(cta, rows, 0)
         weights, softmax, _ = self.weights(cta, rows, 0, tile, products, Softmax.start())
         return weights, softmax
+
+    def release_queries(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> None:
+        """Lets the next tile's queries be copied, if visit i, whose logits are done, is the last."""
+        if "out_smem" in cta.memory:
+            is_last = rows.visits.count == i + 1
+            pl.when(is_last)(lambda: self.rings(cta)[0].release(cta.wg_idx))
 
     def visit(self, cta: Cta, rows: _Rows, i: jax.Array, carry: Any) -> Any:
         """Adds the weighted values of visit i - 1 to the output, and computes the softmax of visit i."""
@@ -487,6 +506,7 @@ class _Forward:
             self.pass_turn(cta)
             products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
             keys.release(k_slot)
+            self.release_queries(cta, rows, i)
             result = self.weights(cta, rows, i, tile, products, softmax)
             new_out = memory.load_accumulators(out_accs)
             values.release(v_slot)
@@ -501,10 +521,8 @@ class _Forward:
         self, cta: Cta, rows: _Rows, out: list[jax.Array], weights: jax.Array, softmax: Softmax
     ) -> tuple[list[jax.Array], Softmax]:
         """Adds the weighted values of the last visit to the output, and completes each row's sum."""
-        queries, _, values = self.rings(cta)
+        values = self.rings(cta)[2]
         total = jnp.sum(softmax.total, axis=1)
-        if "out_smem" in cta.memory:
-            queries.release(cta.wg_idx)
         slot = values.slot(rows.step + rows.visits.count - 1)
         values.wait(slot)
         self.clear_values(cta, rows.at, rows.visits.block(rows.visits.count - 1), slot)
@@ -550,7 +568,7 @@ class _Forward:
         """Stores the results of the tile's rows, clipped at the arrays' ends."""
         queries, _, _ = self.rings(cta)
         if self.of_shares():
-            number = rows.at.ranges[3 + 2 * self.tiles.parts]
+            number = self.tiles.share(rows.at)
             pl.when(number == 0)(lambda: self.write_rows(cta, rows, out, lse))
             pl.when(number > 0)(lambda: self.write_share(cta, rows, number - 1, out, lse))
         else:
@@ -586,9 +604,5 @@ class _Forward:
         out_gmem, lse_gmem = cta.results[2:]
         at = rows.at
         place = (at.batch_idx, at.head_idx, number, pl.ds(rows.start - at.start, WGMMA_ROWS))
-        column = 0
-        for block in out:
-            width = block.shape[1]
-            out_gmem[(*place, pl.ds(column, width))] = block
-            column += width
+        store_share(out_gmem, place, out)
         lse_gmem[place] = lse

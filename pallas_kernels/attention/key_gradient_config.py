@@ -36,6 +36,8 @@ class KeyGradientConfig:
     own_lists: bool = False
     """True if each warpgroup visits its own range of a mask object's list of query blocks (`OwnLists`).
     Split roles do not use this option."""
+    shares: int = 1
+    """Parts into which the longest lists are divided, for different SMs; needs `own_lists`."""
 
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 3):
@@ -48,6 +50,10 @@ class KeyGradientConfig:
             raise ValueError(f"split roles are those of 2 warpgroups, got {self.warpgroups}")
         if self.splits_roles and (self.keeps_keys or not self.multiplies_early or self.own_lists):
             raise ValueError("split roles have neither kept keys, late products nor own lists")
+        if self.own_lists and self.keeps_keys:
+            # On an H200 the gradients were wrong where one warpgroup of a tile had no visit, though
+            # the interpreter's were right (benchmarks/lab, 2026-11-29).
+            raise ValueError("own lists need the keys in shared memory; pass keeps_keys=False")
 
     @property
     def key_block(self) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_kernels.attention.block_lists import Pattern, Tables
+from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.memory import WGMMA_ROWS
 
 _STEP = 8
@@ -36,6 +37,8 @@ class OwnLists:
     `entries` [masks, tiles, entries, 1 + parts] has a block, and each consumer's index of mask bits."""
     split: tuple[int, ...]
     """Tiles that are divided into shares."""
+    shares: int
+    """Shares of each tile of `split`."""
     costs: tuple[int, ...]
     """Blocks that each listed tile (or share) visits, averaged over the masks."""
 
@@ -95,8 +98,45 @@ def own_lists(
     return OwnLists(
         Tables(None, ranges, entries, _words(np.concatenate([partial, 0 * partial[:1]]))),
         tuple(map(int, np.flatnonzero(is_split))),
+        shares,
         tuple(round(float(n)) for n in costs.mean(axis=0)),
     )
+
+
+_TILE = 128
+"""Queries and keys of a tile of two consumers, and of the blocks without own lists."""
+_SHARES = (1, 2, 4, 8)
+HEADS_TOGETHER = 16
+"""Heads whose tiles are scheduled together: the longest lists of all of them come first."""
+
+
+def helps(mask: BlockMask) -> bool:
+    """Returns whether own lists are expected to save time: most of the visited blocks are partial."""
+    if mask.pattern is None or mask.limits_pattern:
+        return False
+    kinds = mask.pattern.tiles(_TILE, _TILE).kinds
+    return bool(2 * np.count_nonzero(kinds > 0) > np.count_nonzero(kinds >= 0))
+
+
+def shares_for(
+    mask: BlockMask,
+    query_block: int,
+    key_block: int,
+    parts: int,
+    *,
+    heads: int,
+    multiprocessors: int,
+    transposed: bool = False,
+) -> int:
+    """Returns the fewest shares whose longest list is at most a quarter of an SM's mean visits.
+
+    `heads` are all query heads of the batch, or key heads if `transposed`; the others are arguments of
+    `own_lists`.
+    """
+    assert mask.pattern is not None
+    costs = own_lists(mask.pattern, query_block, key_block, parts, transposed).costs
+    mean = heads * sum(costs) / max(1, multiprocessors)
+    return next((n for n in _SHARES if 4 * max(costs) <= n * mean), _SHARES[-1])
 
 
 def _order(kinds: np.ndarray) -> np.ndarray:

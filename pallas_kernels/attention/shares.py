@@ -6,22 +6,32 @@ the order of the shares, so that bits repeat.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.own_lists import OwnLists
 
 
-def results_of_shares(
-    shape: Shape, tiles: int, shares: int, rows: int
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes of output [B, N, tiles * shares, rows, V] and log-sum-exp, without V."""
-    sizes = (shape.batch, shape.heads, tiles * shares, rows)
-    return (
-        jax.ShapeDtypeStruct((*sizes, shape.value_size), jnp.float32),
-        jax.ShapeDtypeStruct(sizes, jnp.float32),
-    )
+def result_of_shares(
+    own: OwnLists | None, batch: int, heads: int, rows: int, *width: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the shape of the shares' results [B, N, all shares, rows, *width]; () for none."""
+    if own is None or not own.split:
+        return ()
+    sizes = (batch, heads, len(own.split) * own.shares, rows, *width)
+    return (jax.ShapeDtypeStruct(sizes, jnp.float32),)
+
+
+def store_share(gmem: Any, place: tuple[Any, ...], blocks: Sequence[jax.Array]) -> None:
+    """Stores a warpgroup's rows in blocks of columns at `place`, (batch, head, share, rows)."""
+    column = 0
+    for block in blocks:
+        gmem[(*place, pl.ds(column, block.shape[1]))] = block
+        column += block.shape[1]
 
 
 def with_shares(
@@ -43,18 +53,42 @@ def with_shares(
     batch, heads, _, rows, value_size = share_outs.shape
     share_outs = share_outs.reshape(batch, heads, len(starts), -1, rows, value_size)
     share_lses = share_lses.reshape(batch, heads, len(starts), -1, rows)
+    # Without the barrier XLA joins the kernel and the updates of its own output, which is a cycle.
+    out, lse, share_outs, share_lses = lax.optimization_barrier((out, lse, share_outs, share_lses))
     highest = jnp.max(share_lses, axis=3, keepdims=True)
     weights = jnp.exp(share_lses - highest)
     total = jnp.sum(weights, axis=3)
     merged = jnp.einsum("bntsr,bntsrv->bntrv", weights, share_outs) / total[..., None]
     merged_lse = highest[:, :, :, 0] + jnp.log(total)
     for i, start in enumerate(starts):
-        count = min(rows, out.shape[1] - start)
-        values = merged[:, :, i, :count, : out.shape[3]].swapaxes(1, 2).astype(out.dtype)
-        out = jax.lax.dynamic_update_slice_in_dim(out, values, start, axis=1)
         count = min(rows, lse.shape[2] - start)
-        lse = jax.lax.dynamic_update_slice_in_dim(lse, merged_lse[:, :, i, :count], start, axis=2)
-    return out, lse
+        lse = lax.dynamic_update_slice_in_dim(lse, merged_lse[:, :, i, :count], start, axis=2)
+    return _filled(out, merged, starts), lse
+
+
+def with_sums(gradient: jax.Array, shares: Sequence[jax.Array], starts: Sequence[int]) -> jax.Array:
+    """Returns the gradient [B, T, N, H] with the sums of shares in the rows of divided tiles.
+
+    Args:
+      gradient: of queries, keys or values; rows of divided tiles are undefined.
+      shares: the one result of the shares, or none.
+      starts: first row of each divided tile.
+    """
+    for parts in shares:
+        gradient, parts = lax.optimization_barrier((gradient, parts))
+        batch, heads, _, rows, width = parts.shape
+        apart = parts.reshape(batch, heads, len(starts), -1, rows, width)
+        gradient = _filled(gradient, jnp.sum(apart, axis=3), starts)
+    return gradient
+
+
+def _filled(array: jax.Array, tiles: jax.Array, starts: Sequence[int]) -> jax.Array:
+    """Returns the array [B, T, N, V] with `tiles` [B, N, tiles, rows, padded V] at rows `starts`."""
+    for i, start in enumerate(starts):
+        count = min(tiles.shape[3], array.shape[1] - start)
+        values = tiles[:, :, i, :count, : array.shape[3]].swapaxes(1, 2).astype(array.dtype)
+        array = lax.dynamic_update_slice_in_dim(array, values, start, axis=1)
+    return array
 
 
 def sum_of_shares(gradient: jax.Array, shares: int) -> jax.Array:

@@ -138,7 +138,7 @@ def backward(
     """Returns the same gradients as pallas_kernels.attention.attention.backward, in its order."""
     shape = Shape.of(query, key, value)
     config = config or candidates(shape, logits, multiprocessors)[0]
-    keys = backward_dkv.default_config(shape, logits)
+    keys = backward_dkv.default_config(shape, logits, multiprocessors)
     blocks = () if is_fused(shape) else (keys.query_block,)
     lse2, delta, dbias, dsinks = prepare(
         operands, out, lse, dout, dlse, blocks=blocks, dbias_dtype=dbias_dtype

@@ -186,6 +186,15 @@ class QueryTiles:
         blocks = (self.rows, self.key_block, self.parts)
         return own_lists(mask.pattern, *blocks, shares=self.shares, least=1)
 
+    @property
+    def starts_of_shared(self) -> list[int]:
+        """First query of each tile that is divided into shares."""
+        return [] if self.own is None else [tile * self.rows for tile in self.own.split]
+
+    def share(self, at: Place) -> jax.Array:
+        """Returns the number of a tile's share, from 1 over all divided tiles; 0 for a whole tile."""
+        return at.ranges[3 + 2 * self.parts]
+
     def schedule(
         self,
         batch: int,
@@ -311,6 +320,8 @@ class KeyPlace(NamedTuple):
     extent: Extent
     visits: Callable[[Index], "QueryVisits"]
     """Function from a visited head's number, from 0, to the loop over that head's blocks of queries."""
+    share: jax.Array | None = None
+    """Number of the tile's share, from 1 over all divided tiles; 0 for a whole tile; or None."""
 
 
 class QueryVisits(NamedTuple):
@@ -401,11 +412,20 @@ class KeyTiles:
     """Shares into which the blocks of queries are divided, for each share of the query heads."""
     parts: int = 0
     """Warpgroups of a tile if each has a range of its own of the tile's list (`OwnLists`); else 0."""
+    list_shares: int = 1
+    """Parts into which only the longest lists are divided, for different CTAs; used with `parts`."""
 
     @property
     def count(self) -> int:
-        """Tiles of one key head."""
+        """Tiles of one key head, where each list share of a divided tile counts."""
+        if self.own is not None:
+            return len(self.own.costs)
         return -(-self.mask.key_count // self.rows)
+
+    @property
+    def starts_of_shared(self) -> list[int]:
+        """First key of each tile whose list is divided into shares."""
+        return [] if self.own is None else [tile * self.rows for tile in self.own.split]
 
     @property
     def shares(self) -> int:
@@ -415,7 +435,7 @@ class KeyTiles:
     def costs(self) -> tuple[int, ...]:
         """Cost of one share of each tile of a key head, in visited queries."""
         visited = []
-        for j in range(self.count):
+        for j in range(-(-self.mask.key_count // self.rows)):
             blocks = self.mask.query_blocks(
                 (j * self.rows, (j + 1) * self.rows), self.query_block, self.mask.extent
             )
@@ -434,7 +454,8 @@ class KeyTiles:
         mask = self.mask
         if not self.parts or mask.pattern is None or mask.limits_pattern:
             return None
-        return own_lists(mask.pattern, self.query_block, self.rows, self.parts, transposed=True)
+        blocks = (self.query_block, self.rows, self.parts)
+        return own_lists(mask.pattern, *blocks, transposed=True, shares=self.list_shares)
 
     @functools.cached_property
     def lists(self) -> BlockLists | None:
@@ -504,7 +525,11 @@ class KeyTiles:
         first_head_idx = lax.div(shared_head_idx, jnp.int32(self.query_shares)) * self.group
         share = lax.rem(shared_head_idx, jnp.int32(self.query_shares))
         extent = operands.extent(self.mask, batch_idx)
-        start = tile_idx * self.rows
+        number, start = None, tile_idx * self.rows
+        if self.own is not None:
+            # The tile and the number of its share are the same in all masks.
+            tile, number = (tables.ranges[0, 0, tile_idx, 2 + 2 * self.parts + i] for i in (0, 1))
+            start = tile * self.rows
         blocks = None
         if tables.ranges is None or self.mask.limits_pattern:
             within = _within(tables, batch_idx, tile_idx)
@@ -520,14 +545,16 @@ class KeyTiles:
                 shared = self.of_share(first, stop, share)
                 ranges = None
                 if self.own is not None:
-                    ranges = tables.ranges.at[0, _mask_idx(operands, head_idx), tile_idx]
+                    mask_idx = _mask_idx(operands, head_idx)
+                    ranges = tables.ranges.at[0, mask_idx, tile_idx]
+                    entries = tables.entries.at[mask_idx, lax.div(start, jnp.int32(self.rows))]
                 return QueryVisits(*shared, blocks, entries, tables.bits, ranges)
             assert blocks is not None
             return QueryVisits(*self.of_share(blocks.start, blocks.stop, share), blocks)
 
         return KeyPlace(
             *(batch_idx, lax.div(shared_head_idx, jnp.int32(self.shares)), first_head_idx),
-            *(shared_head_idx, start, extent, visits),
+            *(shared_head_idx, start, extent, visits, number),
         )
 
     def of_share(

@@ -25,11 +25,19 @@ SPLIT_ROLES = (ForwardConfig(), QueryGradientConfig(), KeyGradientConfig(splits_
 WIDE = (ForwardConfig(), QueryGradientConfig(), KeyGradientConfig(query_block=128))
 
 
-def with_own_lists(configs, **forward):
+NARROW = (
+    ForwardConfig(consumers=1, key_block=64),
+    QueryGradientConfig(consumers=1, key_block=64),
+    KeyGradientConfig(warpgroups=1),
+)
+
+
+def with_own_lists(configs, shares=1, **forward):
     """Returns configs in which consumers visit ranges of their own; `forward` has further options."""
-    first, *others = configs
-    first = replace(first, own_lists=True, **forward)
-    return (first, *(replace(config, own_lists=True) for config in others))
+    first, queries, keys = configs
+    own = dict(own_lists=True, shares=shares)
+    keys = replace(keys, keeps_keys=False, **own)
+    return replace(first, **own, **forward), replace(queries, **own), keys
 
 
 def draws(random, queries, keys, heads, head_size):

@@ -568,7 +568,7 @@ def test_shares_of_a_tile_add_up(interpreted_hopper, monkeypatch, heads, sizes, 
 def test_tiles_are_shared_where_multiprocessors_idle(sizes, causal, is_shared):
     shape = Shape(*sizes)
     logits = Logits(1.0, BlockMask(shape.query_count, shape.key_count, causal))
-    config = backward_dkv.default_config(shape, logits)
+    config = backward_dkv.default_config(shape, logits, 132)
     tiles = shared_tiles(shape, logits, config, 132)
     assert (tiles.shares > 1) == is_shared
     assert tiles.group * tiles.group_shares == shape.group

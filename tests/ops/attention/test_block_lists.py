@@ -8,10 +8,13 @@ import pytest
 import jaxfused
 from jaxfused import masks
 from jaxfused.ops.attention.masks.pattern import Pattern
+from pallas_kernels.attention.attention import backward_candidates, forward_candidates
+from pallas_kernels.attention.backward_dkv import shared_tiles
 from pallas_kernels.attention.block_lists import as_explicit, block_lists
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.own_lists import own_lists
+from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
 from tests.cases import attention_tiles as tiles
 from tests.cases.attention import Case
@@ -104,6 +107,26 @@ def test_costs_follow_the_lists():
     assert keys.costs == (1024 + 128, *7 * [3 * 64 + 128])
 
 
+def test_long_lists_are_divided_and_come_first():
+    """One head's global tokens alone take as long as a GPU's SMs need for all heads."""
+    shape = (4096, 4096)
+    window = masks.LocalMask(shape, 128) | masks.GlobalMask(shape, 64)
+    sizes = Shape(1, *shape, 16, 16, 128, 128)
+    for mask, is_own in ((window, True), (masks.CausalMask(shape), False)):
+        logits = Logits(1.0, BlockMask(*shape, pattern=Pattern.of(mask)[0]))
+        forward = forward_candidates(sizes, jnp.bfloat16, logits=logits, multiprocessors=132)[0]
+        backward = backward_candidates(sizes, jnp.bfloat16, logits=logits, multiprocessors=132)[0]
+        queries, keys = backward.queries, backward.keys
+        assert [c.own_lists for c in (forward, queries, keys)] == 3 * [is_own]
+        if is_own:
+            blocks = (forward.query_block, forward.key_block, forward.consumers)
+            every = QueryTiles(logits.mask, 16, *blocks, forward.shares)
+            of_keys = shared_tiles(sizes, logits, keys, 132)
+            for tiles_, costs in ((every, every.own.costs), (of_keys, of_keys.own.costs)):
+                assert tiles_.starts_of_shared == [0]
+                assert 4 * max(costs) * 132 <= 1.2 * 16 * sum(costs)
+
+
 def test_a_pattern_becomes_an_explicit_mask():
     pattern, heads = Pattern.of(HEADS)
     logits = Logits(scale=1.0, mask=BlockMask(T, S, pattern=pattern))
@@ -140,9 +163,9 @@ CASES = {
         *tiles.with_own_lists(tiles.TURNS, key_block=64, stages=4),
     ),
     "own lists in shares": (
-        masks.LocalMask(SHAPE, 0) | masks.GlobalMask(SHAPE, 3),
+        masks.LocalMask((500, 520), 0) | masks.GlobalMask((500, 520), 3),
         {},
-        *tiles.with_own_lists(tiles.ONE_CONSUMER, shares=3),
+        *tiles.with_own_lists(tiles.NARROW, shares=3),
     ),
     "own lists and blocks of many queries": (SPARSE, {}, *tiles.with_own_lists(tiles.WIDE)),
     "own lists without keys": (
@@ -164,7 +187,8 @@ def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, n
     mosaic_interpreter.complete(monkeypatch)
     mask, options, *configs = CASES[name]
     random = np.random.default_rng(1)
-    query, key, value, dout = tiles.draws(random, T, S, len(mask.of_heads), 32)
+    shape = mask.shape[-2:]
+    query, key, value, dout = tiles.draws(random, *shape, len(mask.of_heads), 32)
     options = dict(options)
     bias = options.pop("bias", None)
     bias = None if bias is None else random.normal(size=bias).astype(np.float32)
@@ -196,7 +220,7 @@ def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, n
     logits = Logits(
         scale=32**-0.5,
         mask=BlockMask(
-            *(T, S, is_causal),
+            *(*shape, is_causal),
             pattern=pattern,
             has_query_offset="query_offset" in given,
             has_query_lengths="query_lengths" in given,
