@@ -81,6 +81,14 @@ class Config:
     mixture: Mixture | None = None
     routed: Routed | None = None
 
+    @property
+    def layers(self) -> str | None:
+        """Container of the layers, if they map texts each by itself and so gather their own parameters.
+
+        Experts do not, whose load is balanced over the batch.
+        """
+        return "blocks" if self.routed is None and self.mixture is None else None
+
 
 @dataclass(frozen=True)
 class Family:

@@ -129,7 +129,7 @@ class LanguageModel(nnx.Module):
         branch = jnp.zeros_like(stream)
 
         config = self.config
-        gathers = cache is None and config.routed is None and config.mixture is None
+        gathers = cache is None and config.layers is not None
         batched = (True, True, jnp.ndim(positions) == 2, *(True,) * 5)
 
         # By this jit, equal blocks are traced and differentiated once.

@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh.add_flags(parser)
     launch.start(parser.parse_args(argv))
     args = parse_flags(parser, argv)
-    heads = sizes.MODELS[args.model].key_heads
-    options = dict(heads=heads, tokens=args.length, is_causal=True, layers="blocks")
-    train(args, mesh.placement(args.mesh, **options))
+    config = sizes.MODELS[args.model]
+    options = dict(heads=config.key_heads, tokens=args.length, layers=config.layers)
+    train(args, mesh.placement(args.mesh, is_causal=True, **options))
 
 
 def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:

@@ -15,8 +15,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser)
     launch.start(parser.parse_args(argv))
     args = train.parse_flags(parser, argv)
-    heads = MODELS[args.model].key_heads
-    train.train(args, placement(args, heads=heads, tokens=args.length, layers="blocks"))
+    config = MODELS[args.model]
+    options = dict(heads=config.key_heads, tokens=args.length, layers=config.layers)
+    train.train(args, placement(args, **options))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.initial import in_float32
+from jaxfused.modules.initial import in_float32, plain
 from jaxfused.modules.linear import QuantizedKernel, linear, promoted
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.runtime.checks import python_number_fields
@@ -75,7 +75,10 @@ class QuantizedDense(linen.Module):
         def quantized(key: jax.Array) -> QuantizedKernel:
             shape = (inputs.shape[-1], self.features)
             array = quantize(
-                in_float32(self.kernel_init)(key, shape, self.param_dtype),
+                plain(
+                    "linen.QuantizedDense",
+                    in_float32(self.kernel_init)(key, shape, self.param_dtype),
+                ),
                 self.kernel_dtype,
                 group_size=self.group_size,
                 symmetric=self.symmetric,

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxfused.modules.initial import plain
 from jaxfused.ops.sparse.block_sparse import (
     BlockList,
     BlockSparse,
@@ -45,7 +46,8 @@ def first_blocks(
     """Returns blocks of a random matrix, scaled so that results are as large as the whole matrix's."""
     by_column, by_row = lists
     down, across = len(by_row.starts) - 1, len(by_column.starts) - 1
-    kernel = kernel_init(key, shape, jnp.promote_types(dtype, jnp.float32))
+    wide = jnp.promote_types(dtype, jnp.float32)
+    kernel = plain("SparseLinear", kernel_init(key, shape, wide))
     grid = kernel.reshape(down, shape[0] // down, across, shape[1] // across).swapaxes(1, 2)
     scale = (down * across / by_row.entries.shape[1]) ** 0.5
     return (grid[places_of(by_column), places_of(by_row)] * scale).astype(dtype)

@@ -7,7 +7,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.initial import in_float32
+from jaxfused.modules.initial import in_float32, plain
 from jaxfused.modules.linear import KernelStandIn, QuantizedKernel, linear, promoted
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.runtime.checks import python_numbers
@@ -82,6 +82,7 @@ class QuantizedLinear(nnx.Module):
         if kernel is None:
             shape = (in_features, out_features)
             floats = in_float32(kernel_init)(rngs.params(), shape, param_dtype)
+            floats = plain("nnx.QuantizedLinear", floats)
             array = quantize(
                 floats, kernel_dtype, group_size=group_size, symmetric=symmetric, layout=layout
             )

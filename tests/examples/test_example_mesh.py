@@ -197,6 +197,16 @@ def test_a_mesh_has_the_numbers_of_one_device(programs, one_device, tmp_path, pr
 
 @on_eight_devices
 @pytest.mark.exhaustive
+def test_experts_that_a_batch_balances_have_the_numbers_of_one_device(programs, tmp_path):
+    main, flags = programs["lm"]
+    flags = [*flags, "--model", "lm-moe"]
+    main([*flags, "--out", str(tmp_path / "one")])
+    main([*flags, "--mesh", "data=2,fsdp=2", "--out", str(tmp_path / "run")])
+    assert_same_numbers(tmp_path / "run", metrics(tmp_path / "one"))
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
 def test_a_mesh_has_the_same_bits_from_run_to_run(programs, tmp_path):
     main, flags = programs["lm"]
     for name in ("first", "second"):

@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
@@ -167,3 +168,24 @@ def test_parameters_of_16_bits_are_drawn_in_float32(layer, shape):
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), narrow, wide
     )
+
+
+def test_initialisers_with_a_partitioning():
+    """A layer keeps the partitioning, or says that it cannot."""
+    init = flax.nnx.with_partitioning(flax.nnx.initializers.lecun_normal(), (None, None, "x"))
+    layer = functools.partial(jaxfused.nnx.MoE, D, F, E, router=QWEN2, rngs=flax.nnx.Rngs(0))
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))):
+        kernel = layer(kernel_init=init, param_dtype=jnp.bfloat16).w_up
+    assert kernel.dtype == jnp.bfloat16 and kernel.get_metadata()["out_sharding"][2] == "x"
+    message = "an initialiser that returns an array"
+    with pytest.raises(ValueError, match=message):
+        jaxfused.nnx.SparseLinear(D, 96, kernel_init=init, rngs=flax.nnx.Rngs(0), block_size=32)
+    for layer in (
+        jaxfused.linen.QuantizedDense(F, kernel_init=LINEN_INIT),
+        jaxfused.linen.SparseLinear(96, block_size=32, kernel_init=LINEN_INIT),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.init(jax.random.key(0), jnp.ones((2, D)))
+
+
+LINEN_INIT = flax.linen.with_partitioning(flax.linen.initializers.lecun_normal(), (None, "x"))

@@ -4,6 +4,8 @@ import functools
 import re
 
 import chex
+import flax.linen
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxfused.linen
+import jaxfused.nnx
 from benchmarks.whole.parallel_hlo import received_bytes
 from jaxfused.parallel import fsdp_layer
 from tests.support import eight_devices
@@ -168,6 +172,68 @@ def test_within_the_callers_own_shard_map():
     )
     grads = jax.jit(mapped)(params, x, shift)
     chex.assert_trees_all_close(jax.device_get(grads), expected, rtol=1e-5, atol=1e-6)
+
+
+class OfNnx(flax.nnx.Module):
+    def __init__(self, rngs):
+        init = flax.nnx.initializers.lecun_normal()
+        split = flax.nnx.with_partitioning(init, (None, "fsdp"))
+        self.up = jaxfused.nnx.Linear(D, 4 * D, kernel_init=split, activation="silu", rngs=rngs)
+        split = flax.nnx.with_partitioning(init, ("fsdp", None))
+        self.down = flax.nnx.Linear(4 * D, D, kernel_init=split, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.up(x))
+
+
+class OfLinen(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        init = flax.linen.initializers.lecun_normal()
+        split = flax.linen.with_partitioning(init, (None, "fsdp"))
+        y = jaxfused.linen.Dense(4 * D, kernel_init=split, activation="silu")(x)
+        split = flax.linen.with_partitioning(init, ("fsdp", None))
+        return x + flax.linen.Dense(D, kernel_init=split)(y)
+
+
+def of_nnx():
+    module = OfNnx(flax.nnx.Rngs(0))
+    graphdef, state = flax.nnx.split(module)
+    return (
+        lambda state, x: flax.nnx.merge(graphdef, state)(x),
+        state,
+        flax.nnx.get_partition_spec(state),
+    )
+
+
+def of_linen():
+    variables = OfLinen().init(jax.random.key(0), jnp.ones((1, D)))
+    specs = flax.linen.get_partition_spec(variables)
+    return OfLinen().apply, flax.linen.unbox(variables), specs
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("make", [of_nnx, of_linen])
+def test_layers_of_flax_by_their_own_metadata(make, axis_type):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis_type,))
+    x = normal(7, 16, D)
+    # Flax would place the parameters itself, one by one; here fsdp_layer does.
+    with flax.nnx.use_eager_sharding(False):
+        f, params, specs = make()
+    leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))
+    assert sum("fsdp" in str(spec) for spec in leaves) == 2
+    with jax.set_mesh(mesh), flax.nnx.use_eager_sharding(False):
+
+        def loss(params, x):
+            return jnp.mean(fsdp_layer(f, params, x, param_specs=specs) ** 2)
+
+        grads = jax.jit(jax.grad(loss))(params, jax.device_put(x, NamedSharding(mesh, P("fsdp"))))
+    expected = jax.grad(lambda params: jnp.mean(f(params, x) ** 2))(params)
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(expected), leaves, strict=True)
+    for grad, one, spec in pairs:
+        np.testing.assert_allclose(grad, one, rtol=1e-4, atol=1e-6)
+        assert grad.sharding.is_equivalent_to(NamedSharding(mesh, spec), grad.ndim)
 
 
 def test_messages():
