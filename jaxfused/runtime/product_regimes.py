@@ -14,9 +14,9 @@ from pallas_kernels.gemm.cost import WeightWork, Work
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
-_SHARE, _RAGGED_SHARE, _LINE = 0.08, 0.24, 32
+_SHARE, _RAGGED_SHARE, LINE = 0.08, 0.24, 32
 """Least ratio of the time of XLA's extra passes to its product's for a kernel to be faster, and that for
-rows of no multiple of _LINE elements. XLA runs a wgrad with a side up to _LINE that needs no passes."""
+rows of no multiple of LINE elements. XLA runs a wgrad with a side up to LINE that needs no passes."""
 _LARGE, _SMALLEST = 8_000_000, 500_000
 """Elements of a result: it has many tiles from the first number on, and below the second XLA is faster
 at a single product, because it splits sums where few tiles leave SMs idle."""
@@ -63,10 +63,11 @@ def estimate(
     told = f"its passes take {share:.2f} of its product's time"
     elements = work.products * work.m * work.n
     is_large = elements >= _LARGE
-    is_ragged = work.k // work.terms % _LINE != 0 or (work.n % _LINE != 0 and not work.k_last)
+    is_ragged = work.k // work.terms % LINE != 0 or (work.n % LINE != 0 and not work.k_last)
     too_small = elements < _SMALLEST or (work.k > SPLIT_SUM and not is_large)
     converts = work.b_bytes != work.itemsize
-    too_long = converts and work.m <= 2 * MAX_ROWS and work.k > SPLIT_SUM
+    too_few = (converts and work.m <= 2 * MAX_ROWS) or (work.terms > 1 and elements < _SMALLEST)
+    too_long = too_few and work.k // work.terms > SPLIT_SUM
     is_fit = not too_long and (several or not too_small)
     spares = is_fit and share >= (_RAGGED_SHARE if is_ragged else _SHARE)
     # In cuBLASLt a product takes no longer with gelu, unless it writes the preactivation too.
@@ -109,8 +110,10 @@ def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
         padding = Passes(bytes_of_element=2 * work.itemsize, launches=2)
         passes += padding.time(work.rows * (work.features + width))
     share = passes / product(work.features, width, work.rows, work.itemsize)
-    narrow = min(work.features, *work.widths) <= _LINE
-    if not passes and (narrow or work.rows <= _SHORT_SUM):
+    # XLA pads other numbers of rows to split their sums.
+    narrow = min(work.features, *work.widths) <= LINE and work.rows % MAX_ROWS == 0
+    short = work.rows <= _SHORT_SUM
+    if (not passes and (narrow or short)) or (short and work.elements <= MAX_ROWS**2):
         return _xla(f"{told}, of few rows or columns")
     if work.elements <= _FEW_TILES or (work.elements <= _LARGE and share >= _SHARE):
         return Rule(("pallas", "xla"), f"{told}, and XLA splits its sums in more kernels")

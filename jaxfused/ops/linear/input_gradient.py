@@ -9,7 +9,7 @@ import jax
 
 from jaxfused.ops.linear.linear_stages import product_why_not
 from jaxfused.runtime import product_regimes, sharding
-from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
@@ -79,7 +79,10 @@ class InputGradient(ProductStage):
 
     def estimate(self, device, able, dy, w) -> Estimate:
         del able
-        return product_regimes.estimate(device, self.work(dy, w), 0.0)
+        work = self.work(dy, w)
+        if work.m == 1:
+            return Rule(("xla",), "of one row, XLA computes dgrad and wgrad in one kernel")
+        return product_regimes.estimate(device, work, 0.0)
 
     def run(self, implementation, device, dy, w, config=None) -> Results:
         if implementation == "pallas":

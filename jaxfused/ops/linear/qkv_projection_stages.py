@@ -157,12 +157,13 @@ class Forward:
         steps = 1 + int(heads.norm and heads.rotary_dim > 0)
         passes = Passes(bytes_of_element=steps * moved, launches=len(heads.widths) * steps)
         few, spared = work.m <= MAX_ROWS, passes.time(work.m * work.n)
-        if few and parameters[0].dtype != x.dtype:
+        is_long, is_even = work.k > product_regimes.SPLIT_SUM, work.k % product_regimes.LINE == 0
+        # XLA pads uneven sums, multiplies one row in two kernels, and does not split short sums.
+        if few and work.m > 1 and parameters[0].dtype != x.dtype and is_long and is_even:
             return Rule(("xla",), "its product converts the weights as it reads them")
         if few and heads.finishes and heads.unit > _WIDE_HEAD:
             return Rule(("xla",), f"a CTA of few rows has a whole head, of {heads.unit} columns")
-        is_long = work.k > product_regimes.SPLIT_SUM and heads.size >= _WIDE_HEAD
-        if not few and heads.finishes and is_long:
+        if not few and heads.finishes and is_long and heads.size >= _WIDE_HEAD:
             return Rule(("xla",), f"its long sums are faster beside heads of {heads.size} columns")
         return product_regimes.estimate(device, work, spared, several=few)
 
