@@ -59,7 +59,7 @@ class Options:
     ) -> Rule:
         """Returns the preferred implementations and the reason; `able` names those that can run."""
         if arrays.are_wide():
-            return Rule(("xla",), "the kernel for heads above 256 has not been timed")
+            return Rule(("xla",), "the kernel for heads above 256 has not been timed against XLA")
         if device.multiprocessors == 0:
             return Rule(KERNELS, "the device's number of SMs is unknown")
         if arrays.key.shape[1] == 1:
