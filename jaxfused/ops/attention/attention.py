@@ -91,7 +91,8 @@ def dot_product_attention(
         heads share a key head.
       value: [B, S, K, V] or [S, K, V], of the query's dtype.
       bias: is added to the logits; up to 4 axes that broadcast to [B, N, T, S]. Any float dtype.
-        Its gradient has its shape.
+        Its gradient has its shape. Pass `mask` for keys that must not be seen: where a bias lowers all
+        logits of a query by 1e5 or more, the digits of its log-sum-exp and gradients are lost.
       mask: bool, True where a query may attend to a key; broadcasts to [B, N, T, S] too. Or a mask of
         `jaxfused.masks` of shape (T, S), or (N, T, S) of a `MultiHeadMask`.
       scale: of the logits, finite; by default 1 / sqrt(H). An array that broadcasts to [B, N, T, S],
