@@ -79,15 +79,3 @@ def test_registers_become_what_the_interpreter_has(bits, dtype, parts, monkeypat
     )
     truth = of_first_warp(integers / dequantize.unit(dtype), mgpu.WGMMA_LAYOUT, 2)
     np.testing.assert_array_equal(np.array(actual).astype(float), np.array(truth))
-
-
-def test_scales_of_e2m1_are_exact_up_to_2_to_49_and_never_finite_beyond():
-    exponents = np.arange(256, dtype=np.uint8)
-    scales = np.ldexp(1.0, exponents.astype(int) - 127)
-    expected = np.where(scales < 2.0**50, scales * 2.0**126 / dequantize.E2M1_UNIT, np.inf)
-    of_bytes = np.asarray(dequantize.e2m1_scales(jnp.asarray(exponents)), float)
-    np.testing.assert_array_equal(np.where(np.isfinite(of_bytes), of_bytes, np.inf), expected)
-    assert np.isnan(of_bytes[255])
-    normal = scales[1:255]
-    of_floats = dequantize.e2m1_scales(jnp.asarray(normal, jnp.float32))
-    np.testing.assert_array_equal(np.asarray(of_floats, float), expected[1:255])
