@@ -51,29 +51,6 @@ CODE_BYTES = BLOCK // 2
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_E2M1, *(-number for number in _E2M1))
 """The codebook of MXFP4 and NVFP4: a sign, two bits of exponent and one of mantissa."""
-E2M1_UNIT = 2.0**48
-"""Divisor of E2M1 weights in registers of bfloat16, whose range holds what `e2m1_scales` returns."""
-_E2M1_BITS = 2.0**126
-"""Factor that makes a number of the bits of an E2M1 code at their places in a bfloat16."""
-
-
-def e2m1_scales(scale: jax.Array) -> jax.Array:
-    """Returns scales in bfloat16 for `from_codes` with the bits of `E2M1`: one product dequantises.
-
-    Exact are weights of 2^-77 at least; from 2^50 on scales are infinite or NaN, and so are the sums.
-
-    Args:
-      scale: float32, or uint8, the bytes of E8M0.
-    """
-    if scale.dtype != jnp.uint8:
-        return (scale * (_E2M1_BITS / E2M1_UNIT)).astype(jnp.bfloat16)
-    mantissa_bits, largest = 7, 0x7FC0  # a NaN
-    bits = (scale.astype(jnp.int32) + _E2M1_EXPONENT) << mantissa_bits
-    bits = jnp.minimum(bits, largest).astype(jnp.int16)
-    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
-
-
-_E2M1_EXPONENT = int(np.log2(_E2M1_BITS / E2M1_UNIT))
 
 
 def table(codebook: tuple[float, ...], dtype: Any) -> np.ndarray:
@@ -93,8 +70,7 @@ def from_codes(
       stored: reference to the bytes [N, 64] of a block, swizzled; two codes each.
       entries: reference to the `table` of the codebook for `dtype`; None for `E2M1`, whose bits are
         moved to their places in a float.
-      scales: vectors [N] in `dtype`, one for each equal part of the columns, for `E2M1` those of
-        `e2m1_scales`; or none.
+      scales: vectors [N] in `dtype`, one for each equal part of the columns; or none.
     """
     wgmma = plgpu.Layout.WGMMA
     shape = (stored.shape[0], BLOCK // 2)
@@ -245,7 +221,7 @@ def _floats_of_codes(
             byte = llvm.load(i8, element(own_codes, [offset], i8))
             byte = arith.extui(i32, byte)
             if own is None:
-                pair = _floats_of_e2m1(byte, element_type, scaled=bool(scales))
+                pair = _floats_of_e2m1(byte, element_type)
             else:
                 pair = llvm.load(i32, element(own, [arith.muli(byte, _word(LANES))], i32))
             registers.put_floats(
@@ -254,12 +230,11 @@ def _floats_of_codes(
     return registers.array
 
 
-def _floats_of_e2m1(byte: Any, element_type: Any, *, scaled: bool) -> Any:
+def _floats_of_e2m1(byte: Any, element_type: Any) -> Any:
     """Emits the code that makes two floats of a byte of E2M1; returns the word that holds them.
 
     A code's three bits below its sign go to a float's two lowest exponent bits and highest mantissa bit.
     The exponents differ by a constant, so one product with a power of two makes the number, exactly.
-    Where `scaled`, that power of two is a part of the scales, which multiply the word later.
     """
     is_bfloat = element_type == ir.BF16Type.get()
     low = 6 if is_bfloat else 9  # the place of the mantissa's bit
@@ -270,8 +245,6 @@ def _floats_of_e2m1(byte: Any, element_type: Any, *, scaled: bool) -> Any:
     sizes = arith.andi(sizes, _word(0x00070007 << low))
     signs = arith.andi(signs, _word(0x80008000 - 2**32))
     bits = arith.ori(sizes, signs)
-    if scaled:
-        return bits
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(
         i32, [bits, _word(factor)], f"mul.rn.{name} $0, $1, $2;", "=r,r,r", has_side_effects=False

@@ -473,7 +473,7 @@ class _Consumer:
 
         sums, slots = pl.run_scoped(multiply, plgpu.ACC((COLUMNS, part.rows), jnp.float32))
         self._free(*slots)
-        if not self.product.quantized.group or self.product.w_tile.moves_bits:
+        if not self.product.quantized.group:
             sums = sums * self.product.w_tile.unit
         self._finish(sums, place)
         return slots

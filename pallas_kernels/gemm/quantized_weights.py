@@ -211,16 +211,8 @@ class QuantizedTile:
 
     @property
     def unit(self) -> float:
-        """Factor by which weights in registers are too small, until sums are scaled; 1 for none."""
-        if self._is_integer:
-            return dequantize.unit(self.x_dtype)
-        return dequantize.E2M1_UNIT if self.moves_bits else 1.0
-
-    @property
-    def moves_bits(self) -> bool:
-        """True if weights are bits of E2M1 times scales in bfloat16, and sums lack `unit`."""
-        codes = self.format.codebook == dequantize.E2M1 and self.format.group > 0
-        return codes and self.x_dtype == jnp.bfloat16
+        """Factor by which integer weights in registers are too small, until sums are scaled; else 1."""
+        return dequantize.unit(self.x_dtype) if self._is_integer else 1.0
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
         """Yields each group's weights [span, group], divided by `unit`, as WGMMA operands."""
@@ -264,13 +256,10 @@ class QuantizedTile:
         if not self.format.group:
             return []
         groups = BLOCK // self.group
-        stored = [
-            self._of_group(memory["scale"], slot, group, start, width)
+        return [
+            self._of_group(memory["scale"], slot, group, start, width) * self.unit
             for group in range(index * groups, (index + 1) * groups)
         ]
-        if self.moves_bits:
-            return [dequantize.e2m1_scales(scale) for scale in stored]
-        return [_in_float32(scale) * self.unit for scale in stored]
 
     def _codes_loader(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
@@ -345,7 +334,8 @@ class QuantizedTile:
         numbers = memory.at[slot, self._scale_row(group)]
         if width < self.span:
             numbers = numbers.at[pl.ds(start, width)]
-        return plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1))
+        loaded = plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1))
+        return _from_exponents(loaded) if loaded.dtype == jnp.uint8 else loaded
 
     def _floats(
         self, memory: Mapping[str, Any], slot: Any, start: int, width: int
@@ -405,10 +395,8 @@ def _part_of(numbers: Sequence[jax.Array], piece: int) -> Sequence[jax.Array]:
     return numbers[piece * count : (piece + 1) * count]
 
 
-def _in_float32(stored: jax.Array) -> jax.Array:
-    """Converts E8M0 exponents to powers of two: 0 to the subnormal 2^-127, 255 to NaN."""
-    if stored.dtype != jnp.uint8:
-        return stored
+def _from_exponents(stored: jax.Array) -> jax.Array:
+    """Converts E8M0 exponents to powers of two in float32: 0 to the subnormal 2^-127, 255 to NaN."""
     exponent = stored.astype(jnp.int32)
     mantissa = jnp.where((exponent == 0) | (exponent == 255), jnp.int32(1 << 22), jnp.int32(0))
     return lax.bitcast_convert_type((exponent << 23) | mantissa, jnp.float32)
