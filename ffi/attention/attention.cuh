@@ -1,6 +1,6 @@
 // Shared by the forward and the backward of attention: which queries attend to which keys, and how
-// products Q K^T become logits. Logits are in base 2 here, which is log2(e) times the logits of the
-// formula.
+// products Q K^T become logits. Logits are in base 2 here, log2(e) times the logits of the formula,
+// because exp2 is one instruction.
 //
 // The rows of a tile are queries and its columns keys; with kTransposed, rows are keys and columns
 // queries. A CTA owns a block of rows and visits blocks of columns.
@@ -17,7 +17,7 @@ constexpr float kInfinity = INFINITY;
 // Log-sum-exp of a row that attends to nothing: -0.7 times the largest float32, as in the XLA
 // implementation.
 constexpr float kEmptyLse = -2.3819763e38f;
-// Queries and keys in a block, the unit in which segments' bounds are counted.
+// Number of queries, or of keys, in a block: the unit of AttentionArgs::key_bounds, query_bounds.
 constexpr int kSegmentBlock = 32;
 
 // Bounds along queries or keys: only [start, stop) can contain pairs that attend, and no pair in
@@ -46,8 +46,8 @@ struct AttentionArgs {
   const int* query_offset;    // [B]: query t has position p = t + offset
   const int* query_segments;  // [B, T]
   const int* key_segments;    // [B, S]
-  // The Bounds (in blocks) of keys in the segments of each block of queries, [B, blocks, 4]; and of
-  // queries in the segments of each block of keys.
+  // Bounds in blocks: of the keys in the segments of each block of queries, [B, query blocks, 4],
+  // and of the queries in the segments of each block of keys, [B, key blocks, 4].
   const int4* key_bounds;
   const int4* query_bounds;
   LogitsOperand bias;
@@ -71,7 +71,7 @@ struct AttentionArgs {
   __host__ __device__ bool transforms() const {
     return soft_cap != 0.0f || bias.data != nullptr || scale <= 0.0f;
   }
-  // Factor from the results of `to_logits` to logits, which its caller applies.
+  // Factor that turns the results of `to_logits` into logits; the caller of to_logits applies it.
   __host__ __device__ float multiplier() const { return transforms() ? 1.0f : scale * kLog2e; }
 };
 
@@ -95,7 +95,8 @@ struct Owner {
   }
 };
 
-// Stands for a window without limit, and limits query offsets: sums with two lengths fit an int.
+// Window size that means "no limit", and the largest query offset: with two lengths added to it, a
+// sum still fits an int.
 constexpr int kNoLimit = 1 << 29;
 
 // Lengths of a batch entry, and the position of its queries among its keys.
@@ -122,13 +123,14 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   const int rows = kTransposed ? extent.keys : extent.queries;
   const int columns = kTransposed ? extent.queries : extent.keys;
   if (first >= rows) return {0, 0, 0, 0};
-  // Positions of the first and of the last row, counted in columns.
+  // Positions of the first and of the last row, as indices of columns.
   const int offset = kTransposed ? -extent.offset : extent.offset;
   const int from = first + offset, to = min(end, rows) - 1 + offset;
   const auto clip = [columns](int stop) { return max(0, min(columns, stop)); };
   Bounds bounds = {max(0, from - left), max(0, to - left), clip(from + right + 1),
                    clip(to + right + 1)};
-  // Keys beyond their length need a mask. Queries beyond it have a log-sum-exp of +inf instead.
+  // Rows of keys beyond the key length need a mask. Rows of queries beyond theirs need none: their
+  // log-sum-exp is +inf, so their probabilities are 0.
   if (kTransposed && end > rows) bounds.full_stop = 0;
   const int4* within = kTransposed ? args.query_bounds : args.key_bounds;
   if (within != nullptr) {

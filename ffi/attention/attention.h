@@ -4,14 +4,14 @@
 #include "attention.cuh"
 #include "common/handler.h"
 
-// Shared memory of one block on Turing, which has the least of all supported GPUs.
+// Bytes of shared memory of one block on Turing, which has the least of all supported GPUs.
 constexpr int kLittleSharedMemory = 64 * 1024;
 
-// Limits of the length and of the values of a position (heads times size), so that sums of two
-// lengths, offsets in a tile of logits, and a position's bytes fit an int.
+// Limits of a length (positions) and of heads times head size (values of a position), so that sums
+// of two lengths, offsets in a tile of logits, and a position's bytes fit an int.
 constexpr int64_t kMaxLength = int64_t{1} << 24;
 constexpr int64_t kMaxRowValues = int64_t{1} << 29;
-// Tiles of larger heads of float32 would not fit into the shared memory of most GPUs.
+// Tiles of float32 with larger heads would not fit into the shared memory of most GPUs.
 constexpr int kLargestHeadOfFloat32 = 128;
 
 struct AttentionOperands {
@@ -181,8 +181,8 @@ inline ffi::Error count_blocks(const AttentionArgs& args, int heads, int64_t* bl
   return ffi::Error::InvalidArgument("there are too many sequences and heads for one launch");
 }
 
-// Calls `f` with a value of the C++ type of `dtype` and, as a constant, the least compiled head
-// size that suffices. Only three are compiled, to keep the library small.
+// Calls `f` with a value of the C++ type of `dtype` and, as a constant, the smallest compiled head
+// size that holds the heads. Only three sizes are compiled, to keep the library small.
 template <typename F>
 ffi::Error for_dtype_and_head(const AttentionArgs& args, ffi::DataType dtype, const F& f) {
   const int size = std::max(args.head_size, args.value_size);

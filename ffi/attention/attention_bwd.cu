@@ -1,16 +1,17 @@
 // Backward of attention on the tensor cores that every GPU since Turing has: one kernel for the
 // gradients of keys and values, one for that of queries, and one for that of the bias.
 //
-// The kernel for queries runs first, because it also corrects delta, the part common to the
-// gradients of all logits of a row, to the accuracy that the other two kernels need. rowsum(dout *
-// out) carries the rounding of `out`, which becomes visible where the gradients of a row nearly
-// cancel, as they do for a bias that is the same for all keys.
+// The kernel for queries runs first, because it also corrects delta, the term that the gradients of
+// all logits of a row have in common. Computed as rowsum(dout * out), delta has the rounding error
+// of `out`, which shows where the gradients of a row nearly cancel in a sum, as for a bias that is
+// the same for all keys.
 //
-// Each kernel recomputes the probabilities, so seven products do the work of five. In return a CTA
-// owns its sums, and adds them up in registers in a fixed order: there are no atomics, no traffic
-// for partial sums, and the bits are the same in every run. For keys and values the tiles are
-// transposed, so that the accumulators of one product are the first operand of the next. The CTA of
-// a key head visits the blocks of all query heads that share it.
+// The kernels for queries and for keys and values both recompute the probabilities, so there are
+// seven products where one kernel for all gradients would have five. In return a CTA owns its sums
+// and accumulates them in registers in a fixed order: no atomics, no memory traffic for partial
+// sums, and the same bits in every run. For keys and values the tiles are transposed, so that the
+// accumulators of one product are the left operand of the next. The CTA of a key head visits the
+// blocks of all query heads that share it.
 
 #include "attention.h"
 
@@ -29,7 +30,7 @@ struct Statistics {
 struct BackwardArgs : AttentionArgs {
   const void* dout;              // [B, T, N, V]
   const Statistics* statistics;  // [B, N, T padded]
-  // Added to the sum of a row's logits' gradients, it gives the corrected delta, [B, N, T padded].
+  // For each row: the corrected delta minus the sum of its logits' gradients, [B, N, T padded].
   const float* missing;
   Statistics* corrected;  // statistics with the corrected delta, [B, N, T padded]
   int statistics_rows;
@@ -44,7 +45,8 @@ struct BackwardArgs : AttentionArgs {
 enum class Gradient { kQuery, kKeyAndValue, kKey, kValue };
 
 // Tile sizes of one gradient. A warp's registers hold kRowTiles * kHead values for each of 1 or 2
-// sums, and two tiles of logits. kFewWarps is for Turing, whose blocks have 64 KB of shared memory.
+// accumulators, and two tiles of logits. kFewWarps is for Turing, whose blocks have 64 KB of shared
+// memory.
 template <typename T, int kHead, Gradient kOf, bool kFewWarps>
 struct BackwardShape {
   static constexpr bool kTransposed = kOf != Gradient::kQuery;
@@ -257,8 +259,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       const Place<kTransposed> place{at.batch, visit.head, first + warp_row + lane / 4,
                                      column + lane % 4 * 2};
       const bool is_full = column >= bounds.full_start && column + kColumns <= bounds.full_stop;
-      // In float32, delta is corrected even with a soft cap. So the kernel for queries first
-      // computes the gradients of the logits without the cap's derivative.
+      // In float32, delta is corrected even with a soft cap. The correction needs the gradients of
+      // the capped logits, so the kernel for queries multiplies by the cap's derivative later.
       constexpr bool kDerivativesLater = kIsTf32<T> && kOf == Gradient::kQuery && !kPlain;
       float derivatives[kDerivativesLater ? kRowTiles : 1][kColumnTiles][4];
       differentiate<T, kPlain>(
@@ -310,7 +312,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       }
     }
 
-    // After this barrier, lanes overwrite rows that other lanes of the warp have read.
+    // After this barrier, lanes overwrite rows of the tile that other lanes of the warp have read.
     __syncwarp();
 
     const auto store = [&](void* gradient, int size, uint32_t by_way_of, float factor,
@@ -454,7 +456,8 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
       }
     }
 
-    // The tile becomes a matrix in shared memory, summed along axes where the bias has length 1.
+    // The tile of gradients is written to shared memory as a matrix, and then summed along the axes
+    // where the bias has length 1.
     __syncthreads();
     auto* matrix = reinterpret_cast<float*>(shared_memory);
     for_elements<1, kColumnTiles>([&](int, int j, int e) {
@@ -511,7 +514,7 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
   const auto kernel = args.is_plain() ? attention_backward<T, kHead, kOf, true, kFewWarps>
                                       : attention_backward<T, kHead, kOf, false, kFewWarps>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  // A second pipeline stage is used unless it leaves an SM with one block instead of two.
+  // Two pipeline stages are used unless their shared memory leaves an SM one block instead of two.
   int resident[2] = {};
   for (const int stages : {1, 2}) {
     const int shared_bytes = Shape::shared_bytes(stages);

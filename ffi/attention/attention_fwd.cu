@@ -3,7 +3,7 @@
 //
 // A CTA owns a block of queries of one head and visits the blocks of keys that they attend to.
 // Shared memory holds one or two blocks of K and one of V: while the tensor cores use one block,
-// another is copied. The two CTAs of an SM fill each other's idle time.
+// another is copied. An SM has two CTAs, so that one computes while the other waits.
 
 #include "attention.h"
 
@@ -31,8 +31,9 @@ struct ForwardShape {
   }
 };
 
-// Lag behind the true maximum, in base 2, at which the subtracted maximum is updated. Updates are
-// then rare, and sums stay below 2^8 times what they would be otherwise.
+// Excess of a row's true maximum over the maximum that is subtracted, in base 2, from which the
+// latter is updated. Updates, which rescale `acc`, are then rare, and sums stay below 2^8 times
+// those with the true maximum.
 constexpr float kMaximumLag = 8.0f;
 
 // The running softmax of a lane's rows.

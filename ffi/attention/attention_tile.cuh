@@ -1,12 +1,12 @@
 // Tiles of attention in shared memory, [rows, kHead] of T, and the products of a warp with them.
 //
-// A row of a tile consists of chunks of 16 bytes, and chunk c of row r is stored at place c ^ (r %
+// A row of a tile consists of chunks of 16 bytes, and chunk c of row r is stored as chunk c ^ (r %
 // 8). In this way the 8 rows that ldmatrix reads at a time are in different banks, and so are rows
 // that are written. Columns beyond the real head size are zero.
 //
-// Values of 32 bits are multiplied as tf32 and rounded to it, since the instructions would cut
-// them: in the tile if a CTA owns it and reads it again and again, otherwise in the registers of
-// the operand, because shared memory is busier than the units that round.
+// Float32 values are multiplied as tf32 and rounded to it first, since the instructions would
+// truncate them: in shared memory if the CTA owns the tile and reads it many times, otherwise in
+// the operand's registers, because shared memory is busier than the units that round.
 #pragma once
 
 #include "common/mma.cuh"
@@ -29,10 +29,10 @@ struct Tile {
     return tile + row * kStride + ((chunk ^ (row & 7)) << 4);
   }
 
-  // Returns the address at which this lane starts to read A, if A's rows are the tile's rows, in
-  // blocks of 16 rows by 32 bytes. Step `k` of 32 bytes is at address ^ (k << 5), and the next 16
-  // rows are at address + 16 * kStride. `lane_of_columns` is for B, if the tile's rows are the
-  // columns of B.
+  // Returns the address at which this lane starts to read the left operand A of a product, if A's
+  // rows are the tile's rows, in blocks of 16 rows by 32 bytes. Step `k` of 32 bytes is at
+  // address ^ (k << 5), and the next 16 rows are at address + 16 * kStride. `lane_of_columns` is
+  // for the right operand B, if the tile's rows are the columns of B.
   static __device__ __forceinline__ uint32_t lane_of_rows(uint32_t tile) {
     const int lane = threadIdx.x % kLanes;
     return address(tile, lane & 15, lane >> 4);
@@ -42,8 +42,8 @@ struct Tile {
     return address(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
   }
 
-  // Returns the address at which this lane starts to read B for add_product, if the tile's rows are
-  // the rows of B.
+  // Returns the address at which this lane starts to read the right operand B for add_product, if
+  // the tile's rows are the rows of B, which lie along the summed axis.
   static __device__ __forceinline__ uint32_t lane_of_depth(uint32_t tile) {
     if constexpr (!kIsTf32<T>) return lane_of_rows(tile);
     const int lane = threadIdx.x % kLanes;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void round_to_operand(const float (&x)[kRowTiles][kCo
 }
 
 // Writes the warp's rows of acc * factor[row], or 0 if the factor is 0, even if acc is NaN. The
-// rows pass through rows of `tile` that no other warp still uses. `first` is the warp's first row
+// rows are staged in rows of `tile` that no other warp still uses. `first` is the warp's first row
 // in the head, and `tile_row` its first row in the tile.
 template <typename T, int kHead, int kRowTiles>
 __device__ __forceinline__ void store_rows(const Head<T>& head, int first, uint32_t tile,
