@@ -1,4 +1,4 @@
-// Shared memory of a block, which describes its image, and the statistics of a tile.
+// A block's shared memory, with the map and the steps of its image, and the statistics of a tile.
 #pragma once
 
 #include "augment/staged.cuh"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load(const Args& args, int image, Shared<kChanne
   store_step(i + kThreads, second);
   if constexpr (kBlur) {
     if (args.sharpens) {
-      // Sharpening sums 3 x 3 pixels with weights of 1. Its factor is stored after them.
+      // Sharpening sums 3 x 3 pixels with weights of 1. Its factor is stored after the weights.
       if (threadIdx.x < 6) shared->blur[threadIdx.x / 3][threadIdx.x % 3] = 1.0f;
       if (threadIdx.x == 0) shared->blur[0][3] = args.blurs[image];
       return;

@@ -1,4 +1,5 @@
-// A blur of a region of levels in shared memory, along its rows and then along its columns.
+// A blur of a region of pixel levels (0 to 255) in shared memory, along its rows and then along its
+// columns.
 #pragma once
 
 #include "augment/staged.cuh"
@@ -29,7 +30,7 @@ __device__ __forceinline__ void blur_rows(const float* levels, const Region& reg
 #pragma unroll
       for (int k = 0; k < kPixels + 2 * kReach; ++k) add(line[k], k);
     } else {
-      // Near the end of a line some pixels are missing; the results there do not matter.
+      // Near the end of a line some pixels are missing; the results there are not used.
       const int count = min(kPixels + 2 * reach, region.width() - column);
       for (int k = 0; k < count; ++k) {
         float pixel[kChannels];
@@ -44,7 +45,7 @@ __device__ __forceinline__ void blur_rows(const float* levels, const Region& reg
 
 constexpr int kRows = kHeld / kPixels;  // rows that a thread blurs at a time
 
-// Blurs kRows lines from `line` on along columns. Lines beyond the region do not matter.
+// Blurs kRows lines from `line` on along columns. Results beyond the region are not used.
 template <int kReach, int kChannels>
 __device__ __forceinline__ void blur_columns(const float* blurred, int lines, const float* weights,
                                              int reach, int line, int column,

@@ -54,7 +54,7 @@ __host__ __device__ constexpr bool reads_by(Reading reading, Reading only) {
   return only == Reading::kDirect || reading == only;
 }
 
-// Computes the positions in the image of adjacent pixels.
+// Computes the positions in the image of adjacent pixels of the result.
 template <bool kBlur>
 __device__ __forceinline__ void places(const Map& map, const Within<kBlur>& spot,
                                        float (&x)[kPixels], float (&y)[kPixels]) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void read_values(const Args& args, const Map& map, co
       values_of(words[(spot.row() - box.top) * box.pitch + spot.column(i) - box.left], values[i]);
     }
   } else if (!kBlur && reads_by(Reading::kInPlace, kOnly) && box.reading == Reading::kInPlace) {
-    // Pixels beyond the result do not matter, so their positions are clipped.
+    // Pixels beyond the result are not stored, so their positions are clipped to the image.
     const int row = min(spot.row(), args.height - 1);
     const int column = min(spot.column(0), args.has_words ? args.width - kPixels : args.width - 1);
     const int64_t pixel = (int64_t{image} * args.height + row) * args.width + column;

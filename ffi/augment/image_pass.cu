@@ -159,8 +159,8 @@ ffi::Error launch_bytes(const ffi::AnyBuffer& x, Args args, cudaStream_t stream)
   return launch_kernel(kernel, args, Launch{dim3(blocks), kThreads, shared_bytes}, stream);
 }
 
-// Launches, for images of three channels, the kernel compiled for their way of reading pixels. A
-// kernel with all ways has more code and fewer registers for values.
+// Launches, for images of three channels, the kernel compiled for the way in which they are read. A
+// kernel for all ways would have more code and fewer registers for values.
 template <bool kCounts, bool kBlur>
 ffi::Error launch_colours(const ffi::AnyBuffer& x, const Args& args, cudaStream_t stream) {
   if (args.reads && args.interpolation != kNearest && args.drops) {

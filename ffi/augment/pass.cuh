@@ -60,8 +60,8 @@ struct Args {
   int steps_before;  // steps before the blur; all steps if there is none
   int interpolation;
   bool reads;  // whether images are resampled; if not, each pixel stays in its place
-  // Whether pixels outside the window have no weight; otherwise they have the colour `fill`. If
-  // true, x depends on the result's column alone, and y on its row.
+  // Whether pixels outside the map's window have weight 0; otherwise they have the colour `fill`.
+  // If true, x depends on the result's column alone, and y on its row.
   bool drops;
   Type out_type;
   bool is_precise;       // whether weights are float32, not 15 bits

@@ -1,7 +1,7 @@
 // Reads values of a result from a box of a uint8 image in shared memory, with one word per pixel.
 //
-// In global memory a warp's pixels lie in one cache line for each row of the image, and each line
-// takes a cycle for every byte that a lane loads. In shared memory they lie in different banks.
+// Read from global memory, a warp's pixels would take a cycle for each cache line (one for each row
+// of the image) and each byte that a lane loads. In shared memory they lie in different banks.
 #pragma once
 
 #include "augment/direct.cuh"
@@ -26,7 +26,7 @@ struct Region {
   __device__ __forceinline__ int width() const { return round_up(columns, kPixels); }
 
   // Returns the row of the result for row `i` of the region. With a blur, rows beyond an edge of
-  // the image's result are mirrored; values further out do not matter.
+  // the image's result are mirrored; values further out are not used.
   template <bool kBlur>
   __device__ __forceinline__ int row(int i, const Map& map) const {
     if constexpr (!kBlur) return first_row + i;

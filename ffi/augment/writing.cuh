@@ -4,7 +4,7 @@
 #include "augment/steps.cuh"
 #include "common/vector.cuh"
 
-// 2^23, with which an added byte becomes the last bits of a float32's mantissa.
+// 2^23. A byte added to it becomes the last bits of the float32 sum's mantissa.
 constexpr float kBias = 8388608.0f;
 
 // Returns the level nearest to a value, ties to even, plus kBias.
