@@ -9,8 +9,8 @@
 #include <string_view>
 #include <type_traits>
 
-// An activation: its kind in the lower 32 bits and, for kLeakyRelu, its slope's bits in the upper
-// ones.
+// An activation: its kind in the lower 32 bits and, for kLeakyRelu, the bits of its float32 factor
+// of negative values (its slope) in the upper ones.
 enum class Activation : long long {
   kNone,
   kRelu,
@@ -61,7 +61,7 @@ inline bool parse_activation(std::string_view name, Activation* activation) {
   if (name.substr(0, kLeaky.size()) != kLeaky || name.back() != ')') return false;
   std::istringstream number(
       std::string(name.substr(kLeaky.size(), name.size() - kLeaky.size() - 1)));
-  // The locale of the process may write a comma for the point.
+  // The process's locale may use a comma as the decimal point.
   number.imbue(std::locale::classic());
   float slope;
   if (!(number >> slope) || number.peek() != std::istringstream::traits_type::eof()) return false;
@@ -110,9 +110,9 @@ __device__ __forceinline__ float relu(float x) {
 #endif
 }
 
-// gate = sigmoid(x) and rest = 1 - gate. `rest` is computed on its own, since the subtraction would
-// cancel for a gate near 1. If the exponential is infinite and the gate 0, their product is NaN,
-// which fminf turns into 1.
+// gate = sigmoid(x) and rest = 1 - gate, computed as exp(-x) * gate, since the subtraction would
+// cancel for a gate near 1. Where exp(-x) is infinite and the gate 0, the product is NaN, which
+// fminf turns into 1.
 struct Gate {
   float gate;
   float rest;
@@ -144,7 +144,7 @@ __device__ __forceinline__ float clip(float x, float low, float high) {
   return x < low ? low : x > high ? high : x;
 }
 
-// Returns the derivative of clip, which is 0 at its corners.
+// Returns the derivative of clip, which is 0 at `low` and `high`.
 __device__ __forceinline__ float clip_slope(float x, float low, float high) {
   return x > low && x < high ? 1.0f : 0.0f;
 }
@@ -426,8 +426,8 @@ template <typename A>
 constexpr bool kIsNone = std::is_same_v<A, KnownActivation<Activation::kNone>>;
 
 // Calls f(activation, has residual) with types that have these as constants, so that a loop in f
-// has no branches for them. Activations that are rare after norms of images share one loop with a
-// branch.
+// does not branch on them. Activations that are rare after norms of images are no constants: they
+// share one loop, which branches.
 template <typename F>
 __device__ __forceinline__ void with_constants(Activation activation, bool has_residual,
                                                const F& f) {

@@ -5,7 +5,7 @@
 #include "handler.h"
 #include "rows.cuh"
 
-// Limit on rows: int indices must not overflow a few steps beyond the last row.
+// Limit on rows, so that int row indices a few grid steps beyond the last row do not overflow.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 
 inline ffi::Error parse_parameter(std::string_view name, const ffi::AnyBuffer& buffer,

@@ -13,9 +13,9 @@ __host__ __device__ constexpr float largest_of(Format format) {
   return format == Format::kInt8 ? 127.0f : format == Format::kE4m3 ? 448.0f : 57344.0f;
 }
 
-// Returns the scale of numbers: their largest magnitude, given by its bits, times `unit`, 1 / the
-// format's largest number. It is FLT_MIN for zeros, to be divided by, and NaN for non-finite
-// numbers.
+// Returns the scale of numbers: their largest magnitude, given by its bits, times `unit`, which is
+// 1 / the format's largest number. It is FLT_MIN if all numbers are 0, because the numbers are
+// divided by it, and NaN if a number is not finite.
 __device__ __forceinline__ float scale_of(uint32_t largest, float unit) {
   return largest >= 0x7f800000u ? __uint_as_float(0x7fffffffu)
                                 : fmaxf(__uint_as_float(largest) * unit, FLT_MIN);

@@ -46,8 +46,8 @@ __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues
   }
 }
 
-// Sums the values that the `warps` warps of a team have written. Each value has one place per warp;
-// places without a warp must be zero.
+// Sums the values that the `warps` warps of a team have written to shared memory: `places` has one
+// float per value and warp. Floats without a warp must be zero.
 template <int kValues>
 __device__ __forceinline__ void add_places(const float* places, int warps,
                                            float (&values)[kValues]) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void add_places(const float* places, int warps,
 // Sums one or two values at a time over a team. The order of the additions is fixed, so every
 // thread gets the same bits in every run.
 class TeamSum {
-  // Floats of one sum: two values with a place per warp, for at most kMaxTeamWarps / 2 teams.
+  // Floats of one sum: two values with a float per warp, for at most kMaxTeamWarps / 2 teams.
   static constexpr int kTurn = 2 * kMaxTeamWarps * kMaxTeamWarps / 2;
 
  public:
@@ -85,12 +85,12 @@ class TeamSum {
   __device__ __forceinline__ void operator()(float (&values)[kValues]) {
     static_assert(kValues <= 2);
     add_over_lanes(team_.size, values);
-    // After the sum a lane may overwrite memory that other lanes read before it. No exchange orders
-    // them in teams of one lane, so the warp must synchronise.
+    // After the sum a lane may overwrite shared memory that other lanes read before it. Shuffles
+    // order these accesses in larger teams; in teams of one lane, the warp must synchronise.
     if (team_.size == 1) __syncwarp();
     if (team_.size <= kWarpSize) return;
     // Sums alternate between two buffers, so that one barrier per sum suffices: a warp that reuses
-    // a place has passed the barrier of the sum in between, as has every reader of the place.
+    // a float has passed the barrier of the sum in between, as has every reader of that float.
     float* own = scratch_ + turn_ * kTurn + team_.index * 2 * kMaxTeamWarps;
     turn_ ^= 1;
     if (threadIdx.x % kWarpSize == 0) {

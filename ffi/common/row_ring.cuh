@@ -1,5 +1,5 @@
-// A ring of pipeline stages through which the rows of several matrices are loaded. Shared memory
-// limits the bytes in flight, not registers or occupancy.
+// A ring of pipeline stages in shared memory, through which the rows of several matrices are
+// loaded. The size of shared memory limits the bytes in flight, not registers or occupancy.
 #pragma once
 
 #include "rows.cuh"
@@ -10,8 +10,8 @@ constexpr int kBytesInFlight = 64 * 1024;
 
 constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
 
-// The ring of one unit of `walk`, which is one or several teams. With bulk copies and rows aligned
-// for them, one thread of a unit copies whole rows; otherwise every thread copies its columns.
+// The ring of one unit of a RowWalk (one or several teams). With bulk copies and rows aligned for
+// them, one thread of a unit copies whole rows; otherwise every thread copies its columns.
 template <typename T, int kVec, int kVectors, int kMaxStreams, bool kShifted = false>
 class RowRing {
   using Columns = ::Columns<kVec, kVectors, kShifted>;

@@ -125,7 +125,8 @@ __device__ __forceinline__ float largest_of(const float (&values)[kSize]) {
   return most;
 }
 
-// The columns that a thread owns in each row of its team, which has `features` from `first` on.
+// The columns that a thread owns in each row of its team. The team has `features` columns, from
+// column `first` of the matrix on.
 template <int kVec, int kVectors, bool kShifted = false>
 class Columns {
  public:
@@ -397,7 +398,7 @@ __device__ __forceinline__ void add_over_teams(float (&values)[kVectors][kVec], 
                                                float* shared, float* totals) {
   constexpr int kPart = kShifted ? 1 : kVec < 4 ? kVec : 4;
   using Part = Vector<float, kPart>;
-  // Unless shifts differ, the teams of a warp own the same columns, and their sum is one part.
+  // Unless shifts differ, the teams of a warp own the same columns, and are summed first.
   int teams_of_part = 1;
   if constexpr (!kShifted) {
     for (int offset = team.size; offset < kWarpSize; offset *= 2) {
@@ -482,12 +483,14 @@ __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Returns the number of values of a buffer for `rows` rows that starts at a whole vector of `vec`.
+// Returns the values of a buffer for `rows` rows. The buffer starts at a multiple of `vec` values
+// of the matrix, so that shifted rows start within it.
 __host__ __device__ constexpr int slot_values(int rows, int features, int vec, bool shifted) {
   return shifted ? round_up(rows * features + vec - 1, vec) : rows * features;
 }
 
-// Returns after how many steps of `rows` rows a row starts at the same offset from a vector again.
+// Returns the number of steps, of `rows` rows each, after which a row starts at the same offset
+// from a vector again.
 inline int steps_of_one_shift(int rows, int features, int vec) {
   return vec / std::gcd(vec, static_cast<int>(int64_t{rows} * features % vec));
 }

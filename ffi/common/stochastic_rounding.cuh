@@ -45,7 +45,8 @@ template <int kCount>
 __device__ __forceinline__ void random_upper_halves(uint2 seeds, uint32_t first,
                                                     uint32_t (&words)[kCount]) {
   // random_word's last halves_mixed changes lower halves only. From a multiple of kCount on,
-  // indices differ in the lowest bits alone, which the first one keeps, so one call serves all.
+  // indices differ in their lowest bits alone, and the first halves_mixed does not change these
+  // bits, so that one call of it serves all indices.
   if (first % kCount == 0) {
     const uint32_t mixed = halves_mixed(seeds.x ^ first);
 #pragma unroll
@@ -59,7 +60,7 @@ __device__ __forceinline__ void random_upper_halves(uint2 seeds, uint32_t first,
 }
 
 // Returns the 16 random bits of one value: a half of the word that two adjacent values share. It is
-// rarely called, and its divisions would take registers if inlined.
+// not inlined: it is rarely called, and its divisions take registers.
 static __device__ __noinline__ uint32_t random_half(const LeafRandom& random, int stream,
                                                     int64_t local) {
   const uint32_t index = random.index(local);
@@ -86,10 +87,11 @@ __device__ __forceinline__ void random_halves(const LeafRandom& random, int stre
   }
 }
 
-// Rounds values to bfloat16 numbers: up with a probability proportional to the bits cut off.
+// Rounds values to bfloat16 numbers: up with a probability proportional to the lower 16 bits that
+// are cut off.
 //
-// An infinity has no such bits. The NaN of arithmetic, 0x7FFFFFFF, loses its lower half so that
-// nothing is carried into the upper one.
+// These bits are 0 in an infinity. The NaN of arithmetic, 0x7FFFFFFF, has its lower half cleared
+// first, so that nothing is carried into the upper one.
 template <int kCount>
 __device__ __forceinline__ void round_stochastically(const LeafRandom& random, int stream,
                                                      int64_t local, float (&values)[kCount]) {

@@ -30,9 +30,9 @@ inline int flat_tile_rows(int64_t rows, int features, const Device& device) {
   return kFlatRows<T> * std::clamp(wanted, 1, most);
 }
 
-// Returns the rows of a tile in a ring: as many as kFlatRingBytes hold, but at least one for each
-// warp. There are fewer if that spreads the rows over more SMs, or if `most_bytes` hold no more.
-// There are none if `most_bytes` do not hold the fewest rows that are whole vectors.
+// Returns the rows of a tile in a FlatRing: as many as kFlatRingBytes hold, but at least one for
+// each warp. There are fewer if that spreads the rows over more SMs, or if `most_bytes` hold fewer.
+// Returns 0 if `most_bytes` do not hold the fewest rows that are whole vectors.
 template <typename T>
 inline int flat_ring_rows(int64_t rows, int features, int most_bytes, const Device& device) {
   constexpr int kWarps = kFlatThreads / kWarpSize;
@@ -49,8 +49,8 @@ inline int flat_tile_bytes(int tile_rows, int features) {
   return round_up(tile_rows * features * static_cast<int>(sizeof(T)), 16);
 }
 
-// The tiles of kStreams matrices that a block computes one after the other, copied through a ring
-// of pipeline stages in shared memory.
+// The tiles of kStreams matrices that a block computes, copied through a ring of pipeline stages in
+// shared memory.
 template <typename T, int kStreams>
 class FlatRing {
   static constexpr int kVec = 16 / sizeof(T);
@@ -232,7 +232,8 @@ class FlatWords {
   static constexpr int kValues = kPerWord * kWords;
   using Values = float[kValues];
 
-  // Selects the words of row `line` of a tile, or of others that start in the same half of a word.
+  // Selects the words of row `line` of a tile; rows that start in the same half of a word share
+  // them.
   __device__ FlatWords(const Team& team, int features, int line)
       : rank_(team.rank),
         size_(team.size),
@@ -318,8 +319,8 @@ class FlatWords {
  private:
   static constexpr int kSure = fewer_flat_words(kWords);
 
-  // Whether both values of a word are certain to be the row's. Other words are read and written in
-  // halves, because a neighbouring row may be written at the same time.
+  // Whether both values of word `i` certainly belong to the row. Other words are read and written
+  // as two halves, because another warp may write the adjacent row at the same time.
   __device__ static constexpr bool is_whole(int i) { return i > 0 && i < kSure; }
 
   int rank_;
