@@ -1,19 +1,20 @@
 // Depthwise convolution: each channel has one kernel of its own, and pixels are channels last.
 //
-// A lane has a pair of channels, a warp 64 channels of a strip: a few adjacent columns of the
-// output, and some or all of its rows. With at most half or a quarter as many channels, a half or a
-// quarter of a warp has a strip of its own. The lanes walk down their strip. They load each row of
-// the input once, before it is needed, and make all products with it: a sum for each row of the
-// kernel is in registers, and the step's oldest sum is complete. Each addition writes to the
-// register of the next older sum, so no moves are needed. So the loop fits the instruction cache,
-// which a patch with all its products unrolled does not, and warps never wait for each other.
+// A lane has a pair of channels; a warp computes 64 channels of a strip: a few adjacent columns of
+// the output, and some or all of its rows. With at most 32 or 16 channels, a half or a quarter of a
+// warp has a strip of its own. A lane loops over the rows of its strip. Each input row is loaded
+// once, ahead of its use, and multiplied by all rows of the kernel. Registers hold a sum for each
+// row of the kernel, and each step completes the oldest sum. An addition writes to the register of
+// the next older sum, so that no moves are needed. The loop fits the instruction cache, unlike a
+// patch of the output with all its products unrolled, and warps never wait for each other.
 //
-// A large kernel computes long enough per row to load the next one to registers meanwhile. A small
-// one is bound by memory, so the rows of a few steps are copied ahead to shared memory.
+// A large kernel computes for so long per row that the next row can be loaded to registers
+// meanwhile. A small kernel is bound by memory, so the rows of a few steps are copied ahead to
+// shared memory.
 //
-// The gradient of the weights (wgrad) walks down in the same way, with the newest rows of dy and a
-// sum for each weight in registers. Each block writes its sums, and the caller adds them in the
-// order of the blocks.
+// The gradient of the weights (wgrad) loops over rows in the same way, with the newest rows of dy
+// and a sum for each weight in registers. Each block writes its sums, and the caller adds them in
+// the order of the blocks.
 
 #include <cmath>
 
@@ -452,7 +453,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
     }
     input.take(values);
     request(step + Input::kAhead);
-    // The oldest sum is first, so that its place is free when the next younger one moves there.
+    // The oldest sum is first, so that its register is free when the next younger sum moves there.
 #pragma unroll
     for (int j = K::kOlder; j >= 0; --j) {
       if (decltype(guarded)::value && (step - j < strip.begin || step - j >= strip.end)) continue;

@@ -15,7 +15,7 @@ struct WeightsOperands {
   ConvShape shape;
   const void *x, *dy;
   float* sums;    // gradients of taps, then of the bias: [parts, taps + 1, channels]
-  int64_t parts;  // parts of the sums, which the caller adds
+  int64_t parts;  // number of partial sums of each tap, which the caller adds
 };
 
 struct ConvOperands {

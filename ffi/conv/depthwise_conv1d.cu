@@ -1,14 +1,14 @@
 // Depthwise convolution along one axis, as the short convolutions of Mamba and Griffin.
 //
-// The steps (positions) of an image are cut into pieces. A thread has a vector of channels of one
-// piece. It walks along the piece with the last inputs in registers, so that each input is read
-// once, and loads the next steps' inputs before it computes the current ones. Adjacent threads have
-// adjacent channels.
+// The steps (positions) of an image are cut into pieces. A thread loops over the steps of one
+// piece, for a vector of channels. The last inputs are in registers, so that each input is read
+// once, and the next steps' inputs are loaded before the current steps are computed. Adjacent
+// threads have adjacent channels.
 //
 // The gradient reads only x and dy. It recomputes the activation's input: a few multiply-adds,
-// while reading it would cost a third more bytes. The same walk yields the gradients of the input,
-// the weights and the bias. Each thread writes its sums for the weights, and the caller adds them
-// in the order of the pieces.
+// while reading it would take a third more bytes. One loop yields the gradients of the input, the
+// weights and the bias. Each thread writes its sums for the weights, and the caller adds them in
+// the order of the pieces.
 
 #include "common/activation.cuh"
 #include "common/handler.h"
@@ -22,7 +22,7 @@ constexpr int kThreads = 128;
 struct Conv1dShape {
   int images, length, out_length, channels;
   int left;    // steps of zeros before the input
-  int pieces;  // pieces of an image, each of which a thread walks along
+  int pieces;  // pieces of an image; a thread computes one piece
 };
 
 struct ForwardArgs {
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (; step < piece.end; step += kSteps) advance(step, std::true_type{});
 }
 
-// A thread's walk along a piece of the gradient. A step computes dz, the gradient of the
+// A thread's loop over a piece in the backward. A step computes dz, the gradient of the
 // activation's input, and completes dx of the input `left` steps before.
 template <typename T, int kTaps, int kVec>
 class GradientWalk {

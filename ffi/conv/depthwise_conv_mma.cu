@@ -86,7 +86,7 @@ struct ConvArgs {
   int channel_groups;  // thread blocks that share a tile
 };
 
-struct WeightsArgs : WeightsOperands {  // each worker, the blocks of a tile, writes its own sums
+struct WeightsArgs : WeightsOperands {  // each worker, a tile's thread blocks, writes its own sums
   Tiling tiling;
   int width, channel_groups;
 };
@@ -135,8 +135,8 @@ struct Part {
         exists(channel < shape.channels) {}
 };
 
-// A quad: the place of four adjacent columns in a tile and in a plane, packed in a word. A thread
-// block lists its quads once for all its tiles.
+// A quad: the position of four adjacent columns in a tile and in a plane, packed in a word. A
+// thread block lists its quads once for all its tiles.
 class Quad {
  public:
   __device__ __forceinline__ explicit Quad(uint32_t word) : word_(word) {}
@@ -786,7 +786,8 @@ int bits_of(int64_t number) {
   return -1;
 }
 
-// Returns the most 16-byte rows in the same banks, summed over both halves of a tile.
+// Returns the largest number of 16-byte rows of a matrix that share banks, summed over both halves
+// of a tile.
 int conflicts(const Tiling& tiling, int row_step) {
   int found = 0;
   for (int half = 0; half < 2; ++half) {
