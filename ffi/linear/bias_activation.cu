@@ -2,9 +2,9 @@
 // and the residual. The backward multiplies by the activation's derivative and sums the bias
 // gradient.
 //
-// A thread owns a vector of columns, keeps their biases and their sums of gradients in registers,
-// and walks down the rows. A block writes one partial sum for each column; the caller adds these,
-// always in the same order.
+// A thread owns a vector of columns and loops over rows, with the columns' biases and its sums of
+// the bias gradient in registers. A block writes one partial sum for each column; the caller adds
+// these, always in the same order.
 
 #include "common/activation.cuh"
 #include "common/handler.h"
@@ -24,7 +24,7 @@ struct Branch {
   const void* in;   // the product; in the backward the preactivation, [rows, features]
   Parameter bias;   // absent in the backward, whose input contains the bias
   void* out;        // forward: preactivation or nullptr; backward: its gradient
-  float* partials;  // parts of the bias gradient, [blocks along the rows, features], or nullptr
+  float* partials;  // partial bias gradients, [blocks along the rows, features], or nullptr
 };
 
 struct BiasActivationArgs {
@@ -39,7 +39,8 @@ struct BiasActivationArgs {
   Activation activation;
 };
 
-// kVec values of a row whose dtype may be wider than the product's, accessed 16 bytes at a time.
+// kVec values of a row of y, dy or the residual, whose dtype O may be wider than the product's,
+// accessed 16 bytes at a time.
 template <typename O, int kVec>
 struct Values {
   static constexpr int kPart = sizeof(O) * kVec > 16 ? kVec / 2 : kVec;
@@ -103,7 +104,7 @@ __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
   unpack(rounded, z);
 }
 
-// A thread's vector of columns, and the rows that it walks over.
+// A thread's vector of columns, and the rows that it loops over.
 struct Walk {
   int column;
   int line;   // index in the block of the thread's line: `lanes` adjacent threads that share a row
@@ -305,7 +306,7 @@ ffi::Error launch(BiasActivationArgs args, int blocks, bool backward, cudaStream
   args.lanes = 1;
   while (args.lanes < kWarpSize && args.lanes * vec < args.features) args.lanes *= 2;
   const int columns = divide_up(args.features, args.lanes * vec);
-  // Blocks are small, so that the last blocks to run leave little of the GPU idle.
+  // Blocks are small, so that the last wave leaves few SMs idle.
   const bool gated = args.up.in != nullptr;
   const int forward_rows = gated ? kForwardRows<true> : kForwardRows<false>;
   const int rows = kThreads / args.lanes * (backward ? kBackwardRows : forward_rows);
@@ -348,7 +349,7 @@ ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, std::string
   return ffi::Error::Success();
 }
 
-// Checks and stores the results that have the layout of `in` and `up`.
+// Checks and stores the results with the shape and dtype of `in` and `up`.
 ffi::Error parse_out(const ffi::AnyBuffer& out, const ffi::AnyBuffer& up_out,
                      const ffi::AnyBuffer& in, BiasActivationArgs* args) {
   RETURN_IF_ERROR(check_like("the first result beside y", out, in));

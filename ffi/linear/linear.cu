@@ -6,7 +6,7 @@
 // bias gradient fused into the weight gradient (wgrad).
 //
 // cuBLASLt stores matrices by columns and XLA by rows, so the call computes the transposed product
-// y^T = w^T x^T, in which every matrix lies in memory as XLA has it.
+// y^T = w^T x^T: each matrix is then in memory as cuBLASLt expects it.
 
 #include <array>
 #include <map>
@@ -39,8 +39,8 @@ struct Owned {
   Handle handle = nullptr;
 };
 
-// kProposals: algorithms that the heuristic is asked for. kManyWaves: waves of 128x128 tiles from
-// which a product counts as large.
+// kProposals: algorithms that the heuristic is asked for. kManyWaves: least waves of 128x128 tiles
+// of a product that counts as large.
 constexpr int kProposals = 16;
 constexpr float kManyWaves = 16.0f;
 
@@ -185,9 +185,9 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                                proposals.data(), &found),
                      "cublasLtMatmulAlgoGetHeuristic"));
     if (found == 0) return ffi::Error::Internal("cuBLASLt has no algorithm for this product");
-    // The heuristic ignores the cost of an epilogue. With 128x128 tiles, two warpgroups work in
-    // ping-pong: one multiplies while the other runs its epilogue, which is faster. The exceptions
-    // are products of few tiles and products that also write the preactivation.
+    // The heuristic ignores the cost of an epilogue. 128x128 tiles are preferred, because their two
+    // warpgroups work in ping-pong: one multiplies while the other runs its epilogue. Products of
+    // few tiles, and those that also write the preactivation, take the heuristic's first proposal.
     *algorithm = proposals[0].algo;
     for (int i = 0; product.preactivation == nullptr && i < found; ++i) {
       uint32_t tile = 0;
