@@ -39,12 +39,13 @@ constexpr int kWarpRowThreads = 256;  // threads of a block in which each warp h
 constexpr int kPlaces = kMaxClusterBlocks * kMaxThreads / kWarpSize;
 // Vectors of a thread whose loads are in flight together, for rows that are not in shared memory.
 constexpr int kUnroll = 4;
-// Parts in which a row is copied to shared memory: one is read while later ones are in flight.
+// Parts of a row that are copied to shared memory one by one: a part is read while later ones are
+// in flight.
 constexpr int kParts = 4;
 
 // Statistics of a row, in their order in memory. kLogSum is log(sum(exp(logit - maximum))), kPicked
-// sum(target * (logit - maximum)) before smoothing, kMean mean(logit - maximum), kTotal
-// sum(target).
+// is sum(target * (logit - maximum)) before label smoothing, kMean is mean(logit - maximum), and
+// kTotal is sum(target).
 enum Statistic { kMaximum, kLogSum, kPicked, kMean, kTotal, kStatistics };
 
 // The labels: one class for each row, or a distribution over the classes.
@@ -78,7 +79,8 @@ struct LossArgs {
   void* dlogits;
   int64_t rows;
   int features;
-  // Forward: limit on vectors of a row in a block. Backward: threads that share a part of a row.
+  // Forward: most vectors of a row that one block reads. Backward: threads that share a part of a
+  // row.
   int slice;
   // Forward: blocks that share a row. Backward: parts of a row.
   int cluster;
@@ -98,13 +100,14 @@ __device__ __forceinline__ float capped(float logit, const LossOptions& options)
 
 // --- sums over a row -----------------------------------------------------------------------------
 
-// Computes exp(logit - maximum) with one FMA and one exp2, as 2^power(logit). As `bias` is rounded,
-// power(maximum), the slip, is not quite 0. A factor 2^-slip corrects sums, not each term.
+// Computes exp(logit - maximum) with one FMA and one exp2, as 2^power(logit). Because `bias` is
+// rounded, power(maximum) is not quite 0; this error is the slip. Sums, rather than each term, are
+// multiplied by 2^-slip.
 class Exponent {
  public:
   __device__ __forceinline__ explicit Exponent(float maximum) {
-    // Values near such a maximum are so far apart that exp of a difference is 0 with any scale;
-    // this one keeps `bias` finite.
+    // Beyond 1e38, adjacent float32 values are so far apart that exp of their difference is 0 with
+    // any scale; this scale keeps `bias` finite.
     scale = fabsf(maximum) < 1e38f ? kLog2e : 0x1p-10f;
     bias = -maximum * scale;
   }
@@ -192,7 +195,8 @@ class RowAdder {
     sums_.sums[Sums::kExp] += sum_of(powers);
   }
 
-  // Adds soft labels `shares` of logits already added; a label of 0 adds 0 even to -inf.
+  // Adds soft labels (`shares`) and their products with logits that `add` has already added. A
+  // label of 0 adds 0, even if the logit is -inf.
   template <int kSize>
   __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
                                            const float (&shares)[kSize]) {
@@ -260,9 +264,9 @@ class WarpJoin {
     const int lane = threadIdx.x % kWarpSize;
     const int rank = cluster_ > 1 ? cluster_rank() : 0;
     const int place = rank * warps + threadIdx.x / kWarpSize;
-    // Successive calls alternate between two halves of the memory, so that one barrier a call
-    // suffices: a thread that overwrites a place has passed the barrier of the call in between, and
-    // so have all threads that read that place.
+    // Successive calls alternate between two halves of the memory, so that one barrier per call
+    // suffices: a thread that overwrites a value has passed the barrier of the call in between, and
+    // so have all threads that read that value.
     float* own = places_ + turn_ * kValues * kPlaces;
     const int used = cluster_ * warps;
     if (cluster_ == 1) {
@@ -696,7 +700,7 @@ constexpr int row_blocks(Form form, bool warp, Mode mode) {
 
 // Computes statistics of rows and, except in Mode::kStatistics, their gradient. A team of threads
 // (a warp with kWarp, else a block or a cluster) computes a row at a time. With Mode::kResident, a
-// part of the next row is copied once the gradient of this part is written.
+// part of the next row is copied once the gradient of the same part of this row is written.
 template <typename T, int kVec, Form kForm, bool kWarp, Mode kMode>
 __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, kWarp, kMode))
     forward_rows(const __grid_constant__ LossArgs args) {
@@ -1025,15 +1029,15 @@ __global__ void __launch_bounds__(kScaleThreads)
 
 // --- launch --------------------------------------------------------------------------------------
 
-// Options of the forward's launch. `cluster` is the number of blocks in a cluster, 0 to choose it
-// here, or -1 to read rows twice instead of keeping them in shared memory.
+// Options of the forward's launch. `cluster` is the number of blocks in a cluster, 0 to let the
+// launch choose it, or -1 to read rows twice instead of keeping them in shared memory.
 struct ForwardConfig {
   int cluster;
   int threads;  // limit on the threads of a block
 };
 
-// kWarpVectors: limit on a lane's vectors if each warp has its own row. kKeptVectors: vectors of a
-// thread if a block keeps a row; more if the block would need too many threads.
+// kWarpVectors: most vectors of a lane if each warp has its own row. kKeptVectors: vectors of a
+// thread if a block keeps a row in shared memory; more if the block would need too many threads.
 constexpr int kWarpVectors = 8;
 constexpr int kKeptVectors = 16;
 
@@ -1049,8 +1053,8 @@ int row_bytes(bool keeps, int slice, int threads) {
   return Slots::kBarrierBytes + kJoinBytes + vectors * int{sizeof(typename Slots::Pack)};
 }
 
-// Returns how many blocks share a row, each with bytes(blocks) of shared memory; 0 if none is large
-// enough and the row must be read twice.
+// Returns how many blocks share a row, each with bytes(blocks) of shared memory; 0 if the row does
+// not fit the largest cluster and must be read twice.
 template <typename Bytes>
 int choose_cluster(const Bytes& bytes, const Device& device) {
   constexpr int kReserved = 1024;  // bytes that CUDA reserves for each block
@@ -1112,7 +1116,7 @@ ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Devic
 template <typename T, int kVec, Form kForm>
 ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Device& device,
                           cudaStream_t stream) {
-  // kSmooth is compiled only for blocks that keep their row; others use kGeneral.
+  // kSmooth is compiled only for blocks that keep their row in shared memory; others use kGeneral.
   constexpr Form kOtherForm = kForm == Form::kSmooth ? Form::kGeneral : kForm;
   const int vectors = most_vectors(args.features, kVec);
   const bool gradient = args.dlogits != nullptr;

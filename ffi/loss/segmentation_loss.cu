@@ -26,7 +26,8 @@ constexpr int kFewClasses = 24;
 // Pixels of a lane whose loads are in flight together.
 constexpr int kUnroll = 4;
 constexpr int kMostClasses = 256;
-// Number of an image's sums besides three per class: of pixels' weights and of weighted losses.
+// Number of an image's sums that are not per class: the sum of the pixels' weights and that of
+// their weighted losses. Each class has three more.
 constexpr int kOverall = 2;
 
 enum class LabelType : int { kInt32, kUint8, kFloat32 };
@@ -116,7 +117,7 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
   if (args.ignores && label == args.ignore_index) result.counts = false;
   result.label = static_cast<float>(label);
   result.weight = args.weights == nullptr ? 1.0f : args.weights[place];
-  // A pixel that does not count must add 0, even if its values are NaN.
+  // A pixel that is ignored or beyond the image must add 0, even if its values are NaN.
   if (!result.counts) {
     result.weight = 0.0f;
     result.label = 0.0f;
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(kThreads) image_gradient(const __grid_constant
 
 // Pixels of a mask that a thread loads as one vector.
 constexpr int kMaskPixels = 8;
-// Blocks of a cluster, which has one image.
+// Blocks of the cluster that computes one image.
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
@@ -307,7 +308,7 @@ __device__ __forceinline__ float share_of(float label, float tolerance) {
   return label >= -tolerance && label <= 1.0f + tolerance ? label : nanf("");
 }
 
-// Adjacent pixels of a mask. Those that are not counted have weight and logit 0.
+// Adjacent pixels of a mask. Ignored ones have weight, label and logit 0.
 template <int kVec>
 struct MaskPixels {
   float logits[kVec];
@@ -393,7 +394,7 @@ __device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
   if (args.weights != nullptr) load_as_float<float>(args.weights + place, 0, pixels.weights);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    // A pixel that does not count must add 0, even if its values are NaN.
+    // An ignored pixel must add 0, even if its values are NaN.
     if (pixels.counts >> i & 1) continue;
     pixels.logits[i] = pixels.labels[i] = pixels.weights[i] = 0.0f;
   }
@@ -506,7 +507,7 @@ struct MaskTotals {
   }
 };
 
-// Probabilities and labels of a thread's two vectors of pixels, kept for the gradient.
+// Probabilities and labels of a thread's two vectors of pixels, held in registers for the gradient.
 template <int kVec>
 struct Kept {
   float inside[2][kVec];
@@ -534,7 +535,7 @@ __device__ __forceinline__ void add_two(const ImageArgs& args, int64_t pixel, in
 
 // Sums of all blocks of a cluster, in the shared memory of each of them. Each block sends its sums
 // to all, and an mbarrier counts the bytes that arrive. A cluster barrier would also wait for other
-// memory accesses and affect the caches.
+// memory accesses.
 struct ClusterSums {
   float sums[kCluster][kMaskSums];
   uint64_t barrier;
@@ -740,7 +741,7 @@ struct Rows {
   int row;    // bytes of a pixel
   int pitch;  // bytes between the starts of successive pixels
 
-  // If a row's bytes are a multiple of 32, a gap of 16 avoids most bank conflicts.
+  // A gap of 16 bytes after rows whose bytes are a multiple of 32 avoids most bank conflicts.
   __host__ __device__ __forceinline__ Rows(int classes, int itemsize)
       : row(classes * itemsize), pitch(row % 32 == 0 ? row + 16 : row) {}
 
@@ -810,7 +811,7 @@ struct TruthBits {
   }
 };
 
-// A pixel's label and weight, both 0 if it does not count.
+// A pixel's label and weight, both 0 if the pixel is ignored or beyond the image.
 struct Truth {
   bool counts;
   int label;
@@ -927,7 +928,7 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
       const Truth truth(args, bits[i]);
       const char* const row = stages + turn % 2 * stage + (i * kWarpSize + lane) * rows.pitch;
       const FewTerms<kMost> terms(args, reinterpret_cast<const T*>(row), truth);
-      // Pixels that do not count add nothing, like lanes beyond the image, whose rows are
+      // Ignored pixels add nothing, nor do lanes beyond the image, whose rows are
       // arbitrary.
       if (!truth.counts) continue;
       total += truth.weight;
