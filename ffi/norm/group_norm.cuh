@@ -1,5 +1,5 @@
 // Shared by the forward and the backward of group_norm: how images are spread over blocks and
-// threads, and how sums of many parts are merged in a fixed order.
+// threads, and how partial sums are merged in a fixed order.
 //
 // Each direction reads an image in two passes. The first writes sums of every slice to global
 // memory, the second merges them and writes the result. A slice is a run of adjacent pixels with
@@ -30,10 +30,10 @@ namespace group_norm {
 // Threads of a block, unless a single pixel has more vectors.
 constexpr int kThreads = 512;
 constexpr int kMaxThreads = 1024;
-// Limit on the sums in all slices of an image that the second pass merges itself. More are merged
-// by a launch of their own, so that not every block reads them all.
+// Largest number of sums, over all slices of an image, that each block of the second pass merges
+// itself. More are merged by a separate launch, so that not every block reads all of them.
 constexpr int kMostSums = 4096;
-// Groups or channels that a block of that launch merges, one per warp.
+// Groups or channels that a block of the merging launch merges, one per warp.
 constexpr int kMergedColumns = 8;
 // Division by a multiplication with the inverse. Dividend times divisor must be less than 2^32.
 struct Divider {
@@ -66,9 +66,9 @@ struct Plan {
   int full;           // steps that every thread takes: pixels / rows
   int extra;          // rows of threads with one more step; a longer slice has one more such row
   int64_t stride;     // values between a thread's successive pixels
-  int item_parts;     // parts of each sum in shared memory, from a block's threads
+  int item_parts;     // partial sums of each sum in shared memory, from a block's threads
   int item_pitch;     // distance between sums in shared memory; odd, to avoid bank conflicts
-  int item_lanes;     // adjacent threads that merge the parts of one sum
+  int item_lanes;     // adjacent threads that add the partial sums of one sum
   int channel_lanes;  // adjacent threads that merge the channels of a group
   int slice_lanes;    // adjacent threads that merge a group's slices in the second pass
   int parts;          // partial sums of an image for the second pass: one per slice, or 1 if merged
@@ -125,7 +125,7 @@ struct Place {
   }
 };
 
-// Crew: whole warps of a block with a common job. With kBarrier 0, a crew is the whole block.
+// A crew: the warps of one role of a block. With kBarrier 0, a crew is the whole block.
 template <int kBarrier>
 struct Crew {
   int thread;  // index of the thread in its crew
@@ -186,7 +186,7 @@ __device__ __forceinline__ void merge_parts(const Crew<kBarrier>& crew, int sums
   }
 }
 
-// Moves an offset, opaquely for the compiler, which would otherwise keep a separate offset in
+// Adds `by` to an offset, hidden from the compiler, which would otherwise hold a separate offset in
 // registers for each load of an unrolled loop.
 __device__ __forceinline__ void advance(int64_t& offset, int64_t by) {
   offset += by;
@@ -361,21 +361,21 @@ ffi::Error parse_forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& residual
   return ffi::Error::Success();
 }
 
-// Whether a launch of its own merges the sums of an image's slices.
+// Whether a separate launch merges the sums of an image's slices.
 inline bool merges_apart(const Plan& plan, int sums) {
   return plan.slices > 1 && static_cast<int64_t>(plan.slices) * sums > kMostSums;
 }
 
-// Returns how many threads of a block merge one sum, so that each has a few parts.
+// Returns how many threads of a block merge one sum, so that each adds a few of its partial sums.
 inline int lanes_of(int threads, int sums, int parts) {
   int lanes = 1;
   while (lanes < 32 && 2 * lanes * sums <= threads && 4 * lanes < parts) lanes *= 2;
   return lanes;
 }
 
-// Spreads a slice over at most `most` threads. A pixel with more vectors gets as many threads as it
-// has, up to `limit`; beyond that is an error. The threads leave `item_sums` sums in shared memory,
-// each with `row_parts` parts from a row of threads.
+// Spreads a slice over at most `most` threads. A pixel with more vectors gets one thread for each
+// vector, up to `limit`; beyond that is an error. The threads write `item_sums` sums to shared
+// memory, each as `row_parts` partial sums from every row of threads.
 template <int kVec>
 ffi::Error spread(const Images& images, int most, int limit, int item_sums, int row_parts,
                   Plan* plan, int* threads) {

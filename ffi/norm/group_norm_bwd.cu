@@ -36,8 +36,8 @@ struct BackwardArgs {
   const float* dvariance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  // Parts of dscale and dbias, [images, slices, channels], or [blocks, channels] in a single pass
-  // if images share parameters.
+  // Partial sums of dscale and dbias, [images, slices, channels], or [blocks, channels] in a single
+  // pass if images share parameters.
   float2* channel_partials;
   // Sums of dscale and dbias times scale: [images, slices, groups], or [images, groups, slices] in
   // a single pass; nullptr if each channel is a group.
@@ -174,7 +174,8 @@ __device__ __forceinline__ void merge_sums(const Crew<kBarrier>& crew, const Bac
         store_channel(of, sums);
         float scale[1];
         load_channels(args.scale, args.scale_rows, image, images.channels, of, 1.0f, scale);
-        // The channel's parts have all been read, so its sums may replace the first of them.
+        // All partial sums of the channel have been read, so its sums may overwrite the first of
+        // them.
         items[of * plan.item_pitch] = make_float2(sums.x * scale[0], sums.y * scale[0]);
       });
   if (!has_groups) return;
@@ -228,8 +229,8 @@ __device__ void take_sums(const BackwardArgs& args, const Place& place, float2* 
       });
 }
 
-// Returns slope and constant of dx = dz factor + slope (x - mean) + constant from a group's sums.
-// The sums still lack the factor `weight`: rstd, or rstd scale if each channel is a group.
+// Returns slope and constant of dx = dz factor + slope (x - mean) + constant from a group's sums,
+// which are still to be multiplied by `weight`: rstd, or rstd scale if each channel is a group.
 __device__ __forceinline__ float2 line_of(const BackwardArgs& args, int image, int group,
                                           float weight, float2 sums) {
   const Images& images = args.images;
@@ -301,7 +302,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 // --- single pass ---------------------------------------------------------------------------------
 
 using BackwardCrews = Crews<320, 256, 320, 2, 8 * 1024>;
-// Slices whose sums of a group a thread loads at once.
+// Number of slices whose sums, of one group, a thread loads at once.
 constexpr int kSumsTogether = 22;
 
 // Adds up the channels' sums of all blocks. Each block merges some of the channels, while the warps

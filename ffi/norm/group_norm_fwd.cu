@@ -76,7 +76,8 @@ __device__ __forceinline__ void merge_slices(const Crew<kBarrier>& crew, const I
                                              const Store& store) {
   const float size = static_cast<float>(images.group_size);
   const float shorter = static_cast<float>(pixels) * size;
-  // The mean of a slice of few values may be far from that of all: then `base` averages several.
+  // The mean of a slice of few values may be far from that of all values: then `base` averages the
+  // means of several slices.
   const int near = min(moments.count, static_cast<int>(kFewestValues / fmaxf(shorter, 1.0f)) + 1);
   const auto base_of = [=](int group) {
     float base = moments.at(group, 0).x;
@@ -135,7 +136,8 @@ __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, co
   auto& mean = of.sums;
   auto& squares = of.squares;
   const float count = static_cast<float>(steps);
-  // Not an approximate division: its error would be the same in all threads and add up.
+  // The division is exact: the error of an approximate one would be the same in all threads and so
+  // add up.
   const float inverse = 1.0f / fmaxf(count, 1.0f);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
@@ -325,8 +327,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 // --- single pass ---------------------------------------------------------------------------------
 
 using ForwardCrews = Crews<128, 256, 512, 1, 16 * 1024>;
-// Moments of a group's slices that a thread loads at once; 4 threads load 132 slices in two
-// batches.
+// Number of slices whose moments, of one group, a thread loads at once; 4 threads load 132 slices
+// in two batches.
 constexpr int kMomentsTogether = 17;
 
 template <typename T, int kVec>

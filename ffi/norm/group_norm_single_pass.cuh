@@ -1,15 +1,16 @@
-// The single pass of group_norm (sm_90 and later): images stay in shared memory between its steps.
+// The single pass of group_norm (sm_90 and later): images are read once, since they stay in shared
+// memory between the sums and the results.
 //
-// The grid is cooperative, with one block per SM. Blocks form teams; a team takes one image after
-// the other, and a block has the same slice of each. Bulk copies bring chunks of slices into a ring
-// of pipeline stages (slots) in shared memory, ahead into the next images. The crews (warps of one
-// role) of a block work on different images at the same time, so that none waits for data that was
-// only just requested:
+// The grid is cooperative, with one block per SM. Blocks form teams; a team computes one image
+// after the other, and a block has the same slice of each. Bulk copies load chunks of the slices,
+// of the next images too, into a ring of pipeline stages (slots) in shared memory. The crews (warps
+// of one role) of a block work on different images at the same time, so that none waits for data
+// that was only just requested:
 //
 //   - the loader, a single thread, fills slots as they become free;
-//   - the first crew takes the sums of a slice, leaves them in global memory and counts its block
-//     at the image's counter;
-//   - the second waits for all blocks of the team at this counter, and merges their sums;
+//   - the first crew computes the sums of a slice, stores them in global memory and increments the
+//     image's counter;
+//   - the second waits until all blocks of the team have incremented it, and merges their sums;
 //   - the third reads the slice from the slots again, writes the results and frees the slots.
 #pragma once
 
@@ -40,7 +41,7 @@ struct Ring {
   int slot_bytes;  // bytes of one array in a slot
   int items_at;    // offset in shared memory of a slice's sums
   int merged_at;   // offset of the merged sums, with two buffers that images alternate between
-  int kept_at;     // offset of sums that a block keeps over all its images
+  int kept_at;     // offset of sums that a block accumulates over all its images
   int barriers_at;
   int sum_threads, write_threads;
   int write_rows;  // pixels that the writing warps read at a time
@@ -170,7 +171,7 @@ class Block {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(free(turn.slot));
   }
 
-  // Counts the block at the image's counter, after its sums are stored in global memory.
+  // Increments the image's counter for this block, after its sums are stored in global memory.
   __device__ __forceinline__ void publish(const Crew<kSumsBarrier>& crew, int image) const {
     crew.sync();
     if (crew.thread == 0) count_up(ring.counters + image);
@@ -182,8 +183,8 @@ class Block {
     crew.sync();
   }
 
-  // Lets the writing warps start on an image whose sums are merged. They have then finished the
-  // image before, so two buffers of merged sums suffice.
+  // Barrier between the warps that have merged an image's sums and those that write its results.
+  // The latter have then finished the previous image, so two buffers of merged sums suffice.
   __device__ __forceinline__ void meet() const {
     barrier_sync(kMergedBarrier, Crews::kMerge + ring.write_threads);
   }
@@ -228,8 +229,8 @@ inline ffi::Error check_counters(const ffi::AnyBuffer& counters, const Images& i
 }
 
 // Launches `kernel`. `args` has the members images, plan and ring, whose counters are set.
-// `item_sums` and `row_parts` are the arguments of `spread`, and `kept_bytes` are the bytes that a
-// block keeps over its images.
+// `item_sums` and `row_parts` are the arguments of `spread`, and `kept_bytes` are the bytes of sums
+// that a block accumulates over its images.
 template <int kVec, typename Crews, typename Args>
 ffi::Error launch_once(void (*kernel)(Args), Args args, const Config& config, const Device& device,
                        int item_sums, int row_parts, int kept_bytes, int item_bytes,

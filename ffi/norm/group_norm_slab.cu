@@ -186,7 +186,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       (static_cast<int64_t>(image) * args.images.pixels + start + line) * args.images.channels +
       channel;
 
-  // The vectors kept for the second read follow the sums: see the handler's shared_bytes.
+  // The part's vectors, which are read again once the statistics are known, follow the sums: see
+  // the handler's shared_bytes.
   float* of_lines = reinterpret_cast<float*>(shared);
   float* sums = of_lines + columns * (args.line_sums | 1);
   auto* moments = reinterpret_cast<float2*>(sums + columns);

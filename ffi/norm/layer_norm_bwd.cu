@@ -433,7 +433,7 @@ struct Operands {
 // Rows that a block loads at the same time, so that they share the loads of parameters.
 constexpr int kTermRows = 4;
 
-// Computes row_terms() of all rows. If there are few, a block has fewer than kTermRows at a time.
+// Computes row_terms() of all rows. If rows are few, a block has fewer than kTermRows at a time.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     backward_row_terms(const __grid_constant__ BackwardArgs args) {
@@ -660,7 +660,7 @@ using BackwardKernel = void (*)(BackwardArgs);
 // With few rows, a separate launch to sum over blocks would take longer than the rows. So some
 // blocks compute dx, one row per team, while others compute dscale and dbias, some columns per
 // cluster. They are independent, and the second read of an operand hits L2. dpre_bias is not
-// supported: it is a sum of dh, which only the first blocks have.
+// supported: it is a sum of dh, which only the blocks that compute dx have.
 constexpr int kFewRowsElements = 16;
 constexpr int kFewRowsThreads = 256;
 constexpr int kBlockColumns = 32;
@@ -863,7 +863,7 @@ struct AddBlocksArgs {
 };
 
 constexpr int kAddThreads = 32;  // threads along the columns
-constexpr int kAddSlices = 16;   // threads that share a column's parts
+constexpr int kAddSlices = 16;   // threads among which the block sums of a column are divided
 
 // Block (x, segment, parameter) adds up kAddThreads vectors of columns of one gradient.
 template <int kVec>
@@ -1118,7 +1118,7 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
   } else if (staged) {
     args.segment_blocks = std::min(args.rows, blocks_of_segment(1));
   } else if (wide) {
-    // Each block writes its sums, which takes longer than its rows if these are few.
+    // Each block writes its sums, which takes longer than computing its rows if these are few.
     const int enough = divide_up(2 * device.multiprocessors, segments * wide_column_blocks);
     args.segment_blocks = std::min(
         {args.rows, blocks_of_segment(1), std::max(divide_up(args.rows, kFewestWideRows), enough)});

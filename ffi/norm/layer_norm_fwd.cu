@@ -39,7 +39,8 @@ constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   return chain == Chain::kPlain && !mean ? 5 : 4;
 }
 
-// A thread's values of a row: float32, or packed as T, with half the registers, if T is exact.
+// A thread's values of a row: in float32, or packed as T in half the registers, if T represents
+// them exactly.
 template <typename T, int kVec, int kVectors, bool kPacked>
 class RowValues {
  public:
@@ -365,8 +366,8 @@ __device__ __forceinline__ float sum_over_row(float value, float* shared) {
 }
 
 // Normalises few rows without residual, pre_bias or activation, with parameters of type P. Almost
-// all is known at compile time, so little remains besides the loads. Each row has a warp (kOneWarp)
-// or a block.
+// all sizes are compile-time constants, so that few instructions remain besides the loads. Each row
+// has a warp (kOneWarp) or a block.
 template <typename T, typename P, int kVectors, bool kOneWarp>
 __global__ void __launch_bounds__(kOneWarp ? kPlainThreads : kMostPlainWarps * kWarpSize)
     forward_few_plain_rows(const __grid_constant__ ForwardArgs args) {
@@ -640,7 +641,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
 // --- longer rows ---------------------------------------------------------------------------------
 
 // A block reads a row three times, the second and third time from L2, which holds the rows of all
-// running blocks (264 rows of 128 KiB in 16 bits, of 50 MB).
+// running blocks (on an H200, 264 rows of at most 128 KiB in 16 bits, of 50 MB).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     forward_wide_rows(const __grid_constant__ ForwardArgs args) {
@@ -784,7 +785,8 @@ ForwardPlan plan_forward(const ForwardArgs& args, int elements) {
   }
 }
 
-// Fewest threads of a team for which short runs of rows pay off, as a run reloads the parameters.
+// Fewest threads of a team whose blocks take short runs of rows: every block reloads the
+// parameters, which takes too long for rows of fewer threads.
 constexpr int kWideTeam = 128;
 
 // Returns ForwardArgs::run in rows per team, for matrices larger than L2. Blocks that each take a
