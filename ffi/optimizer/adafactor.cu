@@ -480,7 +480,7 @@ ffi::Error factored_moments(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::An
   return launch_kernel(update_moments, args, launch, stream);
 }
 
-// Sums the squares of the updates of each matrix, before the factor that all its updates share.
+// Sums the squares of the updates of each matrix, without the factor that all its updates share.
 // `arrays` has each leaf's gradient, row moments and column moments.
 ffi::Error factored_updates(cudaStream_t stream, ffi::RemainingArgs arrays,
                             ffi::Result<ffi::AnyBuffer> totals,

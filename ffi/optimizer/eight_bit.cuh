@@ -101,9 +101,10 @@ __device__ __forceinline__ float inverse_scale_of(float scale,
 // Moments are rounded at random to one of the two adjacent codes, so that the decoded values have
 // the mean `values`: a step may change a moment by less than the distance between codes.
 //
-// The factor of a root (126.9999 or 254.9998) is slightly less than the largest code, so that the
-// lower code stays below the largest even if the root is rounded up. Then a value just above a code
-// may be rounded between that code and the one below.
+// A code is a root of the value's ratio to the scale, times 126.9999 or 254.9998. This factor is
+// slightly less than the largest code, so that the lower of the two codes stays below the largest
+// even if the root is rounded up. A value just above a code may then be rounded to that code or the
+// one below.
 
 // Returns 2^23 + a code: `low_above_two23` or the next one. Decoded, these are 2^16 `gap` apart,
 // and the value lies `-below` above the lower one.

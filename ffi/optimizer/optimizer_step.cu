@@ -2,8 +2,8 @@
 // parameters, their average and their copy are written in place, in one pass over memory.
 //
 // Everything that changes from step to step is read from device memory, so that schedules and
-// counts may be traced. The arrays of a leaf and their dtypes are known only at run time: such
-// branches are uniform in a block and cost nothing compared with the memory.
+// counts may be traced. The arrays of a leaf and their dtypes are known only at run time: branches
+// on them are uniform in a block and take no time compared with memory accesses.
 
 #include <cfloat>
 #include <optional>
