@@ -1,9 +1,9 @@
 // Resampling of images: max_pool, bilinear upsampling by 2, and their gradients.
 //
 // Every kernel writes each value once. A thread has one pixel of the result (2 x 2 pixels when it
-// upsamples) and a vector of channels. Inputs that adjacent threads share come from the caches.
-// max_pool saves each maximum's position in its window, so that its gradient need not read the
-// image.
+// upsamples) and a vector of channels. Input pixels that adjacent threads share are read through
+// the caches. max_pool saves each maximum's position in its window, so that its gradient need not
+// read the image.
 
 #include "common/handler.h"
 #include "common/rows.cuh"
@@ -294,7 +294,8 @@ ffi::Error check_sizes(std::initializer_list<int64_t> sizes) {
   return ffi::Error::Success();
 }
 
-// Calls f(type, vector size) for x's dtype: 16 bytes if pixels are so aligned, else one value.
+// Calls f(type, vector size) for x's dtype. Vectors have 16 bytes if all pixels start at multiples
+// of 16 bytes, else one value.
 template <typename F>
 ffi::Error with_vectors(const ffi::AnyBuffer& x, int64_t channels,
                         std::initializer_list<const void*> pointers, const F& f) {
@@ -407,7 +408,8 @@ ffi::Error max_pool_gradient(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   });
 }
 
-// Upsamples x to y, or with `backward` computes the gradient y of the upsampled x.
+// Upsamples x to y. With `backward`, x is the gradient of the upsampled image, and y that of the
+// smaller one.
 ffi::Error upsample(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
                     bool backward) {
   RETURN_IF_ERROR(check_images("x", x));
