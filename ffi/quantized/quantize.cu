@@ -217,8 +217,8 @@ bool has_slope(Activation activation) {
   }
 }
 
-// Applies the activation like activate_for_fp8, and sets `slope` to the derivative. It is stored in
-// steps of about 0.01, so cancellation in gate - gate^2 does not matter.
+// Applies the activation like activate_for_fp8, and sets `slope` to the derivative. The derivative
+// is stored in steps of about 0.01, so cancellation in gate - gate^2 does not matter.
 __device__ __forceinline__ void activate_with_slope(Activation activation, float (&values)[kVec],
                                                     float (&slope)[kVec]) {
   using namespace activation_detail;

@@ -3,10 +3,11 @@
 // (x w2 + bias2).
 //
 // The weights are the left operand of the tensor cores, 16 columns a warp, and x is the right one,
-// so that 8 rows of x waste nothing. A block's 8 warps divide its columns and features among them;
-// further blocks may split the features too (split-K). All sums are added up in a fixed order:
-// those of warps in shared memory, those of blocks by a second kernel. The scale of a group of
-// features multiplies the group's sum in float32, so that no weight is ever rounded.
+// whose tile has only 8 rows: small M computes few unused rows. A block's 8 warps divide its
+// columns and features among them; further blocks may split the features too (split-K). All sums
+// are added up in a fixed order: those of warps in shared memory, those of blocks by a second
+// kernel. The scale of a group of features multiplies the group's sum in float32, so that no weight
+// is ever rounded.
 
 #include <cstdint>
 #include <string>
@@ -101,7 +102,8 @@ struct Place {
   }
 };
 
-// A thread's copies from global to shared memory, of kStep features for each warp that sums.
+// A thread's copies from global to shared memory, of kStep features for each of the warps that
+// split the features (LinearArgs::sum_warps).
 template <typename T, Weights kWeights, int kRowTiles>
 class Copies {
   using OfPlace = Place<kWeights, kRowTiles>;
@@ -140,8 +142,9 @@ class Copies {
     }
   }
 
-  // Starts the copies of one step (kStep features) for each warp that sums. Zero points are single
-  // bytes, which cp.async cannot copy: they wait in registers until store_zero_points.
+  // Starts the copies of one step: kStep features for each of the warps that split the features.
+  // Zero points are single bytes, which cp.async cannot copy: they stay in registers until
+  // store_zero_points.
   __device__ __forceinline__ void start(int first_step, int slot) {
     uint8_t* stage = memory_ + slot * place_.stage_bytes;
     const uint32_t shared = shared_address(stage);

@@ -1,6 +1,6 @@
 // A product of x and weights that are both int8 or both float8, with a scale for each row of x and
 // each column of the weights, or for each 128 features of them: y = activation(x w + bias) +
-// residual. Integers are summed exactly, over 128 features in the latter case.
+// residual. Products of int8 are summed exactly, in the latter case over each 128 features.
 //
 // A block has 128 rows and 128 columns of the result; its 8 warps have 64 x 32 each. Steps of 128
 // bytes along the features pass through a circular buffer in shared memory.
