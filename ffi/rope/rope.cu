@@ -1,9 +1,9 @@
 // The rotation of queries and keys in one pass over both, and the rotation back, its gradient.
 //
-// A head is cut into slots. A rotating slot is a vector of kVec values in each half of the rotating
-// features, kVec pairs; or one vector of kVec / 2 pairs, if pairs are interleaved. Slots of
-// features that do not rotate follow, with as many vectors each. A thread keeps its slot's cosines
-// and sines and uses them for several heads, whose loads are all in flight together.
+// A head is cut into slots. A slot that rotates is a vector of kVec values in each half of the
+// rotating features (kVec pairs), or one vector of kVec / 2 interleaved pairs. Slots of features
+// that do not rotate follow, with as many vectors each. A thread holds its slot's cosines and sines
+// in registers and uses them for several heads, whose loads are all in flight together.
 
 #include "common/handler.h"
 #include "common/vector.cuh"
@@ -26,12 +26,12 @@ struct RopeArgs {
   uint32_t table_rows;  // row r has the angles r % table_rows
   int head_size;
   int pairs;        // pairs of a head
-  uint32_t groups;  // threads that share a slot of a row's heads
+  uint32_t groups;  // threads among which the heads of a row are divided, for each slot
   uint32_t slots;   // slots of a head
   float sine_sign;  // -1 rotates back
 };
 
-// Heads of a thread: enough for 128 bytes in flight.
+// Heads that a thread loads at the same time, so that it has 128 bytes in flight.
 template <bool kInterleaved>
 constexpr int kHeadsOfThread = kInterleaved ? 8 : 4;
 
@@ -164,8 +164,8 @@ ffi::Error launch_rope(RopeArgs args, bool interleaved, cudaStream_t stream) {
   return launch_kernel(kernel, args, {dim3(divide_up(threads, kThreads)), kThreads, 0}, stream);
 }
 
-// Launches the kernel with the widest vectors, of at most kVec values, that divide both the
-// rotating features (or a half of them) and the head size.
+// Launches the kernel with the widest vectors, of at most kVec values, whose size divides both the
+// head size and the number of rotating features (half of it, if pairs are not interleaved).
 template <typename T, int kVec = 16 / sizeof(T)>
 ffi::Error launch_widest(const RopeArgs& args, bool interleaved, cudaStream_t stream) {
   if constexpr (kVec > 1) {
