@@ -3,7 +3,7 @@
 //
 // A team of up to 32 threads computes some columns of a row of the result, and reads the rows of b
 // to which the row's entries point. The first columns of all rows are computed before the next
-// columns, so that the read part of b stays in L2. Entries outside of the matrix add nothing.
+// columns, so that these columns of b stay in L2. Entries outside of the matrix add nothing.
 #pragma once
 
 #include <cstdint>

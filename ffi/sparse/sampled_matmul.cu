@@ -1,7 +1,7 @@
 // Computes selected elements of x @ y^T, each the dot product of a row of x and a row of y.
 //
-// A team of threads computes several elements, whose loads are in flight together. Elements outside
-// of the product are zeros.
+// A team of threads computes several elements, whose loads are in flight together. Elements with a
+// row or column index outside of the product are set to 0.
 #include <climits>
 
 #include "common/handler.h"

@@ -22,7 +22,7 @@ constexpr int kWords = 128;     // words of metadata for 64 features and 64 colu
 constexpr int kStages = 4;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
-// Rows of tiles that are computed together, so that L2 keeps their x.
+// Rows of tiles in a band of the raster order, whose rows of x stay in L2.
 constexpr int kBand = 8;
 constexpr int kStoredRows = 128;  // rows of the result that a warpgroup stores at a time
 
@@ -99,8 +99,8 @@ struct Tile {
   int row;      // index of the tile of rows
 };
 
-// Returns tile number `item`. Tiles are ordered in bands of kBand rows of tiles; in a band,
-// features vary slowest.
+// Returns tile number `item`. Tiles are ordered in bands of kBand rows of tiles; within a band,
+// consecutive tiles have the same features and different rows.
 __device__ __forceinline__ Tile tile_at(int item, const Args& args) {
   const int across = args.feature_tiles;
   const int band = item / (kBand * across);
@@ -198,8 +198,8 @@ struct Consumer {
     stage.advance();
   }
 
-  // Computes the sums of a tile. Metadata registers alternate: WGMMAs in flight read the previous
-  // one.
+  // Computes the sums of a tile. Two metadata registers alternate, because WGMMAs in flight still
+  // read the previous one.
   __device__ __forceinline__ void sum(float (&d)[128]) {
     uint32_t even, odd;
     int previous = stage.index;
@@ -231,7 +231,8 @@ struct Consumer {
   __device__ __forceinline__ void store(const float (&d)[128], const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const uint32_t stored = shared_address(shared.stored + warpgroup * kStoredBytes);
-    // Two of an instruction's four matrices have 16 rows of x for 8 features, two for the next 8.
+    // One stmatrix stores four 8 x 8 matrices: two have 16 rows of x for 8 features, two for the
+    // next 8 features.
     const int chunk = warp * 2 + lane / 8 % 2;
     const int row_of_lane = lane / 16 * 8 + lane % 8;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Handler of sparse24_kernel.cuh: x @ w^T where w keeps two of each four numbers of a row.
+// Handler of sparse24_kernel.cuh: x @ w^T, where two of each four numbers in a row of w are zero.
 #include <algorithm>
 #include <climits>
 
@@ -51,7 +51,8 @@ ffi::Error describe(EncodeTiled encode, void* data, int64_t rows, int64_t column
   return ffi::Error::Internal("cuTensorMapEncodeTiled: error " + std::to_string(result));
 }
 
-// Launches the kernel. A cluster of two blocks that share x takes longer (benchmarks/LAB.md).
+// Launches the kernel without clusters: clusters of two blocks that share x were slower
+// (benchmarks/LAB.md).
 ffi::Error launch(const sparse24::Args& args, const Device& device, cudaStream_t stream) {
   const auto kernel = sparse24::matmul;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));

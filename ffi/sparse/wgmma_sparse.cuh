@@ -41,10 +41,10 @@ __device__ __forceinline__ void wgmma_wait() {
   JAXFUSED_SM90A(asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"));
 }
 
-// Adds a @ b^T to the accumulators of a warpgroup, or replaces them. `a` is [64, 32] and has the 16
-// kept bfloat16 of each row, `b` is [256, 32]. kSelector chooses the two of each four threads whose
-// metadata the instruction reads: one for columns 0 to 15, one for 16 to 31, both for two rows
-// eight apart.
+// Adds a @ b^T to the accumulators of a warpgroup, or replaces them. `a` is [64, 32], of which
+// shared memory has the 16 bfloat16 of each row that are not zeros; `b` is [256, 32]. kSelector
+// chooses the two of each four threads whose metadata the instruction reads: one for columns 0 to
+// 15, one for 16 to 31, both for two rows eight apart.
 template <int kSelector>
 __device__ __forceinline__ void wgmma_sparse(float (&d)[128], uint64_t a, uint64_t b,
                                              uint32_t metadata, bool accumulates) {
