@@ -1,4 +1,4 @@
-"""Activations and their derivatives as kernels compute them: in float32, from exp2 alone.
+"""Activations and their derivatives as kernels compute them: in float32, from exp2 and arithmetic.
 
 `jax.nn`'s own forms need tanh, erf or erfc, which Mosaic GPU lowers slowly or not at all.
 
@@ -51,7 +51,7 @@ def leak_of(name: str | None) -> float | None:
 def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """Returns the activation called `name` of float32 `x`; None is the identity.
 
-    The result is float32, and as exact as it must be to be rounded to `dtype`.
+    The result is float32, exact enough to be rounded to `dtype`.
     """
     leak = leak_of(name)
     if leak is not None:
@@ -206,7 +206,7 @@ _EXPM1 = tuple(1.0 / math.factorial(power) for power in range(1, 8))
 
 
 def _expm1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns exp(z) - 1 and exp(z) for z = min(x, 0); a series replaces the difference near 0."""
+    """Returns exp(z) - 1 and exp(z) for z = min(x, 0); near 0 a Taylor series avoids cancellation."""
     negative = jnp.minimum(x, 0.0)
     exponential = jnp.exp2(_LOG2_E * jnp.maximum(negative, -_FAR))
     near = jnp.maximum(negative, -0.5)
@@ -219,7 +219,10 @@ _TANH = (0.9999999674, -0.333327915, 0.133188188, -0.05258626, 0.0163104039)
 
 
 def _tanh(x: jax.Array, tail: jax.Array) -> jax.Array:
-    """Returns tanh(x): 1 - 2 tail with x's sign, or a polynomial near 0, where that cancels."""
+    """Returns tanh(x), given tail = 1 / (1 + exp(2 |x|)).
+
+    It is 1 - 2 tail with x's sign, or near 0, where that difference cancels, a polynomial.
+    """
     squared = jnp.minimum(x * x, 1.0)
     near = x * _polynomial(_TANH, squared)
     far = jnp.where(x < 0.0, 2.0 * tail - 1.0, 1.0 - 2.0 * tail)
@@ -275,7 +278,7 @@ def _logistic_tail(distance: jax.Array, log2_rate: float, cubic: float = 0.0) ->
     """Returns 1 / (1 + 2**z) with z = log2_rate * (distance + cubic * distance**3), without a division.
 
     With e = 2**-z this is e / (1 + e). The reciprocal is a polynomial in e and one Newton step:
-    Mosaic's division is long, and the GPU's reciprocal square root tests for denormals first.
+    Mosaic's division takes more instructions, and so does lax.rsqrt, which tests for denormals.
     """
     rate: jax.Array | float = -log2_rate
     if cubic:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 SHARED_MEMORY_BYTES = 227 * 1024
 """Bytes of shared memory that one CTA may use."""
 BARRIER_BYTES = 1024
-"""Bytes of shared memory that a kernel leaves to the barriers that Mosaic adds."""
+"""Bytes of shared memory that a kernel leaves free for the mbarriers that Mosaic allocates."""
 MBARRIER_BYTES = 8
 """Bytes of shared memory of one mbarrier."""
 ALLOCATION_BYTES = 1024
@@ -17,9 +17,9 @@ COPY_BYTES = 128
 REDUCTION_BYTES = 2048
 """Bytes of shared memory that Mosaic adds to a kernel that sums along an axis of a tile."""
 REGISTERS = 64 * 1024
-"""Registers of an SM, which its CTAs share."""
+"""32-bit registers of an SM, divided among its resident CTAs."""
 THREAD_REGISTERS = 255
-"""Registers that a thread may have at most."""
+"""Largest number of 32-bit registers of a thread."""
 WARPS = 4
 """Warps in a warpgroup."""
 LANES = 32
@@ -27,7 +27,7 @@ LANES = 32
 
 
 def row_of_copies(count: int, dtype: Any) -> int:
-    """Returns `count` elements rounded up to whole `COPY_BYTES`: a copy may then fill the next row."""
+    """Returns `count` elements rounded up to whole `COPY_BYTES`, so that a next row is aligned."""
     itemsize = jnp.dtype(dtype).itemsize
     return -(-count * itemsize // COPY_BYTES) * COPY_BYTES // itemsize
 

@@ -20,7 +20,7 @@ def store_unoptimized(ref, value: jax.Array) -> None:
 
 
 def store_registers(ref, value: jax.Array, layout: Any) -> None:
-    """Writes an array in a register layout to memory without swizzle, and without a barrier.
+    """Writes an array in a register layout to unswizzled memory, without a barrier.
 
     As with `store_piece`, the caller synchronises with other readers and writers of that memory.
     """
@@ -34,11 +34,11 @@ def store_registers(ref, value: jax.Array, layout: Any) -> None:
 
 
 def store_piece(ref, value: jax.Array) -> None:
-    """Writes swizzled [rows, columns] from the register layout of WGMMA, without a barrier.
+    """Writes an array in the register layout of WGMMA to swizzled shared memory, without a barrier.
 
-    With `ref[...] = value` the warpgroup waits for its slowest warp before and after. Here the caller
+    `ref[...] = value` has a barrier of the warpgroup before and after the stores. Here the caller
     ensures that earlier reads of this memory have ended, and calls `commit_stores` before later
-    reads.
+    reads. A row, value.shape[1] elements, is one swizzled piece of at most 128 bytes.
     """
     columns = value.shape[1]
     swizzle = columns * value.dtype.itemsize
@@ -57,7 +57,7 @@ def store_piece(ref, value: jax.Array) -> None:
 
 
 def store_swizzled(ref, value: jax.Array, layout: Any) -> None:
-    """Writes rows of several swizzled pieces of 128 bytes from a register layout, without a barrier.
+    """Writes an array whose rows are several swizzled pieces of 128 bytes each, without a barrier.
 
     As with `store_piece`, the caller synchronises with other readers and writers of that memory.
     """
@@ -101,8 +101,8 @@ def store_in_turn(
 ) -> None:
     """Writes a tile's results to buffers in shared memory in turn, and copies them to global memory.
 
-    With several buffers, a result's stores complete while the next result is computed. One barrier then
-    precedes the copy of the first, and frees the buffer of the second.
+    With several buffers, a result's stores complete while the next result is computed. The barrier
+    before the copy of one result to global memory then also frees the buffer of the next result.
 
     Args:
       results: an iterable that computes each result when it is asked for it.

@@ -30,8 +30,8 @@ def await_all() -> None:
 def run_by_one(turn: jax.Array, function: Callable[[], None]) -> None:
     """Runs `function`, which starts copies, in warp `turn` modulo `WARPS` alone, without a barrier.
 
-    If the whole warpgroup starts a copy, one thread issues it but all prepare it: twice as many
-    instructions in each of the four warps.
+    A copy that the whole warpgroup starts is issued by one thread, but all four warps compute its
+    addresses: twice as many instructions in each of them.
     """
 
     @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))

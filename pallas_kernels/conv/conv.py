@@ -27,11 +27,11 @@ from pallas_kernels.gemm.speeds import H200
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_PIXELS = 2**30
-"""Largest number of pixels of all images: 32-bit indices also reach pixels of tiles beyond the edges."""
+"""Largest number of pixels of all images: 32-bit indices also count those of tiles past the edges."""
 
 
 Config = ConvConfig | MatmulConfig | FewRowsConfig
-"""Config of a convolution, which is a matrix product's config if the window has one weight."""
+"""Config of a convolution; a matrix product's config if the window has one weight."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ConvCall:
         return jnp.dtype(self.dtype).itemsize == 1
 
     def as_product(self, read_bytes: int, written_bytes: int, activations: int) -> Work:
-        """Returns the sizes of the matrix product that equals the convolution by a single weight."""
+        """Returns the sizes of the matrix product that a convolution by a window of one weight is."""
         return Work(
             m=math.prod(self.sizes),
             n=self.features,
@@ -116,7 +116,7 @@ class ConvCall:
         """Returns None if the config can tile the convolution, else the reason."""
         transposed = self.flipped or config.turns_weights
         if not transposed and self.is_of_bytes:
-            return "weights of 8 bits lie with their channels contiguous: turns_weights"
+            return "turns_weights must be True for weights of 8 bits, whose channels must be contiguous"
         if not transposed and config.tile_n % swizzled_columns(self.dtype):
             return f"tile_n must be a multiple of {swizzled_columns(self.dtype)}"
         of_pixel = self.features // math.prod(self.block)
@@ -127,11 +127,11 @@ class ConvCall:
         if config.plan == "taps":
             return None
         if self.window.is_strided:
-            return "the rows of a strided window do not follow one another"
+            return "the rows that a strided window reads are not adjacent in memory"
         if self.window.reach[-2] > MAX_REACH:
-            return f"a box that is {self.window.reach[-2]} rows higher than a tile has no place"
+            return f"the window may reach {MAX_REACH} rows, and reaches {self.window.reach[-2]}"
         if config.plan == "resident" and (self.features > config.tile_n or config.cluster > 1):
-            return "the weights that stay in shared memory are those of all features"
+            return "resident weights need tile_n of at least the features, and no cluster"
         return None
 
 
@@ -144,7 +144,7 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
     shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
     shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
     if call.is_of_bytes:
-        # Transposed weights allow tiles of any width, so the widths of 16 bits also serve 8 bits.
+        # Transposed weights allow tiles of any width, so 8 bits take the widths of 16 bits.
         whole = swizzled_columns(jnp.bfloat16)
         shapes = [replace(shape, turns_weights=True) for shape in shapes]
     # Warpgroups that share a tile read fewer bytes of operands than warpgroups in ping-pong.
@@ -202,7 +202,7 @@ def _shared_bytes(call: ConvCall, config: ConvConfig, read_bytes: int, written_b
 def _time(
     call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int, activations: int
 ) -> float:
-    """Microseconds that the convolution takes with a config."""
+    """Returns the predicted microseconds of the convolution with a config."""
     product = call.product(config)
     itemsize = jnp.dtype(call.dtype).itemsize
     x_rows = math.prod(product.x_box) * product.boxes_of_slot
@@ -308,7 +308,7 @@ def why_enlarging_unsupported(
 
 
 _EPILOGUE_COLUMNS = 32
-"""Columns that an epilogue stores at a time; they must belong to the same pixel of a block."""
+"""Columns that an epilogue stores at a time; all belong to the same pixel of a block."""
 _LARGEST_BLOCK = 16
 
 

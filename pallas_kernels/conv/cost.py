@@ -19,20 +19,20 @@ class Speeds:
     multiplication: float = 2.4e-7
     """Time of a multiply-add on one SM."""
     narrow: float = 1.14
-    """Factor of `multiplication` with tiles of 64 columns, whose instructions read as many pixels for
-    fewer results."""
+    """Factor of `multiplication` with tiles of 64 columns: a WGMMA reads as many pixels for fewer
+    results."""
     narrowest: float = 1.45
     """Factor of `multiplication` with tiles of 32 columns and fewer."""
     few_channels: float = 1.3
-    """Factor of a step whose channels do not fill a pipeline stage; the rest is zeros."""
+    """Factor of a K step whose channels do not fill a pipeline stage; zeros fill the rest."""
     in_pieces: float = 2.0
-    """Factor of a step if the features are no multiple of 16: weights are copied 8 columns at a time."""
+    """Factor of a K step if features are no multiple of 16: weights are copied 8 columns at a time."""
     strided: float = 1.5
-    """Factor of a step of a strided convolution, whose pixels are not adjacent in memory."""
+    """Factor of a K step of a strided convolution, whose pixels are not adjacent in memory."""
     cached_byte: float = 5.8e-8
     """Time of a byte that the SMs copy from the L2 cache."""
     starved: tuple[float, float, float] = (1.6, 1.3, 1.03)
-    """Factors of a step with one, two or three pipeline stages."""
+    """Factors of a K step with one, two or three pipeline stages: tensor cores wait for copies."""
     element: float = 9.4e-5
     """Time of an epilogue for each element of a warpgroup's tile."""
     read_byte: float = 6.7e-5
@@ -44,7 +44,7 @@ class Speeds:
     both_store: float = 1.45
     """Factor of an epilogue that both warpgroups run at the same time."""
     memory_byte: float = 1.54e-7
-    """Time of a byte of memory traffic; the L2 cache serves some of it."""
+    """Time of a byte of the arrays, each counted once; the L2 cache serves some of them."""
     overlap: float = 2.4
     """Exponent p of the norm (a^p + b^p)^(1/p) that two overlapping times a and b take together."""
     weights_multiplication: float = 3.05e-7
@@ -57,7 +57,7 @@ class Speeds:
     weights_sum: float = 6 / 3.6e6
     """Time for XLA to add one element of one CTA's partial gradient, in the layout of the weights."""
     weights_pixels: int = 384
-    """Pixels that the pipeline stages must hold together so that no step waits."""
+    """Pixels that the pipeline stages must hold together so that no K step waits for copies."""
 
 
 SPEEDS = Speeds()
@@ -96,7 +96,7 @@ class Work:
 
 
 def kernel(work: Work, multiprocessors: int) -> float:
-    """Microseconds of the convolution in this package's kernel."""
+    """Returns the predicted microseconds of the convolution's kernel."""
     speeds = SPEEDS
     multiplied = work.multiplications_of_slot * speeds.multiplication
     if work.columns <= _NARROW:
@@ -116,13 +116,13 @@ def kernel(work: Work, multiprocessors: int) -> float:
     )
     product = work.slots * slot
     stored = work.rows * work.columns * of_element / (CONSUMERS if work.shared_tile else 1)
-    # With few tiles, few SMs store at once: the stores then take down to half as long.
+    # With few tiles, few SMs share the bandwidth of stores, which then take down to half as long.
     stored *= (1 + readers / multiprocessors) / 2
     rounds = math.ceil(work.tiles / multiprocessors)
     if work.shared_tile:
         compute = rounds * (product + speeds.both_store * stored)
     else:
-        # A warpgroup multiplies while the other one stores, and each does both in turn.
+        # One warpgroup multiplies while the other runs its epilogue, in alternation (ping-pong).
         compute = rounds * at_once(product, (product + stored) / CONSUMERS) + stored
     return speeds.launch + at_once(compute, work.memory_bytes * speeds.memory_byte)
 
@@ -140,13 +140,13 @@ def weight_gradient(
     parts: int,
     sums: int,
 ) -> float:
-    """Microseconds of the gradient of the weights.
+    """Returns the predicted microseconds of wgrad.
 
     Args:
-      multiplications: multiply-adds of a step.
+      multiplications: multiply-adds of a K step.
       wide: True if a tile has more than 64 features.
       pixels_in_ring: number of pixels that all pipeline stages hold.
-      steps: number of steps of a tile.
+      steps: number of K steps of a tile.
       rounds: number of tiles that a CTA computes one after the other.
       parts: number of CTAs that share a tile, each with some of the pixels (split-K).
       sums: number of the gradient's elements.

@@ -1,15 +1,15 @@
 """A convolution as an implicit product: the boxes of x that a step copies and the WGMMAs that read them.
 
-The product is [pixels of the result, weights of the window x channels] @ [the same, features]. The left
-operand is never written to memory: each of its tiles is a box of x, which TMA copies for the weight and
-the channels of a step. There are three plans:
+The product is [pixels of the result, taps x channels] @ [taps x channels, features], where a tap is a
+weight of the window. The left operand is never written to memory: each of its tiles is a box of x, which
+TMA copies for the tap and the channels of a K step. There are three plans:
 
-- "taps": a step of the sums is one weight of the window and 64 channels.
-- "rows": a step is all weights of a column of the window. Its box of x is higher by the window's reach,
-  and a weight further down reads it from a later row on: x is copied for each column of the window, and
-  not for each weight.
+- "taps": a K step is one weight of the window and 128 bytes of channels (64 of 16 bits).
+- "rows": a K step is all weights of a column of the window. Its box of x is higher by the window's
+  reach, and each weight of the column reads it from another row on: x is copied for each column of the
+  window, and not for each weight.
 - "resident": as "rows", but the weights stay in shared memory for all tiles of a CTA. This is for few
-  channels, where every tile would copy them again.
+  channels, where the copies of the weights for each tile would dominate.
 """
 
 import functools
@@ -35,12 +35,12 @@ Plan = Literal["taps", "rows", "resident"]
 
 @dataclass(frozen=True)
 class ConvConfig(MatmulConfig):
-    """Config of a convolution: tiles, and the plan that says what one step of the sums is."""
+    """Config of a convolution: tiles, and the plan that says which weights a K step multiplies."""
 
     plan: Plan = "taps"
     turns_weights: bool = False
     """True if XLA transposes the weights to [taps, features, channels] first. A tile may then be any
-    multiple of 8 features wide, and the tensor cores read 8-bit weights in this layout alone."""
+    multiple of 8 features wide. For 8-bit weights it is the only layout that WGMMA reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class ConvProduct(Product):
 
     @property
     def x_box(self) -> tuple[int, ...]:
-        """Sizes of the box of x that is copied for a box of the result."""
+        """Sizes of the box of x that a K step copies for a box of the result."""
         *before, height, width = self.boxes.box
         if self.rows_at_once > 1:
             height += self.window.reach[-2]
@@ -132,8 +132,8 @@ class ConvProduct(Product):
         features = jnp.int32(ref.shape[-1])
         pixel = lax.div(columns.start, features)
         row, column = pixel * 0, pixel
-        # For features past the last one, an index must be past the end of an axis, so that TMA skips
-        # the copy: the row's or, in a block of one row, the column's. TMA drops axes of one element.
+        # Columns past the last feature need an index past the end of an axis, so that TMA skips the
+        # copy: the block's row or, in a block of one row, whose axis TMA drops, its column.
         if self.block[0] > 1:
             across_block = jnp.int32(self.block[1])
             row, column = lax.div(pixel, across_block), lax.rem(pixel, across_block)
@@ -212,8 +212,8 @@ class ConvProduct(Product):
     def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
         """Returns the indices of a step's first weight along the window's axes, and its first channel.
 
-        The steps take all weights of the window for some channels before the next channels, so that
-        the pixels that the weights share are still in the cache.
+        K steps go over all weights of the window before the next channels, so that pixels that several
+        weights read are still in the L2.
         """
         places = jnp.int32(self.window.taps // self.rows_at_once)
         rest = lax.rem(k_idx, places)
@@ -230,7 +230,7 @@ class ConvProduct(Product):
     def _box_of_x(
         self, x_gmem: Any, starts: Sequence[Any], tap: Sequence[Any], channel: Any
     ) -> Any:
-        """Returns the part of x that a weight of the window reads for a box of the result."""
+        """Returns the box of x that weight `tap` reads for the box of the result at `starts`."""
         window = self.window
         places = [
             start * stride + index * dilation - low
@@ -246,7 +246,7 @@ class ConvProduct(Product):
         for place, stride, size, (low, _) in zip(
             places, window.strides, sizes[1:], window.padding, strict=True
         ):
-            # Division rounds towards 0, but must round down for an index before the array's start.
+            # lax.div rounds towards 0, but an index before the array's start must be rounded down.
             beyond = pl.cdiv(low, stride) * stride
             quotient = lax.div(place + beyond, jnp.int32(stride)) - beyond // stride
             index += [pl.ds(quotient, size), place - quotient * stride]
@@ -256,7 +256,10 @@ class ConvProduct(Product):
     def _copy_weights(
         self, ring: Ring, b_gmem: Sequence[Any], k_idx: Any, slot: Any, n_idx: Any, full: Any
     ) -> None:
-        """Starts the copies of a step's weights to a pipeline stage or, if resident, to their place."""
+        """Starts the copies of a K step's weights to entry `slot` of their shared memory.
+
+        `slot` is a pipeline stage or, with resident weights, the index of the K step.
+        """
         place, channel = self._tap_and_channel(k_idx)
         first: Any = jnp.int32(0)
         for index, size in zip(place, self.window.kernel, strict=True):
@@ -282,7 +285,7 @@ class ConvProduct(Product):
         step = k_idx if self.is_resident else slot
         *before, height, width = self.x_box
         if self.rows_at_once == 1:
-            # All rows of a box are contiguous, so that one WGMMA operand covers them.
+            # A box's pixels are contiguous in shared memory: one WGMMA operand has them all.
             parts, height_of_part = 1, self.boxes.rows // width
         else:
             parts = math.prod(before)

@@ -1,11 +1,11 @@
-"""dgrad of a strided convolution for Hopper: a convolution of dz that writes blocks of pixels of x.
+"""dgrad of a strided convolution for Hopper: a convolution of dz that writes blocks of pixels of dx.
 
-Along an axis with stride s, output o reads the inputs s o + r - low, where r is a weight's place and low
-the zeros before x. So input s q + p meets the weights r for which s divides p + low - r, in the outputs
-q + (p + low - r) / s. For the s inputs of a block together this is a window of about k / s weights over
-dz. It has s times the channels of x as features, and zeros for the weights that an input does not meet.
-A window of 3 x 3 with strides of 2 takes 16 matrix products, of which 9 are needed; with zeros inserted
-between the values of dz it would take 36.
+Along an axis with stride s, output o reads inputs s o + r - low, where r is a weight's index and low is
+the number of zeros before x. So dx[s q + p] sums w[r] dz[q + (p + low - r) / s] over the weights r for
+which s divides p + low - r. The block of s pixels of a q depends on about k / s values of dz: it is a
+convolution of dz by a window of that size, with s times the channels of x as features, and zeros where
+a pixel's sum lacks a value of dz. A window of 3 x 3 with strides of 2 takes 16 matrix products, of which
+9 are needed; with zeros inserted between the values of dz it would take 36.
 """
 
 import math
@@ -27,8 +27,8 @@ class _Axis:
     first: int
     """Offset in dz of the first weight, relative to the block's index."""
     places: tuple[tuple[int | None, ...], ...]
-    """places[i][p] is the index in the strided window of the weight that weight i over dz has for value
-    p of a block; None where it is zero."""
+    """places[i][p] is the index in the strided window of the weight with which element i of the window
+    over dz contributes to pixel p of a block; None for a zero."""
 
     @classmethod
     def of(cls, kernel: int, stride: int, low: int) -> "_Axis":
@@ -63,7 +63,7 @@ def _block(window: Window) -> tuple[int, int]:
 
 
 def window_of_blocks(window: Window, sizes: tuple[int, ...]) -> Window:
-    """Returns the window over dz that produces the blocks of x, whose spatial axes have these sizes."""
+    """Returns the window over dz that produces the blocks of dx; `sizes` are x's spatial axes."""
     kernel, padding = [], []
     for axis, size, stride, result in zip(
         _axes(window), sizes, window.strides, window.result(sizes), strict=True
@@ -96,13 +96,15 @@ def why_unsupported(
       sizes: the spatial sizes of x.
     """
     if len(sizes) != 2:
-        return f"it makes blocks of pictures with rows and columns, and x has {len(sizes)} axes"
+        return f"x must have two spatial axes for dgrad in blocks of pixels, and has {len(sizes)}"
     if max(window.dilation) > 1:
-        return f"it takes no dilated windows with strides, and this is dilated by {window.dilation}"
+        return (
+            f"a window with strides must not be dilated, and this is dilated by {window.dilation}"
+        )
     if any(size % stride for size, stride in zip(sizes, window.strides, strict=True)):
-        return f"it makes whole blocks of {window.strides} pixels, and x has {sizes}"
+        return f"the strides {window.strides} must divide the spatial sizes of x, which are {sizes}"
     if any(kernel < stride for kernel, stride in zip(window.kernel, window.strides, strict=True)):
-        return "a window that is smaller than its strides leaves out pixels"
+        return "the window must not be smaller than its strides, or it skips pixels of x"
     reason = pallas_conv.why_enlarging_unsupported(
         compute_capability=compute_capability,
         dtypes=dtypes,

@@ -1,10 +1,10 @@
 """wgrad of a convolution for Hopper: a product over the pixels of all images.
 
 For each weight of the window it is x^T @ dz, summed over the pixels of dz whose pixel of x lies in the
-image. A tile of the product has 64 channels of x and all weights of a column of the window: each of them
+image. A tile of the product has 64 channels of x and all weights of a column of the window: each weight
 multiplies the same dz with the same box of x, read from another row on. There are few tiles and many
-pixels, so each tile is computed by several CTAs that take some of the pixels each (split-K); XLA adds
-the parts in a fixed order.
+pixels, so several CTAs compute each tile, each over some of the pixels (split-K); XLA adds their results
+in a fixed order.
 """
 
 import functools
@@ -30,7 +30,7 @@ from pallas_kernels.gemm.operands import SWIZZLE_BYTES, swizzled_columns, tiled
 from pallas_kernels.gemm.tiled_product import Ring, Step, part
 
 CHANNELS = 64
-"""Channels of x in a tile: as many as the rows of a WGMMA, and as 128 swizzled bytes hold."""
+"""Channels of x in a tile: the 64 rows of a WGMMA, and 128 swizzled bytes of 16-bit values."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _WeightProduct(Product):
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """Boxes that each CTA of a tile sums; the last may have fewer, and adds zeros for the rest."""
+        """Boxes of pixels that a CTA sums; the last CTA of a tile may have fewer, and adds zeros."""
         return (pl.cdiv(self.boxes.count, self.parts),)
 
     @property
@@ -104,7 +104,7 @@ class _WeightProduct(Product):
         )
 
     def _memory(self, blocks: int, box: tuple[int, ...]) -> plgpu.RefUnion:
-        """Returns shared memory for `blocks` boxes of pixels per stage, with 128 bytes of channels."""
+        """Returns memory for `blocks` boxes per pipeline stage, of 128 bytes of channels a pixel."""
         leading = (self.config.stages, blocks)
         swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
         return plgpu.RefUnion(
@@ -123,7 +123,7 @@ class _WeightProduct(Product):
     # --- on the device ----------------------------------------------------------------------------
 
     def _place(self, m_start: Any) -> tuple[Any, Any, Any]:
-        """Returns the split-K part, the window's column and the first channel of a tile."""
+        """Returns a tile's split-K index, the column of the window and the first channel of x."""
         tile = lax.div(m_start, jnp.int32(self.config.tile_m))
         channel = lax.rem(tile, jnp.int32(self.channel_tiles)) * CHANNELS
         tile = lax.div(tile, jnp.int32(self.channel_tiles))
@@ -188,11 +188,11 @@ class _WeightProduct(Product):
 def _best_parts(
     tiles: int, boxes: int, multiprocessors: int, of_parts: Callable[..., float]
 ) -> int:
-    """Returns the number of parts with which all tiles take the least time.
+    """Returns the number of CTAs a tile (split-K) with which all tiles take the least time.
 
     Args:
       tiles: the gradient's tiles.
-      boxes: the steps of each tile.
+      boxes: the K steps of each tile, over all of its CTAs.
       of_parts: microseconds, given `steps`, `rounds` (waves) and `parts`.
     """
 
@@ -207,7 +207,7 @@ def _best_parts(
 def why_unsupported(window: Window) -> str | None:
     """Returns None if the wgrad kernel takes a convolution that `conv` takes, else the reason."""
     if window.is_strided:
-        return "the rows of a strided window do not follow one another"
+        return "the rows that a strided window reads are not adjacent in memory"
     if window.is_pointwise:
         return "it is a matrix product"
     if window.reach[-2] > MAX_REACH:

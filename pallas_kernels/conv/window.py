@@ -1,9 +1,10 @@
 """The window of a convolution, and the boxes of its result that are tiles of a product.
 
 A tile of the product is not 128 rows of a matrix but a box of the result: some images, rows and columns
-of the result. For one weight of the window it reads a box of x of the same size elsewhere, by one TMA
-copy, which fills what lies beyond the picture's edges with zeros: the padding. With strides, x is
-reshaped so that each coordinate is split into quotient and remainder, and the box is dense again.
+of the result. For each weight of the window it reads a box of x of the same size, shifted by the
+weight's index, by one TMA copy, which fills elements outside of the picture with zeros: the padding.
+With strides, x is reshaped so that each coordinate is split into quotient and remainder by the stride:
+the elements of a box, a stride apart in x, are then adjacent.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 GROUP = 8
-"""Rows in a group of the swizzle pattern; reads of a tile must begin at a multiple of it."""
+"""Rows after which the swizzle pattern repeats; a WGMMA operand must start at a multiple of it."""
 MAX_REACH = 48
 """Largest reach, in rows, of windows for which all weights of a window's column read one box of x."""
 
@@ -28,7 +29,7 @@ class Window:
 
     kernel: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
-    """Zeros before and after each axis; negative ones crop."""
+    """Zeros before and after each axis; negative numbers crop."""
     strides: tuple[int, ...]
     dilation: tuple[int, ...]
     """Distance along each axis between the values that adjacent weights read."""
@@ -123,7 +124,7 @@ class Boxes:
         return math.prod(self.counts)
 
     def start(self, box_idx: Any) -> tuple[Any, ...]:
-        """Returns the start of a box; boxes past the last start past the end of the first axis.
+        """Returns a box's start; an index past the last box gives one past the end of the first axis.
 
         Axes with one element do not count here, as TMA drops them and ignores their start.
         """
@@ -143,8 +144,8 @@ def best_box(sizes: tuple[int, ...], rows: int, *, halo: int = 0) -> tuple[int, 
     Args:
       sizes: the result's images, then each axis of its picture.
       rows: a power of two.
-      halo: rows read beyond the box in each image. If there are any, a box has a multiple of `GROUP`
-        columns, and in each image a multiple of the 64 rows of a WGMMA.
+      halo: rows of x read in each image beyond the box's own. If not 0, a box's columns are a multiple
+        of `GROUP`, and its pixels in an image a multiple of the 64 rows of a WGMMA.
     """
 
     def powers(limit: int) -> list[int]:

@@ -23,7 +23,7 @@ from pallas_kernels.rows.tiles import Place, RowConfig, RowTiles
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 _LARGEST_FEATURES = 16384
-"""Features up to which the backward's sums fit into the registers of one CTA."""
+"""Features up to which the backward's column sums fit into the registers of one CTA."""
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Norm:
     round_before_scale: bool
 
     def scaled(self, normalised: jax.Array, dtype: Any) -> jax.Array:
-        """Returns the values that the scale multiplies, rounded to x's dtype if asked for."""
+        """Returns the factor of the scale, float32: rounded to x's dtype with `round_before_scale`."""
         if not self.round_before_scale:
             return normalised
         return normalised.astype(dtype).astype(jnp.float32)
@@ -284,14 +284,14 @@ class _ForwardWarpgroup:
             tiles.store_statistic(self.gmem["rstd"], self.place, row, rstd)
 
     def _parities(self, step_idx) -> Mapping[str, Any]:
-        """Returns the half (0 or 1) of the exchange buffer that each sum of a row uses, alternately."""
+        """Returns the half (0 or 1) of the exchange buffer for each total of a row; halves alternate."""
         exchanges = ["mean"] if self.kernel.norm.subtract_mean else []
         exchanges += ["squares"] if self.kernel.rounding is None else ["squares", "largest"]
         first = lax.rem(step_idx, jnp.int32(2)) if len(exchanges) % 2 else 0
         return {name: 1 - first if i % 2 else first for i, name in enumerate(exchanges)}
 
     def _summed(self, tile_refs, chunk: int) -> jax.Array:
-        """Returns the sum that is normalised; with a residual it is rounded like the next residual."""
+        """Returns a column block of (x + pre_bias) * gate + residual; rounded if there is a residual."""
         tiles = self.kernel.tiles
         h = tiles.load(tile_refs[0], chunk, self.layout)
         if "pre_bias" in self.parameters:
@@ -309,7 +309,7 @@ class _ForwardWarpgroup:
         )[0]
 
     def _scaled(self, y: jax.Array, chunk: int) -> jax.Array:
-        """Returns y from the normalised values: scaled and shifted."""
+        """Returns activation(y * scale + bias) in x's dtype for a column block of normalised values."""
         norm = self.kernel.norm
         y = norm.scaled(y, self.kernel.dtype)
         if "scale" in self.parameters:

@@ -135,15 +135,15 @@ def gradients(
 
 
 _FEW_CTAS = 16
-"""Limit on the CTAs whose partial sums XLA adds up element by element, without a reduction kernel."""
+"""Largest number of CTAs whose partial sums XLA adds elementwise, without a reduction kernel."""
 
 
 def _over_ctas(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:
     """Sums [quantities, segments, CTAs, features] over the CTAs, in the fewest kernels of XLA.
 
-    A joint reduction of several arrays is one kernel, unless rounding follows: then each quantity takes
-    a further kernel, as it does after a reduction of one array of all quantities. With few CTAs, XLA
-    fuses the sum, the rounding and the slices into one kernel.
+    A joint `lax.reduce` of several arrays is one kernel, but a rounding after it is a further kernel for
+    each quantity: rounded quantities are summed one by one. With few CTAs, XLA fuses the sum, the
+    rounding and the slices into one kernel.
     """
     if partials.shape[2] <= _FEW_CTAS:
         return list(jnp.sum(partials, axis=2))
@@ -168,7 +168,7 @@ class _BackwardKernel:
     statistics: tuple[str, ...]
     vectors: tuple[str, ...]
     sums: tuple[str, ...]
-    """Parameters whose gradient, a sum over rows, the kernel computes."""
+    """Names of the parameters whose gradients, sums over rows, the kernel computes."""
     outputs: tuple[str, ...]
 
     def launch(
@@ -294,7 +294,10 @@ class _BackwardWarpgroup:
         return new_sums, next_statistics
 
     def _block(self, tile_refs, row_statistics, rstd_tile, chunk: int):
-        """Returns pre_activation's derivative, the normalised values, dz and dz times the scale."""
+        """Returns a column block of pre_activation's derivative, normalised values, dz and dz * scale.
+
+        dz is the gradient of what `activation` is applied to.
+        """
         tiles, norm, parameters = self.kernel.tiles, self.kernel.norm, self.parameters
         v = tiles.load(tile_refs[0], chunk, self.layout)
         if "pre_bias" in parameters and "dnext_residual" not in self.kernel.matrices:
@@ -319,7 +322,10 @@ class _BackwardWarpgroup:
     def _means(
         self, step_idx, products: Sequence[jax.Array], gradients: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Returns each row's mean of the products and, if a mean is subtracted, of the gradients."""
+        """Returns row means of `products` and, if the norm subtracts the mean, of `gradients`.
+
+        Both have an array [lines, columns] for each column block.
+        """
         tiles = self.kernel.tiles
         lines = [tiles.line_sum(products.__getitem__)]
         if self.kernel.norm.subtract_mean:

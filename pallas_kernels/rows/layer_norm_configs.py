@@ -7,7 +7,7 @@ from pallas_kernels.hopper import LANES, SHARED_MEMORY_BYTES, WARPS
 from pallas_kernels.rows.tiles import RowConfig
 
 _DIRECT_BYTES = 78 * 10**6
-"""The forward needs no pipeline if it reads and writes so many bytes, well above the L2's 50 MB."""
+"""Bytes read and written from which the forward needs no pipeline: well above an H200's L2, 50 MB."""
 
 
 def forward_candidates(
@@ -32,7 +32,7 @@ def forward_guesses(
 ) -> list[RowConfig]:
     """Returns the configs of `forward_candidates` without checking them.
 
-    `rows` may be a segment of `all_rows`.
+    `rows` may be those of one segment, of `all_rows` in total.
     """
     row_bytes = features * itemsize * matrices
     narrow = _direct(row_per_warp=True, lines=2 * WARPS, chunks=max(1, features // 256))
@@ -41,7 +41,7 @@ def forward_guesses(
     rings = [_forward_ring(rows, features, itemsize, matrices, vectors)]
     in_segments = all_rows is not None and all_rows != rows
     if in_segments and matrices == 1 and 1024 < features <= 1536 and rows >= 2 * WARPS:
-        # A CTA has few rows of its segment, so larger copies are needed to keep enough bytes in flight.
+        # A CTA has few rows, all of one segment: only larger copies keep enough bytes in flight.
         rings.insert(0, _ring_of_warps(features, matrices * itemsize, 2 * WARPS, 2))
     if features <= 2048:
         # Tiles of more rows make larger copies; tiles of fewer rows leave room for more CTAs.
@@ -56,7 +56,7 @@ def forward_guesses(
         return [*rings, short]
     if features <= 1024 and features % 256 == 0:
         return [narrow, *rings]
-    # Without a ring each row reads the vectors again, and a third vector costs too much.
+    # Without a pipeline each CTA, of one tile, loads all vectors: too slow with more of them.
     if (features == 8192 and vectors <= 2) or (features == 4096 and vectors == 1):
         return [wide, *rings]
     return [*rings, narrow, wide]
@@ -70,11 +70,11 @@ def _forward_ring(
         lines = _lines(rows, 4096 // (features * itemsize))
         ctas = 8 if features <= 512 else 4
         if features > 768 and vectors == 3:
-            # Three vectors leave registers for only three CTAs.
+            # Three vectors in registers leave room for only three CTAs on an SM.
             ctas = 3
         return _ring_of_warps(features, matrices * itemsize, lines, ctas)
     warpgroups = 1 if features <= 4096 or features % 512 else 2
-    # Long rows gain more from one more CTA than from a third pipeline stage.
+    # Long rows gain more from one more CTA on an SM than from a third pipeline stage.
     ctas = max(1, _slots(8 // warpgroups, (3 if row_bytes < 32768 else 2) * row_bytes))
     return _ring_of_ctas(row_bytes, warpgroups, ctas)
 
@@ -105,7 +105,7 @@ def backward_candidates(
 
 
 def _balanced(guesses: list[RowConfig], segments: int, multiprocessors: int) -> list[RowConfig]:
-    """Returns the guesses, first those that leave few SMs idle if each CTA has rows of one segment.
+    """Returns the guesses sorted: first those that leave few SMs idle, where no CTA has two segments.
 
     One CTA an SM is the best guess for one long segment; with a hundred segments it leaves every fourth
     SM idle.
@@ -127,11 +127,11 @@ def best_of_backward(
     segments: int,
     multiprocessors: int,
 ) -> RowConfig:
-    """Returns the backward's config: the first guess, or for segments one that leaves few SMs idle."""
+    """Returns the first guess or, with several segments, the first that leaves few SMs idle."""
     if segments == 1:
         return guesses[0]
     legal = _legal(guesses, rows, features, element_bytes, sums=True)
-    # With a row for each warp, two small CTAs hide waits better than a large one.
+    # With a row for each warp, two CTAs of one warpgroup hide latency better than one of two.
     preferred = sorted(
         legal,
         key=lambda config: (
@@ -142,7 +142,7 @@ def best_of_backward(
 
 
 _BUSY_ENOUGH = 0.9
-"""Fraction of the CTAs that the GPU can hold which must be busy for a launch to count as balanced."""
+"""Fraction of the CTAs resident on the GPU that must be busy for a launch to count as balanced."""
 
 
 def backward_guesses(
@@ -162,8 +162,8 @@ def backward_guesses(
             for shape in shapes
         ]
     if features > 8192 and features % 2048 == 0:
-        # A row and its sums do not both fit into the registers: each pass reads the tile from shared
-        # memory.
+        # A row and its column sums do not both fit into the registers: each pass over a tile reads
+        # it from shared memory.
         slots = _slots(2, row_bytes)
         return [
             RowConfig(
@@ -179,7 +179,7 @@ def backward_guesses(
     warpgroups = 1 if features <= 4096 or features % 512 else 2
     ctas = 4 if features <= 2048 else 2 if features <= 4096 else 1
     most_slots = 4 if features <= 2048 else 3
-    # With few rows, fewer CTAs leave fewer partial sums to add up.
+    # With few rows, fewer CTAs write fewer partial sums, which XLA adds up.
     shapes = [(warpgroups, ctas), (warpgroups, 1), (warpgroups, 2), (2, 1), (1, 4)]
     return [
         _backward_ring_of_ctas(features, row_bytes, vectors, *shape, most_slots) for shape in shapes
@@ -241,15 +241,15 @@ def _legal(
 def _room_for(vectors: int, values: int) -> bool:
     """Returns whether `vectors` fit into the backward's registers, with `values` of each per thread.
 
-    Next to the tile and the sums there is room for 48 values; with more the registers spill.
+    Next to the tile and its sums a thread has room for 48 values; more cause register spills.
     """
     return vectors * values <= 48
 
 
 def _lines(rows: int, wanted: int) -> int:
-    """Returns the rows of a tile.
+    """Returns the rows of a warpgroup's tile.
 
-    Narrow rows need more of them, for larger copies and sums that wait less.
+    A tile of narrow rows has several for each warp: copies are larger, and the rows' sums overlap.
     """
     if rows < 4 * WARPS:
         return WARPS
@@ -264,9 +264,9 @@ def _row_per_warp(rows: int, features: int) -> bool:
 
 
 def _slots(wanted: int, slot_bytes: int, reserved: int = 0) -> int:
-    """Returns `wanted` stages, or as many as fit into an SM's shared memory, but at least one.
+    """Returns `wanted` stages (or CTAs), or as many of `slot_bytes` as an SM's shared memory holds.
 
-    If not even one fits, `RowConfig.why_unfit` says so.
+    The number is at least 1; if not even one fits, `RowConfig.why_unfit` says so.
     """
     return max(1, min(wanted, (SHARED_MEMORY_BYTES - 4096 - reserved) // slot_bytes))
 

@@ -71,7 +71,7 @@ def why_unsupported(
 
 
 def access_bytes(heads: int, key_heads: int, head_size: int, rotary_dim: int, itemsize: int) -> int:
-    """Returns the bytes of a thread's loads and stores, at most 16, for sizes that the kernel takes."""
+    """Returns the bytes of a thread's narrowest load or store: 4, 8 or 16 for supported sizes."""
     common = math.gcd(heads, key_heads)
     pieces = [_Piece.choose(w, common, itemsize) for w in _widths(head_size, rotary_dim)]
     return min((piece.vec * itemsize for piece in pieces if piece is not None), default=0)
@@ -84,7 +84,7 @@ def _widths(head_size: int, rotary_dim: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Layout in which a warp's lanes share one part (a rotating half, or the rest) of several heads."""
+    """Division among a warp's lanes of one part of several heads: a rotating half, or the rest."""
 
     vec: int
     """Contiguous features that a lane loads at a time."""
@@ -159,8 +159,8 @@ def rotate(
         targets = refs[len(inputs) + 2 :]
         index = lax.axis_index("tile")
         b = lax.div(index, jnp.int32(tiles))
-        # The last tile moves up to end with the sequence: some positions are computed twice, to the
-        # same bits.
+        # The last tile of a sequence that is no multiple of it starts earlier, to end with the
+        # sequence: the positions that two tiles share are computed twice, to the same bits.
         t = jnp.minimum(lax.rem(index, jnp.int32(tiles)) * WARPS, length - WARPS)
         position = pl.ds(t, WARPS)
         shape = (WARPS, step_heads, pairs)

@@ -1,4 +1,4 @@
-"""Quantisation of rows in registers to 8 bits, each by its own scale."""
+"""Quantisation of rows in registers to 8 bits, with a scale for each row."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +62,10 @@ class RowRounding:
             tiles.store(values_gmem, place, row, chunk, values)
 
     def _scale(self, largest: jax.Array) -> jax.Array:
-        """Returns rows' scales: the smallest normal number for zeros, NaN for infinities and NaNs."""
+        """Returns each row's scale, given its largest magnitude.
+
+        It is the smallest normal number for a row of zeros, and NaN for one with an infinity or NaN.
+        """
         unit = np.float32(1) / np.float32(self.largest)
         scale = jnp.maximum(largest * unit, jnp.finfo(jnp.float32).tiny)
         return jnp.where(scale < jnp.inf, scale, jnp.nan)
@@ -70,6 +73,6 @@ class RowRounding:
     def _rounded(self, units: jax.Array) -> jax.Array:
         if self.dtype != jnp.int8:
             return jnp.clip(units, -self.largest, self.largest).astype(self.dtype)
-        # The division may round up past the range, but by less than half a unit: no clip is needed.
+        # x / scale may round up past the int8 range, but by less than 0.5, which `round` removes.
         rounded = jnp.round(units)
         return jnp.where(units == units, rounded, 0.0).astype(jnp.int8)

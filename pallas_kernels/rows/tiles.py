@@ -2,8 +2,8 @@
 
 A warp holds whole rows ("row per warp", short rows), or all warps of a CTA share each row ("row per
 CTA", long rows). Either way a warpgroup works on a [lines, width] tile, of which each of its four warps
-holds every fourth line, and a sum over a line is a warp shuffle. Sums that leave the warp go through
-shared memory of our own: Mosaic's cross-warp reductions race when a CTA has several warpgroups.
+holds every fourth line, and a sum over a line is a warp shuffle. Sums over several warps go through
+shared memory explicitly: Mosaic's cross-warp reductions race when a CTA has several warpgroups.
 
 Tiles arrive through a ring of bulk copies (a pipeline), so that memory stays busy while warps compute.
 Large arrays need no ring: a CTA for each tile is enough to keep the memory busy.
@@ -29,16 +29,16 @@ class RowConfig:
     """Launch and tiling of a kernel over rows."""
 
     row_per_warp: bool
-    """True if each warp has a row; otherwise each CTA has one."""
+    """True if a warp computes whole rows; otherwise all warps of a CTA share each row."""
     warpgroups: int
-    """Warpgroups in a CTA: independent of one another with a row per warp, else sharing a row."""
+    """Warpgroups in a CTA; each has tiles of its own with a row per warp, else they share each row."""
     slots: int
     """Pipeline stages: tiles that a warpgroup keeps in flight. With 0 a warpgroup loads a single tile,
     straight from global memory into registers."""
     ctas_per_multiprocessor: int
     """CTAs per SM, each of which computes several tiles; not used with 0 stages."""
     lines: int = WARPS
-    """Lines of a tile: its rows with a row per warp, else the parts of a row, one part for each warp."""
+    """Lines of a warpgroup's tile: whole rows with a row per warp, else its four pieces of one row."""
     chunks: int = 1
     """Column blocks into which a line is cut, so that fewer registers are live at once."""
     keeps_tile: bool = True
@@ -53,7 +53,10 @@ class RowConfig:
         if self.slots < 0:
             raise ValueError(f"RowConfig: slots must be at least 0, got {self.slots}")
         if self.lines % WARPS or (self.lines != WARPS and not self.row_per_warp):
-            raise ValueError(f"RowConfig: lines must be {WARPS} a warp's row, got {self.lines}")
+            raise ValueError(
+                f"RowConfig: lines must be a multiple of {WARPS}, and {WARPS} with a row per CTA,"
+                f" got {self.lines}"
+            )
 
     def width(self, features: int) -> int:
         """Returns the columns of a warpgroup's tile."""
@@ -64,8 +67,8 @@ class RowConfig:
     ) -> str | None:
         """Returns None if the config can run rows of `features`, else the rule that they break.
 
-        `element_bytes` adds up the itemsizes of all matrices that are read; with `sums` the kernel adds
-        up columns too (see `RowTiles.store_partial`).
+        `element_bytes` is the sum of the itemsizes of all matrices that are read; with `sums` the kernel
+        also sums each column over the rows (see `RowTiles.store_partial`).
         """
         step = 2 * LANES * self.chunks
         if not self.row_per_warp:
@@ -141,7 +144,7 @@ class RowTiles:
 
     @property
     def ragged(self) -> bool:
-        """True if a segment's rows are no multiple of a tile's, so that tiles overlap."""
+        """True if a segment's rows are no multiple of a tile's, so that its last two tiles overlap."""
         return self.config.row_per_warp and (self.rows // self.segments) % self.config.lines != 0
 
     @property
@@ -199,7 +202,7 @@ class RowTiles:
         return Place(lax.axis_index("cta"), lax.axis_index("wg"))
 
     def lines(self, place: Place) -> pl.Slice:
-        """Returns the lines (parts of a row) of this warpgroup, if a CTA's warpgroups share rows."""
+        """Returns this warpgroup's lines (pieces of a row) where a CTA's warpgroups share each row."""
         return pl.ds(place.wg_idx * WARPS, WARPS)
 
     def columns(self, chunk: int) -> pl.Slice:
@@ -214,7 +217,7 @@ class RowTiles:
         return [f(chunk) for chunk in range(self.config.chunks)].__getitem__
 
     def line_sum(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """Returns the sums, [lines], over the columns of each line, of which `f` returns blocks."""
+        """Returns each line's sum over its columns, [lines]; `f` returns a column block."""
         return jnp.sum(functools.reduce(jnp.add, map(f, range(self.config.chunks))), axis=1)
 
     def load(self, ref, chunk: int, layout: plgpu.Layout) -> jax.Array:
@@ -223,13 +226,14 @@ class RowTiles:
         return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
 
     def line_max(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """Returns the maxima, [lines], over the columns of each line, of which `f` returns blocks."""
+        """Returns each line's maximum over its columns, [lines]; `f` returns a column block."""
         return jnp.max(functools.reduce(jnp.maximum, map(f, range(self.config.chunks))), axis=1)
 
     def vector(self, ref, place: Place, layout: plgpu.Layout) -> Callable[[int], jax.Array]:
-        """Returns column blocks of a per-feature vector, as float32 of the tile's shape.
+        """Returns a function from a column block's index to that block of a per-feature vector.
 
-        If `ref` holds a vector for each segment, the blocks are those of this CTA's segment.
+        Blocks are float32, broadcast to the tile's lines. If `ref` holds a vector for each segment, they
+        are those of this CTA's segment.
         """
         if len(ref.shape) > (1 if self.config.row_per_warp else 2):
             ref = ref.at[self.segment(place)]
@@ -249,7 +253,7 @@ class RowTiles:
         self.tile(ref, place, row).at[:, self.columns(chunk)][...] = value
 
     def across_columns(self, per_row: jax.Array) -> jax.Array:
-        """Broadcasts a statistic of each row (see `total`) to the columns of a tile."""
+        """Returns a statistic of each row (see `total`), broadcast to the columns of a tile."""
         if self.config.row_per_warp:
             return lax.broadcast_in_dim(per_row, self.shape, (0,))
         return per_row
@@ -275,9 +279,9 @@ class RowTiles:
     def first_row(self, place, step_idx):
         """Returns the first row of this warpgroup's tile number `step_idx`.
 
-        If a segment's rows are no multiple of a tile's, its last tile moves up to end with it: some rows
-        are computed twice, to the same bits. A warpgroup without tiles gets the last one. A tile
-        longer than its segment reaches into the next ones, or ends with the matrix.
+        If a segment's rows are no multiple of a tile's, its last tile starts earlier, to end with the
+        segment: some rows are computed twice, to the same bits. For a warpgroup without tiles this is
+        the last tile's row. A tile longer than its segment also has rows of the next segments.
         """
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
@@ -290,7 +294,7 @@ class RowTiles:
         return jnp.minimum(segment_start + tile * lines, last)
 
     def counted(self, place, step_idx, layout: plgpu.Layout) -> jax.Array:
-        """Returns a mask of the elements that belong to this tile, not to another tile or segment."""
+        """Returns a mask of the tile, False in rows of the previous tile or another segment."""
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
         segment_start = self.segment(place) * rows
@@ -336,7 +340,10 @@ class RowTiles:
     def store_partial(
         self, ref, values: list[jax.Array], partial_smem, barrier, place: Place
     ) -> None:
-        """Adds up one quantity's column sums over all lines of this CTA, and writes them to `ref`."""
+        """Writes one quantity's column sums over all rows of this CTA to `ref`.
+
+        `values` has an array [lines, columns] for each column block: the sums of each line's rows.
+        """
         if not self.config.row_per_warp:
             for chunk, value in enumerate(values):
                 store_unoptimized(ref.at[self.lines(place), self.columns(chunk)], value)
@@ -377,9 +384,9 @@ class RowTiles:
         place: Place,
         combine: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add,
     ):
-        """Returns sums over whole rows, given each quantity's sums over lines, [lines].
+        """Returns each quantity's sums over whole rows, given its sums over lines, [lines].
 
-        Another `combine`, such as the maximum, replaces the sum.
+        With a row per CTA, a row's sum is a scalar. `combine` may replace the sum by a maximum.
 
         `exchange_smem` is [2, len(lines), warpgroups, 4]; its halves must alternate by `parity`, so
         that a fast warpgroup never overwrites what a slow one still reads.
@@ -404,7 +411,7 @@ class RowTiles:
         ]
 
     def exchange_scratch(self, quantities: int) -> dict[str, object]:
-        """Scratch memory that `total` needs for up to `quantities` at once."""
+        """Scratch memory that a call of `total` with up to `quantities` needs."""
         shape = (2, quantities, self.config.warpgroups, WARPS)
         return {
             "exchange_smem": plgpu.SMEM(shape, jnp.float32),
@@ -445,7 +452,7 @@ class RowTiles:
         def copy_in(step_idx, slot):
             row = self.first_row(place, step_idx)
             for gmem, smem in sources:
-                # `first_row` keeps the copy in bounds; this promise turns it into one 1-D bulk copy.
+                # `first_row` keeps the tile in bounds; PROMISE_IN_BOUNDS makes this one 1-D bulk copy.
                 plgpu.copy_gmem_to_smem(
                     self.tile(gmem, place, row),
                     smem.at[place.wg_idx, slot],
