@@ -1,8 +1,8 @@
-"""Products with a block-sparse matrix for Hopper: only the blocks that are kept are read and multiplied.
+"""Products with a block-sparse matrix b for Hopper: only its stored blocks are read and multiplied.
 
-An output tile has the columns of one column of blocks. Its steps along K are the kept blocks of that
-column, found in a list on the device. Columns of a that meet no kept block are not read either. A step
-beyond the end of a list reads beyond the end of both arrays, which TMA fills with zeros.
+An output tile has the columns of one column of blocks of b. Its K steps are the stored ("kept") blocks
+of that column, from a list on the device. Columns of a that these blocks do not multiply are not read. A
+step beyond the end of a list reads beyond the end of both arrays, where TMA returns zeros.
 """
 
 import math
@@ -41,14 +41,14 @@ def why_unsupported(
       dtypes: dtypes of the operands, keyed by name.
       out_dtype: of the result.
       block: rows and columns of a block.
-      kept: blocks that are kept.
+      kept: number of stored blocks.
     """
     if reason := operands.why_unfit(compute_capability, dtypes, out_dtype):
         return reason
     if block not in BLOCKS:
         return f"it takes blocks of {' and '.join(map(str, BLOCKS))}, not of {block}"
     if not kept:
-        return "no block is kept"
+        return "b must have at least one stored block, and has none"
     return None
 
 
@@ -98,11 +98,11 @@ _STEP_ELEMENT, _STEP_BYTE = 2.35e-5, 1.39e-5
 """Microseconds of a K step for each element of a CTA's tile, and for each byte copied. A step takes the
 longer of the two (benchmarks/LAB.md, 2026-11-28)."""
 _TILE, _STORED_ELEMENT = 0.2, 1e-4
-"""Microseconds of a tile besides its steps, and to store one of its elements."""
+"""Microseconds of a tile in addition to its K steps, and to store one of its elements."""
 _MISSING_STAGE = 0.08
 """Fraction by which a K step takes longer for each pipeline stage below four."""
 _LONG_BAND = 1.08
-"""Factor on the time with a `band` above 8, with which less of a stays in L2."""
+"""Factor on the time with a `band` above 8, with which less of the left operand a stays in the L2."""
 LAUNCH = 5.0
 """Microseconds to launch a kernel."""
 
@@ -122,7 +122,7 @@ def tile_time(steps: float, config: MatmulConfig, area: int, copied: int) -> flo
 
 
 def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of a config, with blocks spread at random."""
+    """Returns the predicted microseconds of a config, with stored blocks spread at random."""
     columns = work.n // work.block
     tiles = math.ceil(work.rows / config.cta_tile_m) * columns
     steps = max(FEWEST_STEPS, work.kept * work.block / _TILE_K / columns)
@@ -153,7 +153,7 @@ def block_sparse_product(
       a: [M, K], bfloat16 or float16.
       blocks: [kept, B, B] of the same dtype, of b's blocks, or with `transposed` of their transposes.
       indptr: int32 [N / B + 1], the first entry of each column of blocks, and the number of entries.
-      entries: int32 [2, kept]: of each entry, the index of its block in `blocks`, and its place along K.
+      entries: int32 [2, kept]: of each entry, its block's index in `blocks` and its row of blocks in b.
       transposed: whether `blocks` has the blocks of b's transpose.
       out_dtype: of the result; sums are in float32, and rounded once.
       multiprocessors: SMs of the device.
@@ -205,7 +205,7 @@ def _tiles(
 
 
 class Span(NamedTuple):
-    """Range of the kept blocks (entries) that are multiplied for a tile."""
+    """Range of the stored blocks (entries) that are multiplied for a tile."""
 
     start: Any
     end: Any
@@ -216,7 +216,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockSparseProduct(UnevenProduct):
-    """Static parameters of a launch, and the blocks that are multiplied for each tile."""
+    """Static parameters of a launch, and the stored blocks that are multiplied for each tile."""
 
     block: int
     kept: int

@@ -1,9 +1,9 @@
-"""The gradient of a block-sparse matrix for Hopper: x^T @ dy at the blocks that are kept.
+"""The gradient of a block-sparse matrix for Hopper: x^T @ dy at the matrix's stored ("kept") blocks.
 
-An output tile has several blocks of one row of blocks, wherever they are in it: they share their columns
-of x. Each warpgroup has half the rows of each block if blocks have 128 rows, else half the blocks. A
-place in a tile beyond the end of its row's list reads beyond the end of dy, which TMA fills with zeros,
-and is not stored.
+An output tile has several stored blocks of one row of blocks, adjacent or not: they share their columns
+of x. Each warpgroup has half the rows of each block if blocks have 128 rows, else half the blocks. The
+last tile of a row may have fewer blocks than others: for those missing it reads beyond the end of dy,
+where TMA returns zeros, and stores nothing.
 """
 
 import math
@@ -61,10 +61,10 @@ _NARROW = 1.35
 
 
 def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of a config, with blocks spread at random.
+    """Returns the predicted microseconds of a config, with stored blocks spread at random.
 
     Args:
-      work: the transpose of [k, rows] times [k, n], at some blocks of it.
+      work: sizes of x^T @ dy with x [k, rows] and dy [k, n], and the number of stored blocks.
       config: one of `candidates`.
       multiprocessors: SMs of the device.
     """
@@ -89,14 +89,13 @@ def block_sparse_weights(
     config: MatmulConfig | None = None,
     name: str = "block_sparse_weights",
 ) -> jax.Array:
-    """Returns the blocks of x^T @ dy that are kept: [kept, B, B].
+    """Returns x^T @ dy at the stored blocks: [kept, B, B].
 
     Args:
       x: [M, K], bfloat16 or float16.
       dy: [M, N] of the same dtype.
       indptr: int32 [K / B + 1], the first entry of each row of blocks, and the number of entries.
-      entries: int32 [2, kept]: of each entry, the index of its block in the result, and its place along
-        N.
+      entries: int32 [2, kept]: of each entry, its block's index in the result and its column of blocks.
       block: B.
       out_dtype: of the result; sums are in float32, and rounded once.
       multiprocessors: SMs of the device.
@@ -195,7 +194,7 @@ class _BlockSparseWeights(Product):
 
     @property
     def tile_count(self) -> int:
-        """Upper limit on the number of tiles, each of which has at least one kept block."""
+        """Upper limit on the number of tiles, each of which has at least one stored block."""
         return self.kept
 
     # --- on the device ----------------------------------------------------------------------------

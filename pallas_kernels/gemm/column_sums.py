@@ -2,9 +2,9 @@
 
 In the layout of WGMMA eight threads of a warp have the same columns, in different rows. Pairs of threads
 exchange halves: each thread sums one half of the columns and sends its values of the other half to its
-partner. After three such exchanges each thread has one column of 32, and nothing was summed twice. The
-sums of the four warps are added in shared memory. Mosaic's own sum over rows would give every thread
-every column, through one buffer that the warpgroups of a CTA share.
+partner. After three such exchanges each thread has the sum of one column of 32, and nothing was summed
+twice. The sums of the four warps are added in shared memory. Mosaic's own sum over rows would give every
+thread every column, and exchange the sums through one buffer that the warpgroups of a CTA share.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ WARPS = 4
 COLUMNS = 32
 """Columns of a block; each thread of a warp ends with the sum of one of them."""
 _ROW_BITS = 3
-"""Bits of a thread's index in its warp that select its rows, above the two bits for its columns."""
+"""Bits of a lane's index that select its rows: three bits above the two that select its columns."""
 
 
 def of_warps(values: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ class Work:
 
     @property
     def shifts_rows(self) -> bool:
-        """True if the rows of b do not start at lines of 128 bytes."""
+        """True if rows of b in memory do not start at multiples of 128 bytes."""
         length = self.k // self.terms if self.k_last else self.n
         return length * self.b_bytes % STEP_BYTES != 0
 
@@ -68,7 +68,7 @@ class Work:
 
 
 def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speeds = H200) -> float:
-    """Microseconds of the product with its epilogue in this package's kernel."""
+    """Returns the predicted microseconds of the product with its epilogue, in the large-tile kernel."""
     part_n = config.tile_n // work.products
     across = math.ceil(work.n / part_n)
     down = math.ceil(work.m / (config.cta_tile_m * config.cluster)) * config.cluster
@@ -119,8 +119,8 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
 
 
 CONVERTED_ROWS = 256
-"""Rows of a up to which the conversion of weights is counted: XLA's product has one or two tiles of
-rows, and reads weights of another dtype as they are."""
+"""Rows of a up to which a comparison with XLA counts b's conversion to a's dtype: up to there XLA's
+product, of one or two tiles of rows, reads a b of another dtype without converting it first."""
 
 
 def conversion(work: Work, speeds: Speeds = H200) -> float:
@@ -333,7 +333,7 @@ def quantized_few_rows(
     columns = math.ceil(work.n / config.tile_n)
     steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
     registers = quantized_few_rows_registers(work, config)
-    # `quantized_few_rows_shared_bytes` counts about 4 KiB too many, which matters if CTAs share an SM.
+    # `quantized_few_rows_shared_bytes` is about 4 KiB too high, which matters if CTAs share an SM.
     shared = quantized_few_rows_shared_bytes(work, config) - 4 * 1024 + ALLOCATION_BYTES
     of_multiprocessor = min(
         (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // shared, REGISTERS // (128 * registers)

@@ -1,11 +1,11 @@
 """Conversion of integers of 8 and 4 bits, and of codes, to floats of 16 bits, in registers.
 
-Subnormal floats, and the normal ones below twice the smallest normal, are equally far apart. There the
-bits of a float count steps of the smallest one, so that an unsigned integer of up to 8 bits is a float
-as it stands, after nothing but masks. One multiply-add brings it to (integer + shift) / `unit`, exactly.
+Subnormal floats, and normal ones below twice the smallest normal, are multiples of the smallest
+subnormal, and their bits are the multiple. So an unsigned integer of up to 8 bits, once masked out, is
+already the bits of a float. One multiply-add makes it (integer + shift) / `unit`, exactly.
 
 A byte of two codes is looked up in a table of pairs of numbers in shared memory. Each lane of a warp has
-a copy of the table, all of which lies in one bank, so that lanes never wait for each other.
+a copy of the table in a bank of its own, so that lookups have no bank conflicts.
 """
 
 import functools
@@ -36,7 +36,7 @@ _FACTORS = {"bf16x2": 2.0**127, "f16x2": 2.0**15}
 
 
 def unit(dtype: Any) -> float:
-    """Returns the divisor left in dequantised integers; no factor in `dtype` could remove it."""
+    """Returns the divisor left in dequantised integers: the largest factor in `dtype` is too small."""
     factor = _FACTORS["bf16x2" if dtype == jnp.bfloat16 else "f16x2"]
     return 1 / (float(jnp.finfo(dtype).smallest_subnormal) * factor)
 

@@ -108,8 +108,8 @@ class Epilogue:
                 num_arrivals=len(self.row_vectors), num_barriers=CONSUMERS
             )
         if self.column_sums:
-            # The buffers of sums are reused in step with those of the outputs, so the waits for the
-            # outputs' copies protect the sums too.
+            # The buffers of sums are reused in the same order as those of the outputs, so the waits
+            # for the outputs' copies protect the sums too.
             shape = (CONSUMERS, c.write_slots, column_sums.WARPS, c.epilogue_columns)
             scratch["sum_smem"] = {
                 name: plgpu.SMEM(shape, jnp.float32) for name in self.column_sums
@@ -131,15 +131,15 @@ class Epilogue:
 
     @property
     def moments_types(self) -> list[jax.ShapeDtypeStruct]:
-        """Types of the moments of a tile's columns: for each name, means and squared deviations."""
+        """Types of all tiles' moments: for each name, column means and sums of squared deviations."""
         partial = jax.ShapeDtypeStruct(self.sums_shape, jnp.float32)
         return [partial] * (2 * len(self.column_moments))
 
     def merged_moments(self, partial: Iterator[jax.Array]) -> dict[str, jax.Array]:
         """Merges all tiles' moments into the means "mean_" + name and variances "variance_" + name, [N].
 
-        Deviations are taken from a tile's mean first and then from the mean of all, so that nothing
-        large cancels; the order is fixed.
+        Squared deviations are from each tile's mean; those of the tiles' means from the mean of all
+        rows are added. No large numbers cancel, and the order is fixed.
         """
         if not self.column_moments:
             return {}
@@ -419,7 +419,7 @@ class _EpilogueOfTile:
 def _column_layout(columns: int, dtype: Any) -> plgpu.Layout:
     """Returns a layout in which each warp holds a quarter of the columns, in vectors of 16 bytes.
 
-    Swizzling moves units of 16 bytes, which a longer vector would cross.
+    Swizzling permutes units of 16 bytes, so a longer vector would not be contiguous.
     """
     vec = 16 // jnp.dtype(dtype).itemsize
     quarter = columns // 4

@@ -1,7 +1,7 @@
 """Products of float8 matrices on Hopper for training: a layer and its gradients.
 
-Each matrix has one scale, and the sums run along the last axis of both operands: a matrix that a
-gradient sums over its other axis must be quantised transposed too.
+Each matrix has one scale. WGMMA sums along the last axis of both float8 operands: a matrix that a
+gradient sums over its first axis is also quantised as a transposed copy.
 """
 
 import functools
@@ -64,7 +64,9 @@ def why_unsupported(
 def why_slope_unsupported(*, columns: int) -> str | None:
     """Returns None if a derivative of `columns` columns, one byte each, can be read, else why not."""
     if columns % 16:
-        return f"it copies rows of whole multiples of 16 bytes, and the slope has {columns}"
+        return (
+            f"it copies rows of multiples of 16 bytes, and those of the derivative have {columns}"
+        )
     return None
 
 
@@ -85,7 +87,7 @@ def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for `hidden_gradient_by_slope`, first one with one more stage if that fits."""
+    """Returns configs for `hidden_gradient_by_slope`: first the best with one more stage if it fits."""
     configs = hidden_candidates(work, multiprocessors)
     deeper = replace(configs[0], stages=configs[0].stages + 1)
     return [deeper, *configs] if fits(work, deeper, _SPARE_BYTES) else configs
@@ -94,7 +96,8 @@ def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs for a weight gradient, predicted fastest first.
 
-    Accumulators and float32 totals both need registers. The number of waves of the few tiles decides.
+    Tiles have 64 rows a warpgroup, since accumulators and float32 totals both need registers. A weight
+    gradient has few tiles, so the number of their waves decides.
     """
     configs = [
         MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
@@ -124,7 +127,7 @@ def _scaled(sums: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _wide(operand: jax.Array) -> jax.Array:
-    """Returns an epilogue's operand in float32. In a kernel it already is float32, in XLA it is not."""
+    """Returns an epilogue's operand in float32, which it is in a kernel but not in the XLA reference."""
     return operand.astype(jnp.float32)
 
 

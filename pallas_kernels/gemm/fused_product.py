@@ -71,9 +71,9 @@ class FusedProduct:
     "variance_" + name. They are computed from the rounded outputs; the variance is the mean of squared
     deviations."""
     row_maxima: Mapping[str, Maximised] = _NOTHING
-    """Functions of rounded outputs, whose largest value in each row is returned, for each of P parts of
-    the columns: float32 [P, M], "max_" + name. They must grow with their argument (or its magnitude).
-    Only with a `MatmulConfig`."""
+    """Functions of rounded outputs, whose largest value in each row is returned for each of P columns of
+    tiles: float32 [P, M], "max_" + name. They must grow with their argument (or its magnitude). Only
+    with a `MatmulConfig`."""
     promoted_steps: int = 0
     """For float8, steps of 128 numbers along K after which the sums are added to float32 totals; 0
     leaves them to the tensor cores, which keep fewer bits. Only with configs without ping-pong."""
@@ -154,7 +154,7 @@ class FusedProduct:
 
     @property
     def work_beside_xla(self) -> Work:
-        """Sizes for comparing the kernel's time with XLA's; with few rows, b's conversion counts."""
+        """Sizes for a comparison with XLA's time; up to `CONVERTED_ROWS` b's conversion counts."""
         first = self.b[0] if isinstance(self.b, tuple) else self.b
         return replace(
             self.work,

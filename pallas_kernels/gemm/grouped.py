@@ -78,7 +78,7 @@ def candidates(
       outputs: dtypes of the results, keyed by name, with equally many bytes.
       multiprocessors: SMs of the device.
     """
-    # Rows of a chunk have 128 bytes, so that a copy from shared memory may begin at any row.
+    # Rows of a chunk have 128 bytes, so that a TMA copy from shared memory may begin at any row.
     [columns] = {swizzled_columns(dtype) for dtype in outputs.values()}
     configs = [
         MatmulConfig(
@@ -112,9 +112,9 @@ _BANDS = (8, 16)
 
 
 def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> float:
-    """Returns the predicted microseconds, a compromise between groups of equal and of any sizes.
+    """Returns the predicted microseconds, a compromise between groups of equal and of unequal sizes.
 
-    Rows of tiles beyond their groups' ends count as a quarter of a tile for each group.
+    The empty rows of each group's last tile count as a quarter of a tile.
     """
     groups = min(work.groups, work.m)
     tiles = work.m / groups / config.cta_tile_m
@@ -126,7 +126,7 @@ def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> fl
 
 
 _FEW_ROWS = 128
-"""Rows of a group up to which the time is that of reading the group's matrix from memory."""
+"""Rows of a group up to which reading the group's matrix from memory takes all of the time."""
 _LOW = 1.08
 """Factor on the modelled time of 64-row tiles in ping-pong (benchmarks/LAB.md, 2026-11-28)."""
 _LOW_OF_FEW_ROWS = 0.97

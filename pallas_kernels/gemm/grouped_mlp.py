@@ -1,7 +1,7 @@
-"""Products of the perceptrons of groups of rows on Hopper, with their activation fused.
+"""Products of MLPs of groups of rows (mixture of experts) on Hopper, with their activation fused.
 
-Weights are [E, D, F], or [E, F, D] with `transposed`. A gated perceptron has two first matrices, or one
-with the gate's columns before the others.
+Weights are [E, D, F], or [E, F, D] with `transposed`. A gated MLP has two first matrices, gate and up,
+or one with the gate's columns before those of up.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,10 @@ def hidden_layer(
     transposed: bool,
     saves: bool,
 ) -> GroupedProduct:
-    """Returns h = activation(z) or activation(gate) * up, and z, or gate and up, if they are saved."""
+    """Returns the product with results h = activation(z), or activation(gate) * up, [M, F].
+
+    If `saves`, z, or gate and up, are results too: rows of x times their group's first matrices.
+    """
     saved = ("gate", "up") if gated else ("z",)
 
     def epilogue(*z):
@@ -43,7 +46,7 @@ def hidden_layer(
 def input_gradient(
     dzs: Sequence[jax.Array], weights: Sequence[jax.Array], *, transposed: bool, out_dtype
 ) -> GroupedProduct:
-    """Returns dx, the sum of each dz times the transpose of its weights, rounded once."""
+    """Returns the product for dx [M, D], the sum of each dz @ weights^T, rounded once."""
     return GroupedProduct(
         name="grouped_input_gradient",
         a=dzs,

@@ -1,7 +1,7 @@
 """Grouped products with quantised weights for Hopper: each group of rows has a matrix of its own.
 
-The kernel is that of one product's tiles (`quantized_tiles`). A tile starts at the first row of its
-group or a whole number of tiles after it; rows of the next group in its last tile are not stored.
+The kernel is that of `quantized_tiles`, with other positions of the tiles. A group's tiles follow one
+another from its first row on; rows of the next group in its last tile are not stored.
 """
 
 import functools
@@ -48,7 +48,7 @@ def why_unsupported(
             return f"it takes bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
     (rows, k), matrices = x_shape, w.values.shape[0]
     if k < STEP:
-        return f"it takes sums of at least {STEP} numbers, and they have {k}"
+        return f"it takes sums of at least {STEP} numbers (K), and they have {k}"
     if matrices > MOST_GROUPS:
         return f"it takes at most {MOST_GROUPS} groups, and there are {matrices}"
     if rows * matrices >= 2**31:
@@ -74,7 +74,7 @@ def candidates(
 
     def time(config: QuantizedTilesConfig) -> float:
         if rows <= used * STORED_ROWS:
-            # The time is that of reading the matrices; more warpgroups keep up with memory better.
+            # Reading the matrices takes all of the time; more warpgroups keep up with memory better.
             return config.rows - config.warpgroups
         padded = used * -(-rows // (used * config.rows)) * config.rows
         return quantized_tiles.microseconds(padded, w.n, k, config, multiprocessors)
@@ -139,7 +139,7 @@ def forward(
 
 
 def of_one_group(w: Packed) -> Packed:
-    """Returns the shapes and dtypes of one group's weights."""
+    """Returns the shapes and dtypes of one group's weights, without the leading axis over groups."""
 
     def one(array: Any) -> Any:
         return None if array is None else jax.ShapeDtypeStruct(array.shape[1:], array.dtype)

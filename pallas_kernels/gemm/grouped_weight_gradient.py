@@ -1,10 +1,9 @@
 """The gradient of grouped weights for Hopper: x^T @ dy over the rows of each group.
 
-The sums are over rows, of which the groups have any number, and a group may begin at any row. The tiles
-of x and dy in the pipeline begin at multiples of 8 rows, as copies into WGMMA's layout require. If a
-step also has rows of other groups, the consumers clear these rows of x and dy in shared memory before
-they multiply, so that no value of another group, not even NaN, reaches the sums. Groups without rows get
-zeros.
+The sums are over a group's rows, of any number and from any first row on. The tiles of x and dy in the
+pipeline begin at multiples of 8 rows, as copies into WGMMA's layout require. If a K step also has rows
+of other groups, the consumers set these rows of x and dy to zero in shared memory before they multiply,
+so that no value of another group, not even NaN, reaches the sums. A group without rows gets zeros.
 """
 
 import functools

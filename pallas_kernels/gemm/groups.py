@@ -1,8 +1,8 @@
 """Groups of rows whose sizes are known on the device only, as the kernels of grouped products see them.
 
-A kernel asks for the group of a tile and for the rows of a group. Up to `MOST_IN_KERNEL` sizes it adds
-up itself each time. For more of them XLA first makes a table of the tiles and rows before each group,
-in a kernel of its own.
+A kernel needs the group of a tile and the rows of a group. With up to `MOST_IN_KERNEL` groups it adds up
+their sizes each time. With more, XLA first makes a table of the number of tiles and rows before each
+group, in a kernel of its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels.gemm.tiled_product import run_of
 
 MOST_IN_KERNEL = 16
-"""Largest number of sizes that a kernel adds up itself."""
+"""Largest number of group sizes that a kernel adds up itself, without a table."""
 
 
 class Group(NamedTuple):
@@ -43,7 +43,7 @@ class Groups(Protocol):
         """Returns a group by the index of its matrix."""
 
     def of_tile(self, tile: Any) -> tuple[Group, Any]:
-        """Returns the group of a tile, and the tile's index among the group's own."""
+        """Returns the group of a tile, and the tile's index among that group's tiles."""
 
 
 def operands(
@@ -55,7 +55,7 @@ def operands(
       group_sizes: int [G], of all groups. Sizes below 0 count as 0; rows beyond the last are cut off.
       offset: int [], the index of the first group that is multiplied.
       groups: how many groups are multiplied.
-      rows: number of rows, with those of no group.
+      rows: number of rows, including those of no group.
       tile_m: rows of a tile.
     """
     offset = offset.astype(jnp.int32)
@@ -80,7 +80,7 @@ def group_table(
 ) -> jax.Array:
     """Returns the tiles and rows before each group, and before the end: int32 [2, groups + 1].
 
-    It is one sum over pairs of groups, which XLA runs as one kernel.
+    It is one sum over an axis of all groups for each of `groups`, which XLA runs as one kernel.
     """
     sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
     index = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)

@@ -1,8 +1,8 @@
-"""Rope of interleaved pairs, in the registers in which an epilogue has the features.
+"""Rope of interleaved pairs, on the registers of a product's epilogue.
 
 In the layouts of products, a register holds an even number of adjacent features of a row, so that both
-features of a pair are in one register. Mosaic cannot address a part of a register, so the code works on
-registers one by one.
+features of a pair are in one register. Mosaic's array operations cannot address a part of a register, so
+the code here is emitted register by register.
 """
 
 import functools
@@ -50,8 +50,8 @@ def _turned_registers(x: Any, angles: Any, is_fixed: Any) -> Any:
     """Emits the code of `turned` when a kernel is lowered; returns the registers with the result."""
     number = angles.mlir_dtype
     zero = arith.constant(number, ir.FloatAttr.get(number, 0.0))
-    # The angles of fixed features are zero by now, and their cosines become 1. Adding pairs takes half
-    # as many instructions as selecting numbers.
+    # With `is_fixed`, cosines and sines are 0 here, and adding (1, 0) makes the rotation the identity.
+    # An addition works on pairs of numbers: half as many instructions as a selection.
     cosine_and_sine = [is_fixed.registers.item(), zero]
     registers = np.empty_like(x.registers)
     for place, features in np.ndenumerate(x.registers):

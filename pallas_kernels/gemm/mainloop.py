@@ -2,7 +2,7 @@
 
 A CTA has one producer warpgroup, which copies tiles of the operands into the stages of a pipeline in
 shared memory, and two consumers, which multiply. In ping-pong the consumers hold different output tiles:
-one runs its epilogue and stores while the other multiplies, so that an epilogue costs nothing as long as
+one runs its epilogue and stores while the other multiplies, so that an epilogue takes no extra time if
 it is shorter than a tile's product. Otherwise they share an output tile of twice the height, whose
 operands are read less often.
 """
@@ -36,12 +36,12 @@ class SummingEpilogue(TileEpilogue, Protocol):
     """The epilogue of a product that also sums operands from the pipeline's stages."""
 
     def store_sums(self, sums: Any) -> None:
-        """Stores the operands' sums that `Product.sum_slot` returns, before the accumulators."""
+        """Stores the sums that `TiledProduct.sum_slot` returns, before `run` stores the accumulators."""
 
 
 @dataclass(frozen=True)
 class Producer:
-    """The producer warpgroup, which fills stages output tile by output tile and step by step along K."""
+    """The producer warpgroup, which fills pipeline stages tile by tile and K step by K step."""
 
     product: TiledProduct
     ring: Ring
@@ -98,10 +98,10 @@ class Producer:
 
 @dataclass(frozen=True)
 class _Converter(Producer):
-    """The producer warpgroup for a quantised b, of which it copies and dequantises each K step."""
+    """The producer warpgroup for a quantised b, which it copies and dequantises K step by K step."""
 
     def run(self) -> None:
-        # Registers per thread that the consumers leave for the producer.
+        # The registers of a thread that two consumers of 224 leave for the producer.
         plgpu.set_max_registers(56, action="decrease")
         product = self.product
         total = product.tiles_of_cluster() * product.raw_steps
@@ -113,7 +113,7 @@ class _Converter(Producer):
         self._await_readers(slot, filled)
 
     def _copy_raw(self, step) -> None:
-        """Starts the copies of a step of quantised weights, counted over all tiles."""
+        """Starts the copies of quantised weights for `step`, a K step counted over all tiles."""
         product = self.product
         _, n_idx = product.position(lax.div(step, jnp.int32(product.raw_steps)))
         k_start = lax.rem(step, jnp.int32(product.raw_steps)) * product.raw_step
@@ -127,7 +127,7 @@ class _Converter(Producer):
             product.raw_tile.copy(arrays, memory, raw_slot, *starts, full)
 
     def _convert_step(self, total, step, carry):
-        """Dequantises a step of weights into its stages, and starts the copies of a later step."""
+        """Dequantises a step's weights into pipeline stages, and starts the copies of a later step."""
         product, ring, c = self.product, self.ring, self.product.config
         slot, filled = carry
         sequence_idx = lax.div(step, jnp.int32(product.raw_steps))
@@ -182,7 +182,7 @@ class _Converter(Producer):
                 first += width
 
     def _convert_rows(self, index: int, raw: Any, raw_slot: Any, slot: Any) -> None:
-        """Dequantises all columns of b into a pipeline stage, if adjacent columns share a scale."""
+        """Dequantises a tile of a [K, N] b, whose groups run along N, into a pipeline stage."""
         tile, memory, first = self.product.raw_tile, self.ring.b_smem[index], 0
         for w in tile.dequantized(raw, raw_slot, 0, tile.span):
             memory.at[slot, :, pl.ds(first, w.shape[1])][...] = w
@@ -194,7 +194,7 @@ _CONVERTED_COLUMNS = 64
 
 
 SCALED_PIECE = 64
-"""Columns scaled at a time if columns share scales. It divides the number of columns that share one."""
+"""Columns scaled at a time where columns share scales; a divisor of the columns that share one."""
 
 
 @dataclass(frozen=True)
@@ -256,10 +256,10 @@ class Consumer:
     def _accumulate_scaled(self, sequence_idx, n_idx) -> jax.Array:
         """Returns the sums of a tile, where each K step's sums are scaled before they are added.
 
-        While one warpgroup scales, the other one uses the tensor cores.
+        While one warpgroup scales its sums, the other warpgroup uses the tensor cores.
         """
         product, c = self.product, self.product.config
-        # Columns that share a scale also share its product with a row's scale.
+        # Columns that share a scale take one product of it and each row's scale.
         width = SCALED_PIECE if product.scales_columns_alike else c.tile_n
         starts = range(0, c.tile_n, width)
 
@@ -312,7 +312,7 @@ class Consumer:
             yield piece * lax.broadcast_in_dim(of_rows * number, piece.shape, (0,))
 
     def _accumulate_promoted(self, sequence_idx) -> jax.Array:
-        """Returns the sums of a tile; after every `promoted_steps` steps they move to float32 totals."""
+        """Returns a tile's float32 totals, to which every `promoted_steps` K steps are added."""
         product, c = self.product, self.product.config
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
         zeros = jnp.zeros((c.tile_m, c.tile_n), jnp.float32)
@@ -370,7 +370,7 @@ class Consumer:
         return acc_ref[...], slot, sums
 
     def _step(self, acc_ref, sequence_idx, place, k_idx, carry):
-        """Multiplies a stage, and frees the stage before it, whose WGMMAs have ended by then."""
+        """Issues a stage's WGMMAs, and frees the previous stage once its own WGMMAs have ended."""
         previous, sums = carry
         slot = self.product.next_slot(previous)
         count = self._multiply(acc_ref, sequence_idx, k_idx, slot)
@@ -455,7 +455,7 @@ class Product(TiledProduct):
         )(*terms, *bs, *step_scales, *others)
 
     def on_device(self, others: Sequence[Any]) -> tuple["Product", Sequence[Any]]:
-        """Returns the product with the arrays of `others` that it reads itself, and the other arrays."""
+        """Returns the product with the arrays that its main loop reads, and the rest of `others`."""
         return self, others
 
     def producer(

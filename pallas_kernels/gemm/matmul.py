@@ -25,7 +25,7 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
     if work.itemsize == 4:
         # Float32 products were not measured. Their results are not rounded to 16 bits, so that only
-        # smaller tiles leave registers.
+        # tiles of up to 128 columns leave registers for the epilogue.
         stages = (4, 3, 2)
         small = tiles(tile_m=64, tile_n=128, stages=2)
         return [*(tiles(tile_n=128, stages=stage) for stage in stages), small]
@@ -33,7 +33,7 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     shapes = [tiles(tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in _PING_PONG_TILES]
     shapes.append(tiles(tile_m=64, tile_n=256, ping_pong=False))
     if work.read_bytes > work.itemsize:
-        # If 256 does not divide N, tiles of 64 x 192 leave registers for several epilogue matrices.
+        # Tiles of 64 x 192 leave registers for several epilogue matrices where 256 does not divide N.
         shapes.append(tiles(tile_m=64))
     if work.products > 1:
         # CTAs of a cluster share b, so that each reads half as much of it.
@@ -132,7 +132,7 @@ def why_unsupported(
         return reason
     if dtypes["x"] == jnp.float32 and not allows_tf32:
         return (
-            "it multiplies float32 as tf32, which is less than x's float32 is to be multiplied with"
+            "it multiplies float32 as tf32, and the precision asked for x has more bits than tf32"
         )
     for name, dtype in dtypes.items():
         if dtype is not None and dtype not in (*_DTYPES, jnp.float32):

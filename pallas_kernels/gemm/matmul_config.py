@@ -31,10 +31,10 @@ class MatmulConfig:
     write_slots: int = 1
     """Output buffers of the epilogue, in chunks of each matrix that it writes."""
     band: int = 8
-    """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
+    """Rows of tiles in a group of the raster order: a group's tiles share columns of b in the L2."""
     pads_columns: bool = False
-    """True if XLA first pads b's width to whole blocks of columns. A WGMMA then covers all of a tile's
-    columns, not one block of them. With many rows this saves more than the copy costs."""
+    """True if XLA first pads b's width to whole blocks of 128 bytes. A WGMMA then covers all of a tile's
+    columns, not one block of them. With many rows this saves more time than the padded copy takes."""
 
     def __post_init__(self) -> None:
         if self.tile_m % 64 or self.tile_n % 8 or self.tile_n > 256:

@@ -2,9 +2,9 @@
 
 WGMMA reads a matrix in swizzled pieces, each 128 bytes of every row, with a piece's rows in groups of
 eight. TMA writes that order by itself where the array in global memory is a whole number of pieces
-wide. At any other width it can still write one piece of every row: it clips at the end of the array and
-fills with zeros beyond it. A block of memory that is one piece wide has the same bytes in both layouts,
-so arrays of every width whose rows begin at multiples of 16 bytes are copied as they are.
+wide. At any other width TMA can still write one piece of every row, row by row: it clips at the end of
+the array and fills with zeros beyond it. A block of memory that is one piece wide has the same bytes in
+both layouts, so arrays of every width whose rows begin at multiples of 16 bytes need no padded copy.
 """
 
 import math
@@ -43,7 +43,7 @@ def why_unfit(
         if dtype not in _DTYPES:
             return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
     if len(set(map(jnp.dtype, dtypes.values()))) > 1:
-        return "what it multiplies has several dtypes"
+        return "its operands must have one dtype, and have several dtypes"
     if out_dtype is not None and out_dtype not in (*_DTYPES, jnp.float32):
         return f"its results are float32, bfloat16 and float16, not {jnp.dtype(out_dtype)}"
     return None
@@ -112,7 +112,7 @@ class OperandTile:
 
     @property
     def one_copy(self) -> bool:
-        """True if one copy brings the tile, although it may be several pieces of 128 bytes wide.
+        """True if one TMA copy covers the tile, even if it is several pieces of 128 bytes wide.
 
         One WGMMA then reads the whole tile; otherwise each reads one block.
         """

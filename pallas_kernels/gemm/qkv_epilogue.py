@@ -1,10 +1,11 @@
 """The epilogue of qkv_projection's product: norms and rotations of heads, and stores to three outputs.
 
-An output tile may lie across the outputs, but its units, which are stored one by one, each lie in one.
-With a norm or rope a unit is a head: its two halves are in the same registers, and its mean square is a
-sum within a warp. A wide head with rope alone is cut into units of as many features of either half, for
-which `qkv_projection` reorders the columns of the weights: tiles of any width then hold whole units.
-With interleaved pairs any cut between pairs will do, and the columns stay in their order.
+An output tile may have columns of two outputs, but each of its units, which are stored one by one, has
+columns of one output. With a norm or rope a unit is a head: a thread holds the same features of both
+halves, and the mean square is a sum within a warp. A wide head with rope alone is cut into units of as
+many features of either half, for which `qkv_projection` reorders the columns of the weights: tiles of
+any width then hold whole units. With interleaved pairs a head may be cut between any two pairs, and the
+columns keep their order.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from pallas_kernels.gemm.tiled_product import TilePlace
 from pallas_kernels.hopper import row_of_copies
 
 _ANGLES_AHEAD = 128
-"""Most angles of a row that are read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
+"""Largest number of 16-bit angles of a row that are read ahead: 64 registers a thread for 128 rows."""
 ROUNDS_ANGLES = jnp.bfloat16
 """Dtype of x for which the cosines and sines are rounded to float16."""
 
@@ -88,7 +89,7 @@ class QkvEpilogue:
         return pl.multiple_of(lax.div(within, jnp.int32(2)), STRIP)
 
     def runs(self, column: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns an output's columns at which a unit's runs of `run` adjacent columns begin."""
+        """Returns the columns of an output at which a unit's runs of `run` adjacent columns begin."""
         if self.run == self.unit:
             return (column,)
         first = column - self.first_pair(column)
@@ -172,7 +173,7 @@ class _HeadsOfTile:
 
     @property
     def _stored(self) -> tuple[Sequence[Any], ...]:
-        """Groups of output arrays (results, saved projections); a unit is stored once in each group."""
+        """Output arrays: saved projections, if any, and results. Each group gets every unit."""
         return tuple(filter(None, (self.gmem.projections, self.gmem.outputs)))
 
     def _results(self, pieces: Sequence[jax.Array]) -> Iterator[Sequence[tuple[int, jax.Array]]]:
@@ -245,9 +246,9 @@ class _HeadsOfTile:
     ) -> Iterator[tuple[int, jax.Array]]:
         """Yields the pieces of a unit after norm and rotation, each with its index.
 
-        All heads run the same code; heads of values have a norm factor of 1 and an angle of 0. With
-        separate code the compiler converts pieces for several cases in advance and spills registers, and
-        a selection works on single 16-bit numbers where a product works on pairs.
+        All heads run the same code; heads of values have a norm factor of 1 and an angle of 0. With a
+        branch for values the compiler converts pieces for both branches in advance and spills registers;
+        a selection works on single 16-bit numbers, where a product works on pairs.
         """
         launch = self.launch
         column = self.column(unit)

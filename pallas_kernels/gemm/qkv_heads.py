@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 STRIP = 32
-"""Features of each half of a head that the epilogue processes at a time, if it `splits` heads."""
+"""Features of either half of a head that the epilogue processes at a time if `Heads.splits`."""
 VALUES = 2
-"""Index of the values, which have no norm and no rotation, among the outputs."""
+"""Index among the outputs of the values, which have no norm and no rotation."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Heads:
 
     @property
     def finishes(self) -> bool:
-        """True if the heads have a norm or a rotation."""
+        """True if heads of queries or keys have a norm or a rotation (rope)."""
         return self.norm or self.rotary_dim > 0
 
     @property
@@ -41,8 +41,8 @@ class Heads:
     def splits(self) -> bool:
         """True if the epilogue processes parts of heads: strips of both halves, or 64 adjacent features.
 
-        Tiles of 192 columns hold such parts, but no whole heads of 128: 32768 x 4096 to 48 heads takes
-        2.06 ms (H200), and with whole heads in tiles of 128 and 256 columns 2.24 and 2.12.
+        Tiles of 192 columns hold such parts, but no whole number of heads of 128. x of 32768 x 4096 to
+        48 heads takes 2.06 ms (H200); with whole heads 2.24 in tiles of 128 columns, 2.12 of 256.
         """
         unit = 2 * STRIP
         return not self.norm and self.size == self.rotary_dim > unit and self.size % unit == 0

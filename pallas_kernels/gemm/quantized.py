@@ -93,7 +93,7 @@ class Packed(NamedTuple):
 
     @property
     def grain(self) -> int:
-        """Number that must divide the columns, for copies of rows of scales and zero points."""
+        """Divisor of the columns, so that TMA can copy rows of scales and zero points."""
         of_bytes = self.zero_point is not None or self.scale.dtype == jnp.uint8
         return COPIED_BYTES if of_bytes else GRAIN
 
@@ -140,7 +140,7 @@ def why_unsupported(
             f" product, whose results and residual have 16 bits, and there are {rows}"
         )
     if k < STEP:
-        return f"it takes sums of at least {STEP} numbers, and they have {k}"
+        return f"it takes sums of at least {STEP} numbers (K), and they have {k}"
     return quantized_weights.why_unsupported(dtype=w.dtype, group=layout.group, k=k, step=STEP)
 
 
@@ -232,9 +232,10 @@ def both_forward(
     columns_alike: int = 1,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes a layer of quantised x [M, K] with scales [M, G]; the preactivation is float32.
+    """Returns `forward`'s results for quantised x [M, K] and w; the preactivation is float32.
 
     Args:
+      x_scale: [M, G], for G groups along K.
       columns_alike: number of adjacent columns of w that have the same scales.
     """
     in_groups = w.groups > 1
@@ -476,7 +477,7 @@ def _run(
 
 
 def _operands(ws: Sequence[Packed], layout: Format, x_dtype: Any) -> list[jax.Array]:
-    """Returns the arrays of weights that the main loop copies, in the order of the products."""
+    """Returns each product's arrays for the main loop: values, scales, zero points and table."""
     arrays: list[jax.Array] = []
     for w in ws:
         arrays.append(w.values)
@@ -598,4 +599,4 @@ def _of_few_rows(work: Work, layout: Format, multiprocessors: int) -> list[Quant
 
 
 _CTAS_OF_CODES, _ROWS_OF_CODES = 7, 16
-"""CTAs per SM into which products of codes without a table are split, and the most rows for that."""
+"""CTAs per SM into which products of codes without a table are split, up to so many rows of x."""

@@ -4,8 +4,8 @@ As in a small-M product, the operands are swapped: 64 columns of w, in registers
 WGMMA, and the rows of x its columns. A tile has up to 256 rows of x. A weight is dequantised once for
 all of them, by the warpgroup that multiplies it, and is never written to memory. Each of several
 consumer warpgroups has 64 columns, and dequantises the next piece of K while the tensor cores multiply
-the previous one. A producer warpgroup copies x and the stored weights: into the stages of one ring, or,
-where a tile has so many rows that few such stages would fit, each into a ring of its own.
+the previous one. A producer warpgroup copies x and the stored weights: into the stages of one pipeline
+or, where a tile has so many rows that few such stages would fit, into a pipeline each.
 """
 
 import functools
@@ -50,9 +50,10 @@ class QuantizedTilesConfig:
     x_stages: int = 0
     """Pipeline stages of x, each with 64 numbers of each row; 0 if x shares those of the weights."""
     tail_rows: int = 0
-    """Rows of x in smaller tiles of the last columns, which then occupy more SMs; 0 for none."""
+    """Rows of x in the smaller tiles of the last columns, so that the last wave has more tiles; 0 for
+    none."""
     band: int = 4
-    """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
+    """Rows of tiles in a group of the raster order: the tiles of a group share weights in the L2."""
 
     def __post_init__(self) -> None:
         if self.rows % STORED_ROWS or not 0 < self.rows <= 256:
@@ -164,7 +165,7 @@ class Part(NamedTuple):
 
 
 def _parts(m: int, n: int, config: QuantizedTilesConfig, multiprocessors: int) -> list[Part]:
-    """Returns the parts of a product; with `tail_rows`, the first part is only whole waves of tiles."""
+    """Returns a product's ranges of columns; with `tail_rows`, the first is of whole waves of tiles."""
     down, across = pl.cdiv(m, config.rows), pl.cdiv(n, config.columns)
     main = across
     if config.tail_rows:
@@ -317,7 +318,7 @@ class QuantizedTiles:
             num_threads=warpgroups + 1,
             thread_name="wg",
             kernel_name=name,
-            # The epilogue has a barrier between a thread's stores and the copies of another.
+            # The epilogue has a barrier between stores to shared memory and the copies that read them.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(x, *own, *w, *others)
         return dict(zip(self.outputs, results, strict=True))
@@ -325,7 +326,7 @@ class QuantizedTiles:
     # --- on the device ----------------------------------------------------------------------------
 
     def on_device(self, refs: Sequence[Any]) -> tuple["QuantizedTiles", Sequence[Any]]:
-        """Returns the product with its `own` arrays, the first of `refs`, and the remaining refs."""
+        """Returns the product with `launch`'s `own` arrays, which come first, and the other refs."""
         return self, refs
 
     def grid_of(self, part: Part) -> tuple[Any, int]:

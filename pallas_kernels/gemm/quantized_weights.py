@@ -72,7 +72,7 @@ class Format:
 
 
 def why_unsupported(*, dtype: Any, group: int, k: int, step: int) -> str | None:
-    """Returns None if [M, k] @ [N, k]^T with such weights can run in steps of `step`, else why not.
+    """Returns None if x [M, k] @ w [N, k]^T, w of `dtype`, can run in K steps of `step`, else why not.
 
     Args:
       group: weights along K that share a scale; 0 for one scale a column.
@@ -182,7 +182,7 @@ class QuantizedTile:
         k_start: Any,
         landed: Any,
     ) -> None:
-        """Starts the copies of a step of the columns from `start` on, with their scales."""
+        """Starts the copies of a K step of `span` columns from `start` on, and of their scales."""
         values, *of_groups = arrays
         columns = pl.ds(start, self.span)
         for index, place in enumerate(self._pieces_for_copies(memory["values"], slot)):
@@ -211,7 +211,7 @@ class QuantizedTile:
 
     @property
     def unit(self) -> float:
-        """Factor by which integer weights in registers are too small, until sums are scaled; else 1."""
+        """Factor by which integer weights in registers are too small, applied to sums or scales; else 1."""
         return dequantize.unit(self.x_dtype) if self._is_integer else 1.0
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:

@@ -30,7 +30,7 @@ from pallas_kernels.gemm.weights import Weights, weights
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_ROWS = 64
-"""Largest number of rows of x. For more, products of large tiles read their operands less often."""
+"""Largest number of rows of x. With more, the large-tile kernel reads its operands less often."""
 MAX_ROWS_QUANTIZED = 2 * MAX_ROWS
 """Largest number of rows of x with quantised weights; large tiles dequantise the weights again for each
 64 or 128 rows."""
@@ -148,7 +148,7 @@ class FewRows:
 
     @property
     def sums_by_groups(self) -> bool:
-        """True if a group's scale multiplies the sum over the group, instead of each weight."""
+        """True if a scale along K multiplies the float32 sum over its group, not each weight."""
         q = self.quantized
         return q is not None and q.group > 0 and not self.quantized_tile.scales_weights
 
@@ -301,8 +301,8 @@ class FewRows:
             cluster=(self.config.parts,),
             cluster_names=("part",),
             kernel_name=name,
-            # Between a thread's stores and the reads of another there is always a commit or a barrier
-            # of the cluster, which the whole warpgroup waits for.
+            # Between a thread's stores and another thread's reads there is always a commit or a barrier
+            # of the cluster, for which the whole warpgroup waits.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(*xs, *ws, *others)
 
@@ -361,7 +361,7 @@ class _Cta:
 
     def run(self) -> None:
         c, total = self.config, sum(self.product.steps)
-        # The parts differ by at most one step, and the longer ones are spread evenly.
+        # The CTAs' numbers of K steps differ by at most 1, and the longer ones are spread evenly.
         first = lax.div(self.part * total, jnp.int32(c.parts))
         last = lax.div((self.part + 1) * total, jnp.int32(c.parts))
         for slot in range(c.stages):
@@ -430,7 +430,7 @@ class _Cta:
             else:
                 product.w_tile.copy(block.view(self.w_gmem, product.w_transposed), *place)
         x = self.x_gmem[term]
-        # The zero is traced, because a static span may not end beyond x's rows.
+        # The zero is traced, because JAX refuses a static span that ends beyond x's rows.
         no_row = 0 * self.part
         for piece in range(product.x_pieces):
             product.x_tile.copy(
@@ -552,8 +552,8 @@ class _Cta:
 
     def _first_row(self, chunk: int) -> jax.Array:
         parts = self.config.parts
-        # The expression equals this CTA's `chunk * _CHUNK`, but is traced: a static span may not end
-        # beyond a matrix.
+        # The expression equals this CTA's `chunk * _CHUNK`, but is traced: JAX refuses a static span
+        # that ends beyond a matrix.
         return (chunk // parts * parts + self.part) * _CHUNK
 
     def _own(self, memory: Any, chunk: int) -> tuple[Any, Any]:

@@ -10,21 +10,21 @@ class Speeds:
     launch: float = 1.3
     """Time to start and to end a kernel, including the first fill of its pipeline stages."""
     step: float = 0.115
-    """Time of a step along K that does not depend on the tile."""
+    """Time of a K step that does not depend on the tile's size."""
     step_element: float = 1.34e-5
     """Time that each element of a tile adds to a step in ping-pong."""
     shared_step_element: float = 1.93e-5
-    """Time that each element adds to a step if warpgroups share a tile; `step` is then not added."""
+    """Time of a K step for each element of a tile that warpgroups share; `step` is then not added."""
     ragged: float = 1.28
     """Factor of a K step in which each WGMMA reads one block of 64 columns, not the whole tile."""
     shifted_rows: float = 1.5
-    """Factor of a step if the rows of b [n, k] are not aligned to lines of 128 bytes."""
+    """Factor of a K step if the rows of b [n, k] are not aligned to lines of 128 bytes."""
     shifted_a: float = 1.3
-    """Factor of a step if the rows of a are not aligned to lines of 128 bytes; measured at one shape."""
+    """Factor of a K step if a's rows are not aligned to lines of 128 bytes; measured at one shape."""
     narrow: float = 1.2
-    """Factor of a step with a tile of 64 x 128 or smaller, which waits for its operands."""
+    """Factor of a K step with a tile of 64 x 128 or smaller, which waits for its operands."""
     low: float = 1.03
-    """Factor of a step of any other tile of 64 rows in ping-pong, for which b is read more often."""
+    """Factor of a K step of other tiles of 64 rows in ping-pong, which read b more often."""
     element: float = 6.7e-5
     """Time of an epilogue for each element of a warpgroup's tile."""
     read_byte: float = 8e-5
@@ -41,7 +41,7 @@ class Speeds:
     both_store: float = 1.15
     """Factor of an epilogue that both warpgroups run at the same time."""
     missing_stage: float = 0.08
-    """Fraction by which a step is longer with three pipeline stages; four times that with two."""
+    """Fraction by which a K step is longer with three pipeline stages; four times that with two."""
     ragged_result: float = 1.07
     """Factor of a product whose result has rows that are not aligned to lines of 128 bytes."""
     overlap: float = 2.4
@@ -57,21 +57,21 @@ class Speeds:
     few_rows_parts: float = 0.2
     """Time that the CTAs of a cluster wait for each other."""
     few_rows_exchange: float = 2e-5
-    """Time of each sum that a CTA passes to another one of its cluster."""
+    """Time of each float32 sum that a CTA passes to another CTA of its cluster."""
     few_rows_chunk: float = 0.5
     """Time of each chunk of 8 rows that a CTA finishes."""
     few_rows_conversion_step: float = 0.65
-    """Time of a step in which a CTA converts w to x's dtype before it multiplies."""
+    """Time of a K step in which a CTA converts w to x's dtype before it multiplies."""
     few_rows_conversion: float = 3.4e-5
-    """Time that each converted number adds to such a step."""
+    """Time that each number that a CTA converts adds to a K step."""
     quantized_launch: float = 1.6
     """Time to start and to end a small-M kernel with quantised weights."""
     quantized_byte: float = 2.6e-7
     """Time of a byte of memory traffic in a small-M kernel with quantised weights."""
     quantized_step: float = 0.25
-    """Time of a CTA's step with quantised weights; steps do not overlap."""
+    """Time of a CTA's K step with quantised weights; a CTA's steps do not overlap."""
     quantized_number: float = 7.8e-6
-    """Time that each weight of an SM's CTAs adds to a step, and again for every 37 rows of x."""
+    """Time that each weight of an SM's CTAs adds to a K step, and again for every 37 rows of x."""
     quantized_four_bits: float = 0.78
     """Factor of `quantized_number` with weights of 4 bits, of which a register holds twice as many."""
     quantized_x_byte: float = 1.0e-7
@@ -81,7 +81,7 @@ class Speeds:
     quantized_chunk: float = 0.12
     """Time of each chunk of 8 rows that a CTA finishes, with quantised weights."""
     quantized_exchange: float = 4.0e-4
-    """Time of each sum that a CTA passes to another one of its cluster, with quantised weights."""
+    """Time of each float32 sum that a CTA passes to another CTA, with quantised weights."""
     quantized_part: float = 0.13
     """Time that each CTA of a cluster beyond the first adds."""
     quantized_missing_stage: float = 0.26
@@ -117,7 +117,7 @@ class Speeds:
     weights_stored: float = 9.7e-5
     """Time of each element of a CTA's tile that it stores."""
     weights_exchange: float = 3.5
-    """Time for which the CTAs of a cluster exchange their parts of a tile."""
+    """Time in which the CTAs of a cluster exchange and add their partial sums of a tile."""
     weights_clustered: float = 1.2
     """Factor of a step in a cluster, whose CTAs wait for each other; 1.05 to 1.35 measured."""
     weights_byte: float = 1 / 3.45e6

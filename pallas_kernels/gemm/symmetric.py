@@ -1,14 +1,15 @@
 """Batched products for Hopper: symmetric ones, computed by half, and products with their transposes.
 
 A symmetric product is a I + b S + c X Y^T. A product both ways is X Y^T and its transpose: tf32 WGMMAs
-sum along the last axes of both operands, so a matrix that is multiplied from both sides is needed both
-ways.
+sum along the last axes of both operands, so a result that later products sum along either axis is stored
+in both layouts.
 
 The tiles of a symmetric result above its diagonal are those below it, transposed. So only the tiles on
-the diagonal and below it are multiplied, and each of the latter is stored twice, once transposed in
+the diagonal and below it are multiplied, and each tile below it is stored twice, once transposed in
 registers.
 
-CTAs of a cluster compute vertically adjacent tiles and share the rows of Y, read from L2 only once.
+CTAs of a cluster compute vertically adjacent tiles and share their rows of Y, which are read from the L2
+once.
 
 The triangle of a matrix's tiles is folded into a rectangle, whose tiles are taken in the usual raster
 order; with clusters, it consists of squares of as many tiles a side as a cluster has CTAs. With T tiles
@@ -66,7 +67,7 @@ def why_unsupported(
         return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
     if dtype == jnp.float32 and not allows_tf32:
         return (
-            "it multiplies float32 as tf32, which is less than x's float32 is to be multiplied with"
+            "it multiplies float32 as tf32, and the precision asked for x has more bits than tf32"
         )
     _, rows, columns = shape
     if rows % GRAIN:
@@ -127,8 +128,8 @@ def symmetric_product(
       matrix: S, [B, M, M] of x's dtype, each of them symmetric, or None.
       coefficients: (a, b, c), float32 [3], with `matrix`.
       scales: factors of each X Y^T, float32 [B], without `matrix`; None for 1.
-      is_factor: whether a float32 result is rounded to tf32, the bits of it that a product reads. A
-        product truncates what is not rounded, which makes it smaller on average.
+      is_factor: whether a float32 result is rounded to tf32, the bits that a later product reads. WGMMA
+        truncates operands that are not rounded, which makes them smaller on average.
       multiprocessors: SMs of the device.
       config: one of `candidates`; None for the first.
     """
@@ -451,7 +452,7 @@ class _EpilogueOfTile:
         index = self.place.wg_idx, chunk % slots
         registers, copies = self.smem["out_smem"]
         turned = self.smem["turned_smem"].at[index]
-        # The first chunk waits for the copies of the previous tile, which ended long ago.
+        # The first chunk waits for all copies of the previous tile, which have ended by now.
         plgpu.wait_smem_to_gmem(slots - 1 if chunk else 0, wait_read_only=True)
         registers.at[index][...] = value
         turned.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -480,7 +481,7 @@ class _EpilogueOfTile:
                 return None, None
             return matrix < first_turned, matrix >= first_turned
         column = self.place.n_idx * TILE
-        # CTAs that share the tiles of b also multiply tiles above the diagonal, which are not stored.
+        # CTAs of a cluster also multiply some tiles above the diagonal, which are not stored.
         below = None if self._config.cluster == 1 else row >= column
         return below, row != column if below is None else row > column
 

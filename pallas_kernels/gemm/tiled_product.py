@@ -19,9 +19,9 @@ from pallas_kernels.gemm.quantized_weights import Format, QuantizedTile
 from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
 
 RAW_STEP = 128
-"""Elements along K of quantised weights that are dequantised at a time."""
+"""Elements along K of a quantised [N, K] b that are dequantised at a time."""
 RAW_STAGES = 2
-"""Steps of quantised weights that are in flight, or being dequantised."""
+"""Pipeline stages of quantised weights: steps in flight or being dequantised."""
 
 
 def run_of(tiles_before: Callable[[Any], Any], runs: int, tile: Any) -> jax.Array:
@@ -155,7 +155,7 @@ class TiledProduct:
 
     @property
     def tile_grid(self) -> tuple[int, int]:
-        """Rows and columns of tiles that cover the output; a cluster's tiles count as one."""
+        """Rows and columns of tiles that cover the output; the tiles of a cluster count as one row."""
         height = self.config.cta_tile_m * self.config.cluster
         return pl.cdiv(self.m, height), pl.cdiv(self.n, self.part_n)
 
@@ -239,8 +239,8 @@ class TiledProduct:
         c = self.config
         takers = 1 if c.ping_pong else CONSUMERS
         ring = self.operand_memory() | dict(
-            # A warpgroup must wait for every phase of a barrier. In ping-pong each one waits only for
-            # its own tiles' stages, and so has barriers of its own.
+            # A warpgroup must wait for every phase of a barrier. In ping-pong each warpgroup waits for
+            # the stages of its own tiles alone, and so has barriers of its own.
             full=plgpu.Barrier(
                 num_arrivals=self.copies_of_slot,
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
@@ -412,7 +412,7 @@ class Ring:
     full: Any
     """Barriers that say that a stage holds the tiles of a K step."""
     free: Any
-    """Barriers that say that all WGMMAs that read a stage have ended."""
+    """Barriers that say that all WGMMAs that read a stage have ended, so that it may be filled."""
     turn: Any = None
     """Barriers of ping-pong that let a warpgroup issue its WGMMAs."""
     a_scale: Any = None
@@ -427,7 +427,7 @@ class Ring:
 
 
 def part(acc_ref: Any, rows: slice, columns: slice) -> Any:
-    """Returns a part of the accumulators, without slicing an axis that is taken whole."""
+    """Returns a part of the accumulators, without slicing an axis of which it has all."""
     height, width = acc_ref.shape
     if (rows.start, rows.stop) != (0, height):
         return acc_ref.at[rows, columns]

@@ -1,7 +1,7 @@
 """The main loop of a product whose output tiles have different numbers of steps along K.
 
-Tiles follow one another through the same pipeline, so that the stage of a tile's first step depends on
-all tiles before it, and is part of the warpgroups' loop state. The two consumers share each tile.
+A CTA's tiles use one pipeline without a gap, so that the stage of a tile's first step depends on all
+tiles before it, and is part of the warpgroups' loop state. The two consumers share each tile.
 """
 
 import functools
@@ -19,8 +19,8 @@ from pallas_kernels.gemm.mainloop import Consumer, Producer, Product
 from pallas_kernels.gemm.tiled_product import Ring, TilePlace
 
 FEWEST_STEPS = 2
-"""Least number of steps of every tile, so that the loop over steps has no branch around it. A step
-beyond the tile's own steps adds zeros."""
+"""Least number of K steps of a tile, so that the loop over steps needs no branch for shorter tiles. A
+step beyond the tile's own steps adds zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class UnevenConsumer(Consumer):
         return product.next_slot(last)
 
     def _sum_steps(self, group: Any, slot: Any, acc_ref: Any) -> tuple[jax.Array, jax.Array]:
-        """Runs all steps of a tile; returns the accumulators, and the stage still to be freed."""
+        """Runs all K steps of a tile; returns the accumulators and the last stage, not yet free."""
 
         def step(k_idx: Any, previous: Any) -> jax.Array:
             slot = self.product.next_slot(previous)

@@ -1,10 +1,10 @@
 """The weight gradient (wgrad) for Hopper: x^T @ dy, which sums over many rows.
 
 Several dy may share an x, which is then read once for all of them. The result has few tiles, and the
-sums are long: each tile is computed in parts, by CTAs that take some of the rows each (split-K). The
-CTAs of a cluster add their parts through each other's shared memory, and XLA adds the clusters' results.
-Both do so in a fixed order. The sums of dy over its rows, which are the gradient of a bias, are taken
-from the same tiles in shared memory while the tensor cores multiply them.
+sums are long: several CTAs compute each tile, each over some of the rows (split-K). The CTAs of a
+cluster add their partial sums through each other's shared memory, and XLA adds the clusters' results,
+both in a fixed order. The sums of dy over its rows, the gradient of a bias, are computed from the same
+tiles in shared memory while the tensor cores multiply them.
 """
 
 import functools
@@ -34,7 +34,7 @@ TMA requires. There may be any number of rows."""
 _CHUNK = 32
 """Columns of a tile that are exchanged and stored at a time: 128 bytes of float32."""
 PIECE_ROWS = 8
-"""Rows of an operand in shared memory that a warpgroup reads at a time."""
+"""Rows of dy in shared memory that a warpgroup loads at a time to sum them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class WeightGradientConfig:
     parts: int = 1
     """CTAs that share a tile, each of which takes some of the rows (split-K)."""
     cluster: int = 1
-    """CTAs of a cluster, which add their parts before they store them."""
+    """CTAs of a cluster, which add their partial sums before they store them."""
 
     def __post_init__(self) -> None:
         if self.tile_m % 64 or self.tile_n % 64 or not 0 < self.tile_n <= 256:
@@ -138,9 +138,9 @@ def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfi
 
 
 _MOST_ROUNDS = 4
-"""Largest number of waves of CTAs for all parts of all tiles."""
+"""Largest number of waves of CTAs (split-K parts of all tiles)."""
 _MOST_BYTES_OF_PARTS = 2**28
-"""Largest number of bytes of a gradient's parts before they are added."""
+"""Largest number of bytes of the partial gradients that XLA adds."""
 
 
 def _most_stages(work: WeightWork, config: WeightGradientConfig) -> int:
@@ -314,12 +314,12 @@ class _WeightProduct(Product):
 
     @property
     def sharers(self) -> int:
-        """Warpgroups that read the same rows and columns of dy, and share the work of summing them."""
+        """Warpgroups that read the same rows and columns of dy, and divide the summing of its rows."""
         return CONSUMERS * self.down
 
     @property
     def summers(self) -> int:
-        """Number of `sharers` that store sums; a step may have fewer pieces of 8 rows than sharers."""
+        """Number of `sharers` that sum rows: at most the pieces of 8 rows of a K step."""
         return min(self.sharers, self.tile_k // PIECE_ROWS)
 
     @property
@@ -518,7 +518,7 @@ class _StoreOfTile:
         launch = self.launch
         registers, copies = self.smem["out_smem"]
         place = (self.place.wg_idx, index % launch.slots)
-        # The first piece waits for the copies of the previous tile, which ended long ago.
+        # The first piece waits for all copies of the previous tile, which have ended by now.
         plgpu.wait_smem_to_gmem(launch.slots - 1 if index else 0, wait_read_only=True)
         registers.at[place][...] = self._piece(acc, index).astype(launch.stored_dtype)
         plgpu.commit_smem()

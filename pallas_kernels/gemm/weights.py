@@ -1,8 +1,8 @@
 """The weights of a small-M product: from global memory to the left operand of WGMMAs.
 
-Weights of x's dtype are multiplied where they lie in shared memory. Any others are converted in
-registers, from which a WGMMA can take its left operand too: they are read from memory in their own
-dtype, and no converted copy of them is ever written.
+WGMMAs read weights of x's dtype from shared memory. Weights of another dtype are converted in registers,
+from which a WGMMA can take its left operand too: global memory is read in their own dtype, and no
+converted copy is ever written.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,11 @@ class Weights(Protocol):
 
     @property
     def copies(self) -> int:
-        """Number of copies that bring a tile, each of which arrives at a barrier."""
+        """Number of TMA copies of a tile, each of which arrives at a barrier."""
 
     @property
     def in_registers(self) -> bool:
-        """True if WGMMAs read the tile from registers, which must not change before they have ended."""
+        """True if WGMMAs read the tile from registers, which must not change before the WGMMAs end."""
 
     def memory(self, stages: int) -> Any:
         """Returns shared memory for `stages` tiles."""
@@ -68,9 +68,9 @@ def why_unsupported(dtype: Any, x_dtype: Any, last_axis: int) -> str | None:
 
 
 def weights(dtype: Any, x_dtype: Any, span: int, *, k_last: bool) -> Weights:
-    """Returns a tile of `span` columns of w, which are converted to x's dtype if it is another one."""
+    """Returns a tile of `span` columns of w, converted to x's dtype where w has another dtype."""
     if dtype == x_dtype:
-        # Each WGMMA reads one block, so one copy need not bring the whole tile.
+        # Each WGMMA reads one block of 64 columns, so a copy need not cover the whole tile.
         tile = OperandTile(span=span, k_last=k_last, whole_blocks=False, dtype=dtype)
         return _Multiplied(tile)
     return _Converted(span, k_last, dtype, x_dtype)
