@@ -83,7 +83,7 @@ BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackw
 
 
 _FEW_QUERIES = 64
-"""Queries below which a tile of the kernels that do not split keys has idle rows."""
+"""Queries below which tiles of 64 queries of one head, as without split keys, have empty rows."""
 _GAIN = 0.9
 """Ratio of predicted times below which another family of kernels replaces the usual one."""
 

@@ -1,4 +1,4 @@
-"""Backward of attention on Hopper: its entry point, and the preparation that all backwards share.
+"""Backward of attention on Hopper for any number of keys, and the preparation of all backwards.
 
 backward_dq and backward_dkv together compute seven matrix products for each pair of a query block and a
 key block. A single kernel would compute five, but its CTAs would have to wait for each other so that dQ
@@ -35,8 +35,8 @@ class BackwardConfig:
 def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[BackwardConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
-    The kernels run one after the other, so the best config of one does not depend on the other: each
-    candidate differs from the guess in one of them.
+    The kernels run one after the other, so the best config of one does not depend on the other's: each
+    candidate differs from the guess in the config of one kernel.
     """
     queries = backward_dq.candidates(shape, logits, multiprocessors)
     keys = backward_dkv.candidates(shape, logits, multiprocessors)
@@ -100,8 +100,8 @@ def backward(
     dkey, dvalue = key_gradients(*arrays, **options, config=config.keys)
     dreads: dict[int, jax.Array] = {}
     if shapes:
-        # delta comes from the output, which is rounded to 16 bits. Derivatives by arrays of score_mod
-        # would multiply its error, so the kernel's own sums correct it.
+        # delta is computed from the output, which is rounded to 16 bits. Gradients of the arrays of
+        # score_mod would multiply its error, so the kernel's own sums of P dP correct it.
         exact = sums[0] if dlse is None else sums[0] - dlse
         error = delta[:, :, : shape.query_count] - exact
         for i, number in enumerate(of_rows):

@@ -1,6 +1,6 @@
 """Gradient of attention's bias on Hopper: the logits' gradient, summed over the bias's broadcast axes.
 
-If nothing is broadcast there is nothing to sum, and `backward_dq` writes the gradient.
+For a bias that is not broadcast, `backward_dq` writes the gradient.
 
 A CTA owns a tile of the bias and visits every tile of logits that this tile is broadcast to: all batch
 entries and heads that share it and, where the bias has a single row, all tiles of queries. The CTA
@@ -131,7 +131,7 @@ class _BiasGradient:
         rows, columns = BIAS_GRADIENT_TILE
         own_idx = [lax.axis_index(name) for name in ("b", "n", "t", "s")]
         count: Any = math.prod(self.shared)
-        # With offsets nothing is skipped: batch entries that share the bias may differ in them.
+        # With query offsets no tile is skipped: batch entries that share the bias may differ in them.
         if self.shared[2] == 1 and not self.logits.mask.has_query_offset:
             first = own_idx[2] * rows
             blocks = self.logits.mask.key_blocks(

@@ -1,9 +1,9 @@
 """Gradients of attention's keys and values on Hopper; another kernel computes that of the queries.
 
-A tile of keys stays in shared memory, its dK and dV stay in registers, and blocks of queries stream
-past. The tiles of logits are transposed, with keys as rows and queries as columns, so that P^T and dS^T
-are operands of the next products in the registers in which they were computed: warpgroups neither wait
-for each other nor exchange tiles.
+A tile of keys stays in shared memory and its dK and dV in registers, while the blocks of queries that it
+visits are copied to shared memory one after the other. The tiles of logits are transposed, with keys as
+rows and queries as columns, so that P^T and dS^T are operands of the next products in the registers in
+which they were computed: warpgroups neither wait for each other nor exchange tiles.
 
 With wide heads, dK and dV of 64 keys fill the registers of two warpgroups. In that case one warpgroup
 computes S^T, P^T and dV and passes P^T to the other, which computes dP^T, dS^T and dK. Each of them
@@ -189,7 +189,7 @@ class _Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class _KeyGradients:
-    """Base class of both kernels for dK and dV: static parameters, shared memory, and the producer."""
+    """Base class of the two kernels for dK and dV: parameters, shared memory and the producer."""
 
     shape: Shape
     dtype: Any
@@ -422,7 +422,7 @@ class _KeyGradients:
     def write(
         self, cta: Cta, at: KeyPlace, result: int, matrix: Matrix, start: Any, blocks: list[Any]
     ) -> None:
-        """Stores the gradient number `result` of 64 keys, or of a share of their queries."""
+        """Stores dK (`result` 0) or dV (1) of 64 keys, summed over all queries or a share of them."""
 
         def write_rows():
             matrix.store(blocks)
@@ -543,8 +543,8 @@ class _BothGradients(_KeyGradients):
             memory.multiply_transposed(dp_acc, values(own_slot()), dout)
             products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
         p, derivative = self.probabilities(cta, visit, products)
-        # P is rounded here to the dtype that the product for dV needs, since registers do not suffice
-        # for P in float32.
+        # P is rounded here to the dtype that the product for dV needs: P in float32 would not fit into
+        # the registers.
         p = lax.optimization_barrier(p.astype(self.dtype))
         kept = None
         if self.logits.dropout_rate > 0:

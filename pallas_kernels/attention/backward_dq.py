@@ -1,12 +1,12 @@
 """Gradient of attention's queries on Hopper, computed by a separate kernel.
 
-As in the forward, a consumer holds 64 queries while K and V stream past. The consumer computes S = Q
-K^T and dP = dO V^T again, and adds dS K to dQ in its registers. These are two products more than if the
-kernel of dK and dV also summed dQ. In return no CTA waits for another, dQ is never in memory in float32,
-and every sum has a fixed order.
+As in the forward, a consumer owns 64 queries and visits blocks of K and V one after the other. The
+consumer computes S = Q K^T and dP = dO V^T again, and adds dS K to dQ in its registers. These are two
+products more than if the kernel of dK and dV also summed dQ. In return no CTA waits for another, dQ is
+never in memory in float32, and every sum has a fixed order.
 
-The gradient of a bias that is not broadcast is the gradient of the logits, which passes through the
-consumer's registers here and can be written from them.
+The gradient of a bias that is not broadcast is the gradient of the logits, which a consumer has in
+registers here and can write from them.
 """
 
 import functools
@@ -171,7 +171,7 @@ def query_gradient(
     head, columns = config.columns(shape)
     parts = config.consumers if config.own_lists else 0
     writes_dlogits = dlogits_dtype is not None
-    # Gradients of logits and sums for reads have no shares.
+    # The gradient of the logits and the sums for `reads` are not merged over shares.
     shares = 1 if writes_dlogits or reads is not None else config.shares
     blocks = (config.query_block, config.key_block)
     tiles = QueryTiles(logits.mask, shape.heads, *blocks, parts, shares)

@@ -33,8 +33,8 @@ def row_gradients(
     A sink is a logit whose probability is multiplied by no value, so its dP is 0. A bias that all keys
     of a query share changes the log-sum-exp by 1 - p and the output by p times the output, so its
     gradient is p D + (1 - p) dlse. The sum of dL over the keys is the same number in exact arithmetic,
-    but it also contains the error of delta, whose output was rounded to 16 bits. That error is too
-    large without a sink, where the gradient is just dlse.
+    but has the error of delta, which is computed from an output of 16 bits. Without a sink, where the
+    gradient is dlse, that error would be too large.
     """
     bias, sinks = operands.bias, operands.sinks
     rows = jnp.zeros_like(delta) if dlse is None else jnp.where(jnp.isinf(lse2), 0.0, dlse)

@@ -1,10 +1,10 @@
 """Lists of the blocks that each tile visits, for masks given by a pattern and not by position alone.
 
 A pattern states, before a kernel is compiled, which queries attend to which keys. For each tile of
-queries (or of keys, in the kernel of dK and dV) a list has the blocks of the other side that are not
-empty, in ascending order, each with the number of a matrix of bits: 0 for a full block, which is not
-masked. Equal partial blocks share their bits. Lengths, segments and positions that are known only at run
-time cut a list to the range of its entries that they reach.
+queries a list has the blocks of keys that are not empty, in ascending order, each with the index of its
+mask bits: 0 for a full block, which is not masked. Equal partial blocks share their bits. In the kernel
+of dK and dV tiles have keys, and lists have blocks of queries. Lengths, segments and positions that are
+known only at run time cut a list to a range of its entries.
 """
 
 import functools
@@ -76,14 +76,14 @@ class BlockLists:
     def tables(
         self, mask: BlockMask, blocks: Any, operands: Operands, bounds: jax.Array | None, least: int
     ) -> Tables:
-        """Returns the lists for a call, cut to what its lengths, offsets and segments reach.
+        """Returns the lists for a call, cut to the blocks that its lengths, offsets and segments allow.
 
         Args:
           mask: the mask whose positions and lengths limit the lists further.
           blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
           operands: with lengths and offsets.
           bounds: what `segment_blocks` returns, or None.
-          least: fewest visits of a tile; with 1, a tile without blocks visits one that allows no pair.
+          least: fewest visits of a tile; with 1, a tile without blocks visits one with all masked.
         """
         most = self.entries.shape[2]
         if not mask.limits_pattern:
@@ -104,7 +104,7 @@ class BlockLists:
 def reached(
     mask: BlockMask, blocks: Any, tiles: int, operands: Operands, bounds: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the first block that each tile reaches, and the one after the last: int32 [B, tiles].
+    """Returns each tile's first visited block, and the one after its last: int32 [B, tiles] each.
 
     Args:
       mask: the mask of the tiles.

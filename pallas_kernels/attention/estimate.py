@@ -1,8 +1,7 @@
 """Predicted time of the attention kernels, by which the families of kernels are ordered.
 
 The estimate adds up the times of the tasks that an SM runs one after the other. The numbers in
-microseconds are those of an H200; benchmarks/LAB.md says what they were fitted to. Between kernels that
-take about as long, either choice is good.
+microseconds are those of an H200; benchmarks/LAB.md says what they were fitted to.
 """
 
 from pallas_kernels.attention import backward_dkv

@@ -105,7 +105,7 @@ class ForwardConfig:
 
 
 _CACHED_BYTES = 2**24
-"""Bytes of K and V that CTAs use at a time: a part of the L2 cache, which other data need too."""
+"""Bytes of K and V that all CTAs read at a time: a part of the L2, which other data need too."""
 
 
 def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[ForwardConfig, ...]:
@@ -141,7 +141,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
             ForwardConfig(consumers=1, key_block=64, separate_output=False),
             ForwardConfig(consumers=1, key_block=128, separate_output=False),
         )
-    # Products of two narrower blocks of columns take longer than one product of 64 columns.
+    # Products of two blocks of 32 and 16 columns take longer than one product of 64 columns.
     wide_blocks = any(size % SWIZZLED_COLUMNS > 32 for size in (shape.head_size, shape.value_size))
     together = _heads_together(shape, logits, configs[0].query_block, multiprocessors)
     configs = tuple(
@@ -190,7 +190,7 @@ def _heads_together(
     """Returns the values of `heads_together` worth trying, the best guess first.
 
     The heads of a group share K and V. More heads together only help if a CTA has few tiles that visit
-    unequal numbers of keys: then the long ones run first, and the short ones fill up the end.
+    unequal numbers of keys: the longest tiles of all heads then run first, and the shortest last.
     """
     head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
     most = max(1, _CACHED_BYTES // head_bytes) * shape.group

@@ -21,7 +21,7 @@ class KeyGradientConfig:
     dout_stages: int = 2
     """Pipeline stages of dO: blocks of queries that shared memory holds."""
     splits_roles: bool = False
-    """True if both warpgroups own the same keys, one computing dV and the other dK (for wide heads)."""
+    """True if both warpgroups own the same keys; one computes dV, the other dK (for wide heads)."""
     tile_stages: int = 2
     """Pipeline stages of K and V, one tile each; with 2, the next tile is copied during the current."""
     heads_together: int = 4
@@ -49,7 +49,9 @@ class KeyGradientConfig:
         if self.splits_roles and self.warpgroups != 2:
             raise ValueError(f"split roles are those of 2 warpgroups, got {self.warpgroups}")
         if self.splits_roles and (self.keeps_keys or not self.multiplies_early or self.own_lists):
-            raise ValueError("split roles have neither kept keys, late products nor own lists")
+            raise ValueError(
+                "splits_roles needs keeps_keys and own_lists False, multiplies_early True"
+            )
         if self.own_lists and self.keeps_keys:
             # On an H200 the gradients were wrong where one warpgroup of a tile had no visit, though
             # the interpreter's were right (benchmarks/lab, 2026-11-29).

@@ -242,7 +242,7 @@ class Tile:
     def loaded(self, reads: Sequence[Any]) -> Any:
         """Loads the mask bits, and the `reads` that all columns share; returns the tile with both.
 
-        Loads take longer than their use, so they start before the tile's products.
+        The latency of the loads is hidden by the tile's products, before which they start.
         """
         few = [ref for ref in reads if 1 not in self.axes(ref)]
         early = tuple((ref, self.read(ref)) for ref in few)
@@ -312,7 +312,7 @@ class Logits:
 
     @property
     def needs_registers(self) -> bool:
-        """True if computing a logit takes so many registers that tiles should be smaller."""
+        """True if cap, dropout or a function take so many registers that tiles should be smaller."""
         by_score = self.score is not None and self.score.derivative_by_element
         return self.soft_cap is not None or self.dropout_rate > 0 or by_score
 
@@ -331,7 +331,7 @@ class Logits:
         return self.has_matrices and count % key_block > 0 and count % WGMMA_ROWS == 0
 
     def operand_start(self, start: jax.Array, count: int, tile_rows: int) -> jax.Array:
-        """Returns the first row of bias, mask or segments to load for a warpgroup's rows at `start`.
+        """Returns the first row of bias, mask or other operands to load for a warpgroup's rows.
 
         Operands have `count` rows, padded to a multiple of 64. They are not padded to whole tiles of
         `tile_rows`, since padding takes a copy. A warpgroup with all its rows beyond the operands' end
@@ -345,7 +345,7 @@ class Logits:
 
     @property
     def multiplier(self) -> float:
-        """Factor that `logits` leaves out; it is applied when the maximum is subtracted."""
+        """Factor that `logits` leaves out; callers multiply by it where they subtract the maximum."""
         if self.score is not None:
             return LOG2E
         if self.soft_cap is None and not self.has_bias and self.scale > 0:
@@ -377,8 +377,8 @@ class Logits:
     ) -> jax.Array:
         """Returns `logits`, masked only if the block is partial, which may be known only at run time.
 
-        The loop over blocks contains this branch. With a separate loop for each kind of block, ptxas
-        runs out of registers and makes the products wait for each other.
+        The loop over blocks contains this branch. With separate loops for full and partial blocks, ptxas
+        runs out of registers and serialises the WGMMAs.
         """
 
         def of(masked):
@@ -494,9 +494,9 @@ class Logits:
     ) -> jax.Array:
         """Returns the gradient of the products, divided by `scale` if there is no cap.
 
-        dp is the gradient of the probabilities after dropout, `kept` are these probabilities, and
-        `derivative` is the cap's derivative, or None without a cap. Without a cap, the result is the
-        gradient of the logits, and of the bias.
+        dp is the gradient of the probabilities after dropout, and `kept` are these probabilities (None
+        without dropout). `derivative` is that of cap and score function, or None without either; the
+        result is then the gradient of the logits, and of the bias.
         """
         if kept is not None:
             dp = jnp.where(kept == 0, 0.0, dp * (1 / self.keep_probability))

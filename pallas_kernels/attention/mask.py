@@ -1,9 +1,8 @@
 """The mask of attention in blocks: which blocks of keys a block of queries visits.
 
 For a block of queries, one compile-time description says which blocks of keys are empty (skipped), full
-(not masked at all) and partial (masked element by element); for the backward it says the same for a
-block of keys. A further kind of mask needs a field here with its bounds and its elements, but no change
-to the kernels.
+(not masked at all) and partial (masked element by element); for dK and dV it says the same of the blocks
+of queries for a block of keys.
 """
 
 import functools
@@ -82,7 +81,7 @@ class BlockMask:
 
     @property
     def visited_share(self) -> float:
-        """Fraction of the blocks of 128 x 128 that the pattern does not empty."""
+        """Fraction of the blocks of 128 x 128 of which the pattern allows some element."""
         if self.pattern is None:
             return 1.0
         return float((self.pattern.tiles(128, 128).kinds >= 0).mean())
@@ -110,7 +109,7 @@ class BlockMask:
         )
 
     def right_partial_blocks(self, rows: int, key_block: int) -> int:
-        """Returns the most partial blocks among the last keys of `rows` queries, as at a diagonal.
+        """Returns the most partial blocks at the end of the keys of `rows` queries, as at a diagonal.
 
         The first of these queries is at a multiple of `rows`.
         """
@@ -233,7 +232,7 @@ class BlockMask:
             conditions.append(key() <= stands_at(right))
         if left is not None:
             conditions.append(key() >= stands_at(-left))
-        # A causal square needs no test for the last key: where t < T, s <= t implies s < S.
+        # With a causal mask and T <= S, s <= t implies s < S: no test for the last key.
         ends_with_queries = right == 0 and self.query_count <= self.key_count
         # A pattern forbids keys beyond the last one.
         ends_with_queries = ends_with_queries or self.pattern is not None

@@ -1,8 +1,8 @@
 """Merges paged attention over parts of the keys; the number of parts depends on run-time lengths.
 
-As in `merge_splits`, the output is the mean of the parts' outputs, weighted by their sums of
-exponentials, in a fixed order. A CTA merges four rows, one in each warp. Parts are copied four at a time
-while the four before them are added.
+As in `merge_splits`, the output is the mean of the parts' outputs, weighted by the parts' sums of
+exponentials, and added in a fixed order. A CTA merges four rows, one in each warp. Parts are copied four
+at a time, while earlier parts are added.
 """
 
 import functools
@@ -159,7 +159,7 @@ class _Merge(MergedRows):
                 is_part = first + i * _TOGETHER + j < stop
                 added = functools.partial(add_part, slot, j)
                 carry = lax.cond(is_part, added, cast, *carry)
-            # All warps must have read the slot before it is filled again.
+            # The commit waits until all warps have read the slot, which the next copy fills again.
             plgpu.commit_smem()
             pl.when(i + _SLOTS < copies)(lambda: copy(i + _SLOTS))
             return cast(*carry)

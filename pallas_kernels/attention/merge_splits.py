@@ -1,8 +1,9 @@
 """Merges attention over parts of the keys into attention over all of them, on Hopper.
 
-The output over all keys is the mean of the parts' outputs, weighted by their sums of exponentials. A CTA
-merges four consecutive queries of a head, each in one warp. It starts all of its copies at once, and so
-waits for memory once. The parts are added in a fixed order, whatever order they were computed in.
+The output over all keys is the mean of the parts' outputs, weighted by the parts' sums of exponentials.
+A CTA merges four consecutive queries of a head, each in one warp. It starts all of its copies at once,
+and so waits for the latency of memory once. The parts are added in a fixed order, whatever order they
+were computed in.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from pallas_kernels.hopper import WARPS
 from pallas_kernels.store import store_unoptimized
 
 MOST_SPLITS = 96
-"""Limit on the parts whose outputs for four queries, 128 columns at a time, fit in shared memory."""
+"""Largest number of parts whose outputs of four queries and 128 columns fit into shared memory."""
 
 
 def merge(
@@ -72,7 +73,7 @@ def merge(
 def only_part(
     outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `merge`'s results for a single part, by XLA: little more than a rounding is left to do."""
+    """Returns `merge`'s results for a single part, by XLA: only sinks, lengths and rounding remain."""
     batch, query_count, _, heads, key_heads, _, value_size = shape
     packing = Packing.of(shape)
     out = packing.unpacked(outs.reshape(batch, key_heads, packing.rows, value_size))
@@ -219,9 +220,9 @@ class _Merge(MergedRows):
         start: jax.Array,
         layout: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns what is subtracted from the parts' log-sum-exps, and the row's log-sum-exp (base 2).
+        """Returns the number subtracted from parts' log-sum-exps, and the row's log-sum-exp (base 2).
 
-        The former is infinity for rows without keys or sink, and for those past the query length.
+        The number is infinity for rows without keys or sink, and for those past the query length.
         """
         maximum = lses[0]
         for lse in lses[1:]:

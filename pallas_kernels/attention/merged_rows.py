@@ -1,4 +1,4 @@
-"""Rows that a CTA merges from parts of attention's outputs, one in each warp."""
+"""Rows of attention's output that a CTA merges from outputs over parts of the keys, one row a warp."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import LANES, WARPS
 
 _WIDEST = 128
-"""Largest number of columns that a CTA merges."""
+"""Largest number of columns of the output that a CTA merges."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Lists of blocks in which each consumer of a tile has a range of its own, and bits of its own rows.
 
-A tile of 128 rows visits a block if any row reaches it, though often only the rows of one consumer do,
-as at the edge of a window. Here the blocks that only the first consumer reaches are at the start of the
-tile's list and those that only the last one reaches at its end: each consumer visits one range of the
-list, and skips the rest. A block is full or partial for each consumer by itself.
+A tile of 128 rows visits a block if any row attends to it, though often only rows of one consumer do,
+as at the edge of a window. Here the blocks for the first consumer's rows alone are at the start of the
+tile's list, and those for the last consumer's at its end: each consumer visits one range of the list,
+and skips the rest. A block may be full for one consumer and partial for another.
 
 The bits of a row are in the order in which threads hold them: of a tile of WGMMA a thread has the
 columns 2 l, 2 l + 1, 2 l + 8, 2 l + 9, ..., so bit i of word j is column 8 i + j. A thread needs two
@@ -40,7 +40,7 @@ class OwnLists:
     shares: int
     """Shares of each tile of `split`."""
     costs: tuple[int, ...]
-    """Blocks that each listed tile (or share) visits, averaged over the masks."""
+    """Number of blocks that each listed tile (or share) visits, averaged over the masks."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -62,7 +62,7 @@ def own_lists(
       parts: consumers of a tile.
       transposed: whether tiles have keys as rows.
       shares: parts into which the lists of tiles are divided that visit over twice the median.
-      least: fewest visits of a consumer; with 1, one without blocks visits a block that allows no pair.
+      least: fewest visits of a consumer; with 1, a consumer without blocks visits one with all masked.
     """
     of_rows = (query_block, WGMMA_ROWS) if transposed else (WGMMA_ROWS, key_block)
     tiles = pattern.tiles(*of_rows)
@@ -160,7 +160,7 @@ def _share(count: int, share: int, shares: int) -> tuple[int, int]:
 
 
 def _own(needed: np.ndarray, least: int) -> tuple[int, int]:
-    """Returns the range of the entries that a consumer needs."""
+    """Returns the range [start, stop) of the entries that a consumer visits."""
     found = np.flatnonzero(needed)
     return (int(found[0]), int(found[-1]) + 1) if found.size else (0, least)
 

@@ -2,8 +2,8 @@
 
 The work is a list of blocks of keys: those of the first tile of rows of the first sequence, then of its
 next tile, and so on to the last sequence. Every CTA takes the same number of consecutive blocks, also
-across sequences, so that one long sequence is shared by many CTAs. A CTA's output for one tile of rows
-is a part of the tile. CTAs and tiles both ascend, so the sum of their indices is a part's own number.
+across sequences, so that many CTAs share one long sequence. A part is a CTA's output for one tile of
+rows. Its number is the CTA's index plus the tile's, which is unique, as both ascend along the list.
 
 With `is_whole`, a CTA has one tile with all of its blocks: no sequence affects another's result.
 """
@@ -23,9 +23,9 @@ class Plan(NamedTuple):
     """Arrays that say where each sequence's and each CTA's work begins; in a kernel, references."""
 
     starts: Any
-    """Number of blocks before each sequence, and of all blocks, int32 [B + 1]."""
+    """Number of blocks before each sequence, and last that of all blocks, int32 [B + 1]."""
     first: Any
-    """Sequence in which each CTA begins, at most B - 1, int32 [CTAs + 1]."""
+    """Sequence of each CTA's first block, at most B - 1, int32 [CTAs + 1]."""
 
 
 class Place(NamedTuple):
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     unit: jax.Array
     """Index of the tile of rows (unit) among the tiles of all key heads of the sequence."""
     block: jax.Array
-    """Index of the block among those that the unit visits."""
+    """Index of the block among those that the unit (tile of rows) visits."""
     blocks: jax.Array
     """Number of blocks that each unit of this sequence visits."""
 

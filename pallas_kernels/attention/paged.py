@@ -79,7 +79,9 @@ class Sizes(NamedTuple):
     most_pages: int
     """Largest number of pages of a sequence."""
     is_combined: bool
+    """True if one pool holds keys and values, at even and odd heads."""
     kept_dtype: Any
+    """Dtype of the pools: that of the queries, or one of 8 bits."""
     has_scales: bool
 
     def shape(self, query: Any) -> Shape:
@@ -90,7 +92,7 @@ class Sizes(NamedTuple):
         )
 
     def pieces(self, key_block: int) -> int:
-        """Returns the number of copies that bring a block of keys, each of rows of one page."""
+        """Returns the number of TMA copies of a block of keys, each of rows of one page."""
         return 1 if self.most_pages == 1 else max(1, key_block // self.page_size)
 
     def fits(self, key_block: int) -> bool:
@@ -232,8 +234,8 @@ def forward(
     """Returns the output [B, T, N, V] of queries [B, T, N, H].
 
     `operands` may have sinks, lengths of queries and keys, and the offset of the queries. Rows without a
-    visible key are 0. If `is_whole`, a CTA reads all keys of its rows, and no sequence's result depends
-    on the others.
+    visible key are 0. If `is_whole`, one CTA reads all keys of its rows: the order of a sequence's sums
+    does not depend on the other sequences.
     """
     sizes = pages.sizes(layout)
     config = config or candidates(sizes)[0]
@@ -662,7 +664,7 @@ class _Paged:
         part = lax.axis_index("cta") + units
         lse_gmem[part] = lse
         staged = Matrix.of(cta.shared["out_smem"])
-        # The copy of the previous part may still read this memory.
+        # The copy of the previous part's output may still read this memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staged.store(self.narrow([block * across(inverse, block.shape) for block in out]))
         staged.write(Heads(out_gmem), part, part * 0, part * 0)

@@ -41,7 +41,7 @@ class Cta(NamedTuple):
     tile_count: jax.Array
     """Number of tiles that this CTA computes."""
     place: Callable[[Any], Any]
-    """Function from the index of a tile of this CTA to its position and blocks."""
+    """Function from a tile's index in this CTA's list to its position and the blocks that it visits."""
 
     def ring(self, name: str, slots: int) -> "Ring":
         """Returns the circular buffer `name`_smem with the barriers `name`_full and `name`_free."""
@@ -82,13 +82,13 @@ class Ring(NamedTuple):
             self.release(slot)
 
     def drain(self) -> None:
-        """Waits for the arrivals still due when the producer ends, as the interpreter requires."""
+        """Waits in the producer for each slot's last release, as Mosaic's interpreter requires."""
         for slot in range(self.slots):
             plgpu.barrier_wait(self.free.at[slot])
 
 
 def skip_step(rings: Sequence[Ring], first: jax.Array, i: jax.Array, _: None) -> None:
-    """Waits for and releases the slots of step `first` + i, which only other consumers read."""
+    """Waits for and releases the slots of step `first` + i, whose data only other consumers read."""
     for ring in rings:
         slot = ring.slot(first + i)
         ring.wait(slot)

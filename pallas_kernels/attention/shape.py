@@ -6,7 +6,7 @@ import jax
 
 
 class Shape(NamedTuple):
-    """The sizes B, T, S, N, K, H and V of a call, in this order."""
+    """The sizes of a call: in the documentation's letters B, T, S, N, K, H and V, in this order."""
 
     batch: int
     query_count: int

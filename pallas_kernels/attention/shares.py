@@ -1,8 +1,8 @@
 """Results of tiles whose blocks of keys are divided among CTAs (shares), and how these are merged.
 
-Where few rows attend to all keys, as those of global tokens do, one SM would work on them long after the
-others have ended. Each share writes its rows' output and log-sum-exp in float32, and XLA merges them in
-the order of the shares, so that bits repeat.
+Where few rows attend to all keys, as those of global tokens do, the SM with these rows would end long
+after the others. Each share is the tile's rows over some of their blocks of keys: its CTA writes output
+and log-sum-exp in float32, and XLA merges the shares in their order, so that bits repeat.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def with_shares(
     batch, heads, _, rows, value_size = share_outs.shape
     share_outs = share_outs.reshape(batch, heads, len(starts), -1, rows, value_size)
     share_lses = share_lses.reshape(batch, heads, len(starts), -1, rows)
-    # Without the barrier XLA joins the kernel and the updates of its own output, which is a cycle.
+    # Without the barrier XLA fuses the updates with the kernel whose output they read: a cycle.
     out, lse, share_outs, share_lses = lax.optimization_barrier((out, lse, share_outs, share_lses))
     highest = jnp.max(share_lses, axis=3, keepdims=True)
     weights = jnp.exp(share_lses - highest)
@@ -71,7 +71,7 @@ def with_sums(gradient: jax.Array, shares: Sequence[jax.Array], starts: Sequence
 
     Args:
       gradient: of queries, keys or values; rows of divided tiles are undefined.
-      shares: the one result of the shares, or none.
+      shares: the shares' gradients [B, N, all shares, rows, padded H] as the only item, or none.
       starts: first row of each divided tile.
     """
     for parts in shares:

@@ -18,7 +18,7 @@ _LARGEST_KEY_COUNT = 256
 """Widest tile of one WGMMA, and so the longest row of logits that the forward can hold."""
 
 _LARGEST_ACCUMULATORS = 256
-"""Columns of dK and dV, over all tiles of a warpgroup, that fit into its registers."""
+"""Columns of dK and dV together, over all key tiles of a warpgroup, that fit into its registers."""
 
 
 def why_unsupported(

@@ -37,7 +37,7 @@ class ShortBackwardConfig:
     key_tiles: int
     """Tiles of 64 keys that each of these warpgroups holds."""
     key_slots: int
-    """Pipeline stages of K and V, one head each; with 2, the next head is copied meanwhile."""
+    """Pipeline stages of K and V, one head each; with 2, the next head is copied during the current."""
     query_slots: int = 2
     """Pipeline stages of the queries, one step each."""
 
@@ -546,7 +546,7 @@ class _ShortBackward:
         results: Any,
         factor: float,
     ) -> None:
-        """Stores a gradient through the memory of this warpgroup's own tiles, which is free by now."""
+        """Stores dK or dV through the shared memory of this warpgroup's own K or V, free by now."""
         batch_idx, key_head = self.item_place(cta, item)
         for j in range(self.config.key_tiles):
             tile = cta.wg_idx * self.config.key_tiles + j

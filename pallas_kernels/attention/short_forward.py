@@ -49,9 +49,9 @@ class ShortForwardConfig:
     """Distribution of heads over the GPU."""
 
     workers: int
-    """Warpgroups of a CTA."""
+    """Warpgroups of a CTA, each with heads and shared memory of its own."""
     tiles: int
-    """Query tiles for which a worker loads keys and values once."""
+    """Tiles of 64 queries for which a worker loads a head's keys and values once."""
     ctas_per_multiprocessor: int
 
 
@@ -233,7 +233,7 @@ class _ShortForward:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a head's queries, each of `config.tiles` tiles."""
+        """Number of parts of a head's queries, each of `config.tiles` tiles of 64."""
         return -(-self.shape.query_count // (self.config.tiles * WGMMA_ROWS))
 
     @property
@@ -318,7 +318,7 @@ class _ShortForward:
         extent = worker.operands.extent(self.logits.mask, at.batch_idx)
 
         plgpu.barrier_wait(worker.full("q"))
-        # The results that this memory held two steps ago are copied out: `write` waits for that.
+        # The results of two steps ago have been copied out of this memory: `write` waited for that.
         pl.when(has_next)(lambda: self.copy_queries(worker, step + 1))
         pl.when(is_first)(lambda: plgpu.barrier_wait(worker.full("k")))
 

@@ -49,7 +49,7 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class Weighing:
-    """Static parameters of the step from a block's products Q K^T to the weights of its values."""
+    """Static parameters of the step from a block's products Q K^T to its softmax weights."""
 
     logits: Logits
     dtype: Any
@@ -66,7 +66,7 @@ class Weighing:
     ) -> Weighted:
         """Adds a block, which needs masking if it `is_partial`, to the running softmax.
 
-        The weights include `value_scale`, a tile of the factors of the values, if there is one.
+        The weights are multiplied by `value_scale`, the scales of 8-bit values as a tile, if given.
         """
         logits = self.logits
         x = logits.logits_if_masked(products, tile, operands, extent, is_partial)

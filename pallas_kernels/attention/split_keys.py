@@ -1,9 +1,9 @@
 """Attention on Hopper, forward for few queries: the keys of a head are split over CTAs (flash decoding).
 
-With few queries, whole heads are too few tasks for all SMs, and the time is that of reading the keys and
-values. The rows of a CTA are the queries of all heads that share a key head (`packing`), and its keys
-are one of the parts into which the visited blocks of keys are split. It writes the output over this part
-alone and its log-sum-exp, in float32; a second kernel (`merge_splits`) merges the parts in a fixed
+With few queries, whole heads are too few tasks for all SMs, and reading keys and values takes all of the
+time. The rows of a CTA are the queries of all heads that share a key head (`packing`), and its keys are
+one of the parts into which the visited blocks of keys are split. A CTA writes the output over its part
+of the keys and the log-sum-exp, in float32; a second kernel (`merge_splits`) merges the parts in a fixed
 order.
 
 A CTA is one warpgroup, which starts its own copies as soon as a pipeline stage (slot) is free. Two CTAs
@@ -91,8 +91,8 @@ def candidates(
 ) -> tuple[SplitForwardConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
-    The guess has as many parts as fill the GPU with one wave of CTAs. If there is more than one wave
-    without any split, it has the number of parts that leaves the fewest SMs idle in the last wave.
+    The guess splits the keys into as many parts as fill the GPU with one wave of CTAs. If unsplit keys
+    take more than one wave, it has the number of parts that leaves the fewest SMs idle in the last one.
     """
     widest = max(shape.head_size, shape.value_size)
     shapes = [dict(stages=2), dict(stages=3, ctas_per_multiprocessor=1)]
@@ -108,7 +108,7 @@ def candidates(
         if not config.fits(shape):
             continue
         counts = numbers_of_splits(shape, logits, config, multiprocessors)
-        # Other numbers of parts are tried only with the first options.
+        # Other numbers of parts of the keys are tried only with the first options.
         for splits in counts[:1] if result else counts:
             result.append(SplitForwardConfig(splits, **options))
     return tuple(result)

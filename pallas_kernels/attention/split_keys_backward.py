@@ -1,10 +1,10 @@
 """Backward of attention on Hopper for few queries: all gradients from one read of keys and values.
 
-If the queries of all heads that share a key head are at most 64 rows (`packing`), each block of keys
-meets all of its queries at once: dK and dV of the block are complete after one visit, and only dQ is a
-sum over blocks. A CTA visits one part of the blocks, keeps its sum of dQ in registers, and writes it in
-float32 at the end; the parts are then added in a fixed order. With more rows this kernel computes only
-dQ, and `backward_dkv`'s kernel computes dK and dV.
+If the queries of all heads that share a key head are at most 64 rows (`packing`), one tile has all
+queries of a block of keys: dK and dV of the block are complete after one visit, and only dQ is a sum
+over blocks. A CTA visits one part of the blocks, sums its dQ in registers, and writes it in float32 at
+the end; XLA adds the parts' dQ in a fixed order. With more rows this kernel computes only dQ, and
+`backward_dkv`'s kernel computes dK and dV.
 
 A visit takes five products. The product for dQ reads dS^T, with keys as rows, from shared memory; those
 for dK and dV take dS^T and P^T from the registers in which they were computed. The gradients of a block
@@ -45,8 +45,8 @@ _KEY_BLOCK = 64
 _MOST_COLUMNS = 192
 """Columns of dQ and of dK or dV that fit into the registers together.
 
-If dQ alone has more, registers spill. That costs less than another kernel for dK and dV, which would not
-pack the query heads of a key head.
+If dQ alone has more, registers spill. That takes less time than `backward_dkv`'s kernel for dK and dV,
+which does not pack the query heads of a key head.
 """
 
 
@@ -270,7 +270,7 @@ class _SplitBackward:
 
     @property
     def scale(self) -> float:
-        """Factor that multiplies dQ and dK at the end; 1 with a cap, as dS then contains it."""
+        """Factor of dQ and dK after their sums; 1 with a cap, whose derivative contains the scale."""
         return self.logits.scale if self.logits.soft_cap is None else 1.0
 
     def memory(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Functions of a logit and its query and key indices, evaluated on tiles of logits in registers.
 
 A function is a program of scalars: of the score, the indices of query and key, and numbers that are read
-from arrays. What depends on the query alone is computed once a row of the tile, what depends on the key
-alone once a column, and the rest for each element.
+from arrays. Values that depend on the query alone are computed once a row of the tile, values that
+depend on the key alone once a column, and the rest for each element.
 """
 
 import functools
@@ -146,7 +146,7 @@ def value_of(env: dict[Any, Any], var: Any) -> Any:
 
 
 def bound(eqn: Any, given: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation, evaluated by JAX, which places them as it places `given`."""
+    """Returns the results of an equation, evaluated by JAX without the shardings that it states."""
     args = {v: x for v, x in zip(eqn.invars, given, strict=True) if not isinstance(v, Literal)}
     placed = [
         name for name, value in eqn.params.items() if isinstance(value, jax.sharding.Sharding)
@@ -330,9 +330,10 @@ class Separated(NamedTuple):
     by_query: list[Callable[[], Part]]
     by_key: list[Callable[[], Part]]
     origins: int = 0
-    """Multiple of the tile's first query index that the sum also has: terms count from that query.
+    """Multiple of the tile's first query index that is still to be added: terms count from that query.
 
-    Indices are large, but near each other where attention is strongest: differences keep more bits.
+    Indices are large, but those of a query and its most attended keys are near each other: indices
+    relative to the tile's first query are smaller, and lose fewer bits in float32.
     """
 
     def mapped(self, f: Callable[[Part], Part], factor: int = 1) -> "Separated":
@@ -373,7 +374,7 @@ def _loaded(tile: Any, ref: Any, dtype: Any) -> Any:
 
 
 def _held(dtype: Any) -> Any:
-    """Returns the dtype of values in registers: float32 for 16-bit floats, as XLA may use too."""
+    """Returns the dtype of values in registers: float32 for 16-bit floats, else `dtype`."""
     return jnp.float32 if dtype in _HALVES else dtype
 
 
@@ -595,7 +596,7 @@ class _Values:
 
 
 def _decisive(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the variables whose rounding may change the result of a comparison or step function."""
+    """Returns the variables whose rounding may change a comparison, an integer, `rem` or `sign`."""
     found: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         is_step = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)

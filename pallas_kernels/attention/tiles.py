@@ -50,7 +50,7 @@ class Place(NamedTuple):
 class Visits(NamedTuple):
     """Loop of one consumer over blocks of keys for its rows of a tile; iteration i is block last - i.
 
-    Under a causal mask, the tile's first blocks may concern the rows of other consumers alone.
+    Under a causal mask, the tile's first blocks may be empty for all rows of this consumer.
     """
 
     skipped: jax.Array
@@ -82,7 +82,8 @@ class ListedVisits(NamedTuple):
 
     at: Place
     full: Blocks | None
-    """Blocks by all masks but the pattern; unmasked in [full_start, full_stop). None without others."""
+    """`Blocks` by all masks but the pattern: no other mask forbids elements of [full_start, full_stop).
+    None if the pattern is the only mask."""
 
     @property
     def skipped(self) -> int:
@@ -330,7 +331,8 @@ class QueryVisits(NamedTuple):
     start: jax.Array
     stop: jax.Array
     full: Blocks | None
-    """Blocks by all masks but the pattern; unmasked in [full_start, full_stop). None without others."""
+    """`Blocks` by all masks but the pattern: no other mask forbids elements of [full_start, full_stop).
+    None if the pattern is the only mask."""
     entries: Any = None
     """The tile's list, int32 [entries, 2]: a block of queries, and the index of its mask bits. Without a
     list, the iterations are numbered as the blocks."""
@@ -388,15 +390,15 @@ class OwnQueryVisits(NamedTuple):
 
 
 _EVEN = 16
-"""Tiles per SM above which `longest` assumes an even spread, without computing a schedule."""
+"""Tiles per SM above which `longest` takes the mean work per SM, without computing a schedule."""
 
 
 @dataclass(frozen=True)
 class KeyTiles:
     """Division of keys into tiles, and of queries into blocks: `QueryTiles` transposed.
 
-    Shares divide a tile's blocks of queries among CTAs, and each share of a key head has gradients of
-    its own, as if it were a head.
+    Shares divide a tile's blocks of queries among CTAs. Each share of a key head has a dK and dV of its
+    own, as if it were a head, which are added up afterwards.
     """
 
     mask: BlockMask

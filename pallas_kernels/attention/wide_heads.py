@@ -2,9 +2,9 @@
 
 The output of 64 queries and 512 columns, 128 KiB in float32, does not fit into the registers of a
 warpgroup together with the logits. Each of two warpgroups computes one half of the output's columns,
-from its own half of the values. Both compute all logits and weights, which costs a product more and
-needs no exchange. Q, a block of K and a block of V of 512 columns take 192 of an SM's 227 KiB of shared
-memory, so that a CTA is alone on its SM.
+from its own half of the values. Both compute all logits and weights: one product more than if each
+computed half of them, but no exchange. Q, a block of K and a block of V of 512 columns take 192 of an
+SM's 227 KiB of shared memory, so that a CTA is alone on its SM.
 
 As in `split_keys`, the keys of a head may be split over CTAs, and `merge_splits` merges the parts. The
 rows of a CTA are the queries of all heads that share a key head if these are few (decoding), and those
@@ -80,7 +80,7 @@ def _half(value_size: int) -> int:
 
 
 def _of_rows(shape: Shape) -> Shape:
-    """Returns the sizes for packing rows; beyond 64 queries, each head counts as a key head."""
+    """Returns the sizes for `Packing`; beyond 64 queries, each query head counts as a key head."""
     return shape if shape.query_count <= WGMMA_ROWS else shape._replace(key_heads=shape.heads)
 
 
@@ -93,7 +93,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Wide
     for form in legal:
         config = WideForwardConfig(1, **form)
         counts = numbers_of_splits(shape, logits, config, multiprocessors)
-        # Other numbers of parts are tried only with the first form.
+        # Other numbers of parts of the keys are tried only with the first form.
         result += [WideForwardConfig(n, **form) for n in (counts[:1] if result else counts)]
     return tuple(result)
 
