@@ -211,7 +211,7 @@ class QuantizedTile:
 
     @property
     def unit(self) -> float:
-        """Factor by which integer weights in registers are too small, applied to sums or scales; else 1."""
+        """Factor by which integers in registers are too small, applied to sums or scales; else 1."""
         return dequantize.unit(self.x_dtype) if self._is_integer else 1.0
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
