@@ -16,8 +16,8 @@ struct ForwardArgs : AttentionArgs {
   int key_stages;      // blocks of K in shared memory, 1 or 2
 };
 
-// Tile sizes of the forward. A warp has 32 rows if registers suffice: then each read of K and V
-// serves two row tiles, and shared memory keeps up with the tensor cores.
+// Tile sizes of the forward. A warp has 32 rows if registers suffice: each read of K and V from
+// shared memory then serves two row tiles, so that shared memory is as fast as the tensor cores.
 template <typename T, int kHead, bool kPlain>
 struct ForwardShape {
   static constexpr int kWarps = 4;
