@@ -123,7 +123,8 @@ __device__ __forceinline__ void read_values(const Args& args, const Map& map, co
     values_of(pixels.z, values[2]);
     values_of(pixels.w, values[3]);
   } else {
-    // No pixels were copied to the box's memory here, so it is free; set_room made it large enough.
+    // The box's shared memory holds no pixels in this case, so the values can be staged there;
+    // set_room has made it large enough.
     float* read = reinterpret_cast<float*>(words) + threadIdx.x * (kPixels * kChannels);
     read_directly<kChannels>(
         args, map.values, image, spot.row(),

@@ -125,7 +125,7 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
   const int64_t most = (device.shared_bytes - fixed) / 4;
   if (box + std::max(middle, blurred) + region + table > most) box = middle = table = 0;
   if (table == 0) args->taps = 0;
-  // Values that are read directly from global memory pass through the box's memory too.
+  // Values that are read directly from global memory are staged in the box's memory too.
   if (args->reads || blurs) box = std::max<int64_t>(box, kThreads * kPixels * channels);
   middle = std::max(middle, blurred);
   box = round_up(box, int64_t{4});

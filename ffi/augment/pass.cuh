@@ -26,7 +26,7 @@ enum Interpolation { kNearest = 0, kBilinear = 1, kBicubic = 2 };
 
 enum class Type { kUint8, kFloat32, kBfloat16, kFloat16 };
 
-// Sizes of the parts of a block's shared memory, in words of 4 bytes.
+// Sizes of the arrays in a block's shared memory, in words of 4 bytes.
 struct Room {
   int box;     // pixels of the image
   int middle;  // values filtered along rows only

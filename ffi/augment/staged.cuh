@@ -422,13 +422,14 @@ struct Table {
   uint32_t* words;
 
   __device__ int& first(int i) const { return reinterpret_cast<int*>(words)[i]; }
-  // Sum of the weights of pixels inside the image; the rest is fill.
+  // Sum of the normalised weights of pixels inside the image; the remaining weight is the fill's.
   __device__ float& share(int i) const { return reinterpret_cast<float*>(words)[entries + i]; }
   __device__ float& weight(int i, int tap) const {
     return reinterpret_cast<float*>(words)[(2 + tap) * entries + i];
   }
 
-  // Sets entry `i`: first pixel, normalised weights times `scale`, and share inside the image.
+  // Sets entry `i`: the first pixel, the normalised weights times `scale`, and their sum inside the
+  // image.
   __device__ void set(const Axis& axis, int taps, float scale, int i) const {
     const float start = floorf(axis.place - axis.reach) + 1.0f;
     float total = 0.0f, covered = 0.0f;

@@ -85,8 +85,8 @@ __device__ __forceinline__ void copy(char* line, const char* staged, int bytes) 
   }
 }
 
-// Writes a warp's pixels. Every kQuads threads have two lines of the tile, which pass through
-// `stage`, in shared memory, one after the other.
+// Writes a warp's pixels. Every kQuads threads have two lines of the tile, which are staged in
+// shared memory (`stage`) one after the other.
 template <int kChannels>
 __device__ __forceinline__ void write(const Args& args, const Tile& tile, int line, int lines_apart,
                                       const float (&values)[kHeld][kChannels], uint4* stage) {
