@@ -80,7 +80,7 @@ constexpr float kGeluCubic = 0.044715f;
 constexpr float kQuickGelu = 1.702f;
 
 // Computes 2^power with one instruction of the special function unit, as quick_reciprocal does 1 /
-// x. expf and __fdividef also handle subnormal numbers, which costs more than the rest of an
+// x. expf and __fdividef also handle subnormal numbers, which takes longer than the rest of an
 // activation. The relative error is 2^-22, plus |x| 2^-24 for exp.
 __device__ __forceinline__ float quick_exp2(float power) {
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(power));

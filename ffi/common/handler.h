@@ -48,8 +48,8 @@ inline ffi::Error current_device(Device* device) {
   return ffi::Error::Success();
 }
 
-// Lets the blocks of `kernel` use all the shared memory that the device has for one block. The
-// value is the same in every call, so that calls from several threads do not disturb each other.
+// Raises the limit on a block's shared memory for `kernel` to that of the device. The limit is the
+// same in every call, so that calls from several threads do not disturb each other.
 template <typename Args>
 ffi::Error allow_shared_memory(void (*kernel)(Args), const Device& device) {
   return check_cuda(

@@ -6,14 +6,14 @@
 
 #include <cstdint>
 
-// The vectors that hold a part of a row, and the values of the first one that precede the row.
+// The vectors that overlap a row. The first one holds `shift` values before the row.
 template <int kVec>
 struct RowVectors {
   int64_t first;
   int shift;
   int count;
   int inner;        // first vector that holds only the row
-  unsigned inners;  // number of such vectors
+  unsigned inners;  // number of vectors that hold only the row
 
   __device__ RowVectors(int64_t row, int features) {
     const int64_t start = row * features;
@@ -32,7 +32,7 @@ struct RowVectors {
   }
 };
 
-// Returns the largest number of vectors that hold a part of one row.
+// Returns the largest number of vectors that overlap one row.
 inline int most_vectors(int64_t features, int vec) {
   return static_cast<int>(features % vec == 0 ? features / vec : (features + vec - 2) / vec + 1);
 }

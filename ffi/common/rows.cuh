@@ -7,11 +7,12 @@
 //
 //     column(v) = (v * team.size + rank) * kVec - shift,    v = 0 .. kVectors - 1
 //
-// In this way a team reads a row in whole cache lines, and per-column values stay with one thread.
-// The shift is 0 where every row starts at a multiple of 16 bytes. For misaligned rows (kShifted)
-// it is the distance from the last such multiple to the row's start, so that all accesses are still
-// aligned vectors. The first and the last vector of a row then also hold values of adjacent rows,
-// which the kernels mask. A team takes only rows of one shift, so that its columns stay the same.
+// In this way a team reads a row in whole cache lines, and one thread of the team has all values of
+// a column, such as its parameters and its sum over rows. The shift is 0 where every row starts at
+// a multiple of 16 bytes. For misaligned rows (kShifted) it is the distance from the last such
+// multiple to the row's start, so that all accesses are still aligned vectors. The first and the
+// last vector of a row then also hold values of adjacent rows, which the kernels mask. A team takes
+// only rows of one shift, so that its columns stay the same.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Access to misaligned rows: those that do not start at multiples of 16 bytes. A tile is as many
-// consecutive rows as form a 16-byte aligned piece of memory. A block copies a tile through shared
+// Access to misaligned rows: those that do not start at multiples of 16 bytes. A tile is a run of
+// consecutive rows that starts at a multiple of 16 bytes. A block copies a tile through shared
 // memory in vectors, for rows of any width; in shared memory a thread owns single columns of a row,
 // or words of two.
 #pragma once
