@@ -27,7 +27,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 
-// Division of the output among the warps that share the same channels.
+// Division of the output of a group of channels into strips.
 struct Strips {
   int across;  // strips next to each other
   int down;    // strips below each other, of almost equal height
@@ -410,8 +410,8 @@ class Output {
   int64_t at_;  // byte offset of the next row
 };
 
-// Blocks that must fit the registers of an SM. An output element of a row takes a register for each
-// row of the kernel; a float32 input pair takes two while it is in flight.
+// Resident blocks of an SM that the compiler must leave registers for. An output element of a row
+// takes a register for each row of the kernel; a float32 input pair takes two while in flight.
 template <typename T, typename K>
 constexpr int kResident = K::kFewWeights                                                        ? 4
                           : K::kHeight * K::kColumns > 49 || (sizeof(T) == 4 && K::kHeight > 5) ? 2

@@ -122,7 +122,7 @@ __device__ __forceinline__ int row_offset(const Tiling& tiling, int row) {
   return (row - tiling.first) * tiling.row_pitch + row / S::kPhases * tiling.pad;
 }
 
-// A thread's share of copies: eight adjacent channels, of four columns (a quad) at a time.
+// The copies of one thread: eight adjacent channels, four columns (a quad) at a time.
 struct Part {
   int octet, slot;
   int channel;  // first of the eight channels
