@@ -120,8 +120,8 @@ struct Walk {
         step(gridDim.y * lines) {}
 };
 
-// Activations that are compiled separately. A branch at run time would cost every activation the
-// registers of the most demanding one, gelu_erf.
+// Activations that are compiled separately. With a branch at run time, every activation would take
+// the registers of the most demanding one, gelu_erf.
 enum class Known { kAny, kGeluTanh, kSilu };
 
 template <Known kKnown>
