@@ -6,7 +6,7 @@
 //   dlogits = pull softmax(logits) - push target - spread   (coefficients: see RowGradient).
 //
 // A kernel that is given the cotangents of the losses writes the gradient while the row is still in
-// L2 or in shared memory, which a cluster of blocks shares if the row is long.
+// L2 or in shared memory: of a block, or of a cluster of blocks for a long row.
 //
 // A row may start anywhere in memory. Threads access vectors that start at multiples of 16 bytes,
 // so the first and the last vector of a row may also hold values of adjacent rows.
@@ -691,7 +691,7 @@ constexpr int row_threads(bool warp, Mode mode) {
   return mode == Mode::kResident ? kMaxKeepingThreads : kMaxThreads;
 }
 
-// Blocks whose registers must fit an SM.
+// Resident blocks of an SM that the compiler must leave registers for.
 constexpr int row_blocks(Form form, bool warp, Mode mode) {
   if (form == Form::kGeneral) return 2;
   if (warp) return mode == Mode::kTwice ? 2 : 4;
@@ -733,8 +733,9 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
   Join join_warps(reinterpret_cast<float*>(shared), join_barriers, cluster);
   if (!kWarp) shared += Join::kFloats * sizeof(float);
 
-  // Indices of vectors. If resident, the warp keeps those from `warp_j` on. Otherwise the thread
-  // reads those from `first_j` on in steps of `threads`. Both end before `ends_at`.
+  // Indices of vectors in the row. If resident, the warp holds the vectors from `warp_j` on in
+  // shared memory. Otherwise the thread reads the vectors from `first_j` on in steps of `threads`.
+  // Both end before `ends_at`.
   const int warp_j = rank * args.slice + (kWarp ? 0 : warp * turns * kWarpSize);
   const int lane_j = warp_j + threadIdx.x % kWarpSize;
   const int first_j = rank * args.slice + thread;
@@ -985,7 +986,7 @@ __global__ void __launch_bounds__(kScaleThreads)
   T* const x = static_cast<T*>(args.x);
   int64_t row = -1, row_end = 0;
   float factor = 1.0f;
-  // Moves on to the row of `place`, if that is not the current one.
+  // Loads the factor of the row that holds value `place`, unless it is the current row.
   const auto reach = [&](int64_t place) {
     if (place < row_end) return;
     row = place / args.features;

@@ -135,7 +135,7 @@ struct Terms {
   float probabilities[kOwn];
   float shares[kOwn];
   float loss;
-  float slope;  // derivative of the loss by a logit, divided by (probability - share)
+  float slope;  // derivative of the loss with respect to a logit, over (probability - share)
 };
 
 // Computes a pixel's terms. The focal loss is the cross-entropy times (1 - p)^gamma, where p is the
@@ -303,7 +303,8 @@ constexpr int kMaskSums = kOverall + 3;
 // jaxfused/ops/loss/segmentation_loss_xla.py.
 constexpr float kShareTolerance = 1e-3f;
 
-// Returns a mask's label, or NaN if it is not from 0 to 1 within `tolerance`, such as 255.
+// Returns a mask's label, or NaN if it lies outside of 0 to 1 by more than `tolerance`, as 255
+// does.
 __device__ __forceinline__ float share_of(float label, float tolerance) {
   return label >= -tolerance && label <= 1.0f + tolerance ? label : nanf("");
 }
@@ -830,7 +831,7 @@ struct FewTerms {
   float inverse;              // reciprocal of the sum of exponentials
   float own;                  // the probability of the pixel's own class
   float loss;
-  float slope;  // derivative of the loss by a logit, divided by (probability - share)
+  float slope;  // derivative of the loss with respect to a logit, over (probability - share)
   bool valid;   // whether the label is a class
 
   template <typename T>
