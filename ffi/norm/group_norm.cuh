@@ -155,8 +155,8 @@ struct Sums {
 };
 
 // Adds up of(sum)(part) over all parts, for each of `sums` sums. One thread passes each result to
-// store(sum, merged). `lanes` adjacent threads, a power of two up to a warp, share a sum's parts;
-// the order of adding depends on the sizes alone. All threads of the crew must call it.
+// store(sum, merged). `lanes` adjacent threads, a power of two up to a warp, divide a sum's parts
+// among them; the order of adding depends on the sizes alone. All threads of the crew must call it.
 template <int kLoads = 4, int kBarrier, typename Of, typename Store>
 __device__ __forceinline__ void merge_parts(const Crew<kBarrier>& crew, int sums, int parts,
                                             int lanes, const Of& of, const Store& store) {

@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
 // computes while another waits for memory.
 constexpr int kMostFlatTileRows = 64;
 
-// Blocks whose registers must fit an SM.
+// Resident blocks of an SM that the compiler must leave registers for.
 constexpr int flat_blocks(Chain chain, int steps) {
   return chain == Chain::kGeneral && steps > 12 ? 1 : 2;
 }

@@ -30,7 +30,8 @@ struct ForwardArgs {
 
 constexpr ThreadLimits kForwardLimits = {128, 256, 128, 512};
 
-// Blocks whose registers must fit an SM. While one starts, the others compute.
+// Resident blocks of an SM that the compiler must leave registers for. While one starts, the others
+// compute.
 template <typename T>
 constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   if (elements == 32) return 1;
