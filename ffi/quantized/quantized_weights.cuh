@@ -19,7 +19,7 @@ constexpr int kStep = 128;     // features (along K) that one copy brings to sha
 constexpr int kChunk = 32;
 
 // Constants that turn a byte of float8 into a 16-bit float. The exponent and the mantissa are
-// shifted to their places, infinities and NaN get the matching exponent, and a power of two
+// shifted to their bit positions, infinities and NaN get the matching exponent, and a power of two
 // corrects the exponent's bias. All 256 bytes are exact. Fields with two halves hold a value twice.
 struct Float8Code {
   int shift;          // right shift from the upper byte to the bits of the 16-bit float
