@@ -40,7 +40,7 @@ constexpr float kMaximumLag = 8.0f;
 template <int kRowTiles>
 struct Softmax {
   float maximum[kRowTiles][2];  // running maximum of each row of x, as passed to `take`
-  float total[kRowTiles][2];    // sums over this lane's columns
+  float total[kRowTiles][2];    // sums of exponentials over this lane's columns
 
   // Replaces x, logits divided by `multiplier`, by their exponentials; rescales `acc` if the
   // maximum changes.
