@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, kBlur ? kBlurBlocks : kBlocks)
   load<kBlur>(args, tile.image, &shared);
   const Map map = {shared.map};
   if (warp == 0) {
-    __syncwarp();  // The same warp has stored the map.
+    __syncwarp();  // makes the map, which this warp has stored, visible to its lanes
     Box box = box_of<kBlur, kChannels>(args, map, region);
     set_seen<kChannels>(args, map, tile.image, &box);
     if (threadIdx.x == 0) shared.box = box;

@@ -28,7 +28,7 @@ enum class Type { kUint8, kFloat32, kBfloat16, kFloat16 };
 
 // Sizes of the arrays in a block's shared memory, in words of 4 bytes.
 struct Room {
-  int box;     // pixels of the image
+  int box;     // pixels copied from the image
   int middle;  // values filtered along rows only
   int region;  // the result's values before the blur
   int table;   // weights of pixels along rows and columns
@@ -64,14 +64,14 @@ struct Args {
   // If true, x depends on the result's column alone, and y on its row.
   bool drops;
   Type out_type;
-  bool is_precise;       // whether weights are float32, not 15 bits
-  int pixel_bytes;       // bytes of a result's pixel
-  int unit;              // bytes of one store; a row of the result has a multiple of them
-  float widest;          // upper limit of Map::radius, by which the kernel is stretched
-  float fill[4];         // fill colour, in the values of the images
-  bool fill_is_bytes;    // whether `fill` is whole numbers from 0 to 255
-  uint32_t fill_word;    // `fill` as a pixel of bytes
-  int taps;              // largest number of pixels along an axis that a value depends on
+  bool is_precise;     // whether interpolation weights are float32 rather than 15-bit integers
+  int pixel_bytes;     // bytes of a result's pixel
+  int unit;            // bytes of one store; a row of the result has a multiple of them
+  float widest;        // upper limit of Map::radius, by which the interpolation kernel is stretched
+  float fill[4];       // fill colour, in the units of the images' values
+  bool fill_is_bytes;  // whether `fill` is whole numbers from 0 to 255
+  uint32_t fill_word;  // `fill` as a pixel of bytes
+  int taps;            // largest number of pixels along an axis that a value depends on
   int reach_x, reach_y;  // pixels that the blur reaches on each side
   Divider region_quads;  // quads in a line of a tile with the blur's margin
   bool sharpens;         // whether the image is blended with its blur, which sharpens edges

@@ -75,7 +75,8 @@ struct Box {
   int left, top, width, height;
   int pitch;           // words between the starts of rows
   int taps_x, taps_y;  // kUpright only: pixels along x and y that a value depends on
-  // Lines and columns of the visible pixels, counted from the box's corner; other pixels are fill.
+  // Lines and columns of the visible pixels (in the image and the map's window), counted from the
+  // box's corner; other pixels get the fill colour.
   int first_line, last_line, first_column, last_column;
   bool is_whole;   // whether all pixels are visible
   int64_t corner;  // offset in bytes of the box's first pixel, which may lie outside the image
@@ -84,7 +85,7 @@ struct Box {
 // Sets the box to the pixels from (left, top) to (right, bottom), and returns whether they fit.
 __device__ inline bool fits(const Args& args, float left, float top, float right, float bottom,
                             Box* box) {
-  // The negated test is also true of NaN.
+  // The negated test is also true if a bound is NaN.
   if (!(left > -1e6f && top > -1e6f && right < 1e6f && bottom < 1e6f)) return false;
   box->left = static_cast<int>(left) & ~3;
   box->top = static_cast<int>(top);
@@ -307,7 +308,7 @@ __device__ __forceinline__ float unbiased(float biased, float scale) {
   return fmaf(biased, scale, -kBias * scale);
 }
 
-// Sets the values of a pixel, from 0 to 1.
+// Sets `values` to a pixel's channels, scaled to 0 to 1.
 template <int kChannels>
 __device__ __forceinline__ void values_of(uint32_t word, float (&values)[kChannels]) {
 #pragma unroll
@@ -347,7 +348,7 @@ __device__ __forceinline__ void add_levels(uint32_t word, float weight, float (&
   for (int c = 0; c < kChannels; ++c) sums[c] += weight * (biased<kChannels>(word, c) - kBias);
 }
 
-// Four pixels around a position.
+// The four pixels around a position, for bilinear interpolation.
 struct Between {
   uint32_t upper_left, upper_right, lower_left, lower_right;
   float share_x, share_y;  // weights of the right and of the lower pixels

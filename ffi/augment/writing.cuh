@@ -16,7 +16,7 @@ __device__ __forceinline__ float biased_level(float value) {
 template <typename Out, int kSize>
 struct Words {
   static constexpr int kBytes = kSize * static_cast<int>(sizeof(Out));
-  // The largest vectors that do not straddle threads.
+  // The widest vectors that hold values of one thread only.
   using Part = std::conditional_t<kBytes % 16 == 0, uint4,
                                   std::conditional_t<kBytes % 8 == 0, uint2, uint32_t>>;
   union {
