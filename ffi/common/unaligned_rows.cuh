@@ -10,7 +10,7 @@
 
 constexpr int kFlatThreads = 256;
 constexpr int kFlatVectors = 4;            // vectors of a tile that a thread copies
-constexpr int kFlatRingBytes = 16 * 1024;  // bytes of a tile in a ring
+constexpr int kFlatRingBytes = 16 * 1024;  // most bytes of a tile in a FlatRing
 constexpr int kFlatBarrierBytes = 128;     // bytes for the mbarriers of all stages
 // Limit on features in kernels that also sum each column over rows. These sums take registers, so a
 // lane holds half as many columns as in other kernels.
