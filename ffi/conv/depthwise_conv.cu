@@ -138,7 +138,7 @@ class RowsInRegisters {
 
  public:
   static constexpr int kBytes = 16;  // shared memory is not used, but an array cannot be empty
-  static constexpr int kAhead = 1;   // steps of lookahead
+  static constexpr int kAhead = 1;   // steps by which loads are ahead of their use
 
   __device__ __forceinline__ RowsInRegisters(const Source& pixels, char*) : pixels_(pixels) {
     pixels_.first += 2 * K::lane() * static_cast<int>(sizeof(T));
@@ -532,7 +532,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
       }
       if constexpr (K::kFewWeights) async_copies_commit();
     };
-    // dy[j] is the row j steps ago.
+    // dy[j] is the row of dy that was taken j steps ago.
     float dy[K::kOlder + 1][K::kColumns][2] = {};
 #pragma unroll
     for (int ahead = 0; ahead < X::kAhead; ++ahead) request(strip.begin + ahead);
@@ -622,7 +622,7 @@ ffi::Error check_count(double count) {
   return ffi::Error::InvalidArgument("depthwise_conv: x is too large");
 }
 
-// Launch of a kernel, and its estimated cost relative to others.
+// Launch of a kernel, and its estimated cost relative to other plans.
 template <typename K>
 struct Plan {
   Strips strips;
