@@ -73,8 +73,8 @@ uint32_t alignment(const void* address) {
   return static_cast<uint32_t>(value & -value);
 }
 
-// A handle for each device and an algorithm for each kind of product. They live as long as the
-// process, so that the same call always runs the same kernel.
+// A cuBLASLt handle for each device and an algorithm for each kind of product. Both are kept until
+// the process ends, so that the same call always runs the same kernel.
 class Algorithms {
  public:
   ffi::Error handle(const CublasLt& lt, int device, cublasLtHandle_t* handle) {
