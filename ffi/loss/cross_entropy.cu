@@ -32,7 +32,7 @@ constexpr int kElsewhere = -2;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMaxClusterBlocks = 8;
 constexpr int kMaxThreads = 512;
-constexpr int kMaxKeepingThreads = 256;  // limit for a block that keeps a row in shared memory
+constexpr int kMaxKeepingThreads = 256;  // threads, if a block keeps a row in shared memory
 // Rows that an SM's shared memory should hold: while one is summed, the others are in flight.
 constexpr int kRowsInFlight = 3;
 constexpr int kWarpRowThreads = 256;  // threads of a block in which each warp has its own row

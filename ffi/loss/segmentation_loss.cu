@@ -354,7 +354,7 @@ struct MaskBits {
   }
 };
 
-// Unpacks pixels of a mask. With kPlain all are counted, with weight 1.
+// Unpacks pixels of a mask. With kPlain no pixel is ignored, and all have weight 1.
 template <typename T, int kVec, bool kPlain>
 __device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
                                                         const MaskBits<T, kVec>& bits,
@@ -431,7 +431,7 @@ struct Odds {
     outside = logit >= 0.0f ? smaller : larger;
   }
 
-  // Returns the cross-entropy without log(1 + exp(-|logit|)).
+  // Returns the cross-entropy without its term log(1 + exp(-|logit|)).
   __device__ __forceinline__ float linear_loss(float logit, float label) const {
     return fmaf(-label, logit, fmaxf(logit, 0.0f));
   }
@@ -541,7 +541,7 @@ struct ClusterSums {
   float sums[kCluster][kMaskSums];
   uint64_t barrier;
 
-  // Makes the block ready to receive. All threads must call it.
+  // Initialises the barrier on which the block receives sums. All threads must call it.
   __device__ __forceinline__ void begin() {
     if (threadIdx.x == 0) {
       mbarrier_init(&barrier);
