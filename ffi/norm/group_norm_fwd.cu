@@ -51,7 +51,7 @@ __device__ __forceinline__ float2 moments_of(float base, float count, const Sums
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
 
-// Fewest values whose mean is assumed to be near the mean of all.
+// Fewest values of a slice whose mean is assumed to be near the mean of all values of the group.
 constexpr float kFewestValues = 31.0f;
 
 // Moments (mean and sum of squared deviations) of the groups, in an image's slices or merged.

@@ -18,7 +18,7 @@ constexpr int kParameters = 3;  // scale, bias, pre_bias
 
 struct BackwardArgs {
   const void* dy;
-  const void* dnext_residual;  // nullptr if there is none; h then lacks pre_bias
+  const void* dnext_residual;  // nullptr if there is none; pre_bias is then still to be added to h
   const void* h;
   const float* mean;  // nullptr: the norm subtracts no mean
   const float* rstd;

@@ -23,7 +23,7 @@ struct ForwardArgs {
   int team_size;
   int teams;  // teams of a block; in forward_flat_rows, rows of a tile
   int stages;
-  int run;  // consecutive rows of a block; 0: the resident blocks take rows in turn
+  int run;  // consecutive rows of a block; 0: rows go to the resident blocks in turn
 };
 
 // --- rows that a team holds in registers ---------------------------------------------------------
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   ColumnValues<kVec, kVectors, Form::kHoldsBias> bias(shared, team);
   float* const past_bias = shared;
   ColumnValues<kVec, kVectors, Form::kHoldsPreBias> pre_bias(shared, team);
-  if (!has_pre_bias) shared = past_bias;  // not counted in ForwardPlan::parameters
+  if (!has_pre_bias) shared = past_bias;  // pre_bias is not counted in ForwardPlan::parameters
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
