@@ -55,7 +55,7 @@ static_assert(sizeof(FactoredArgs) <= 32764);
 // The scalars of a step, which the kernels read from device memory.
 struct FactoredScalars {
   float decay, one_minus_decay;
-  float squared_factor;  // square of the gradients' factor
+  float squared_factor;  // square of the factor that multiplies the gradients
   float eps;
 };
 

@@ -12,7 +12,7 @@ constexpr int kTile = kLeafTile<kVectors>;
 constexpr int kMostBlocks = 2048;
 
 struct NormArgs {
-  const float* factor;  // factor of the gradients
+  const float* factor;  // factor that multiplies the gradients
   float2* partial;      // for each block: sum of squares, and non-zero if a value is not finite
   Leaves leaves;
 };

@@ -19,7 +19,7 @@ constexpr int kLeafVec = 4;  // values that a thread handles at a time
 constexpr int kMaxLeaves = 256;
 constexpr int kMaxStreams = 8;  // most arrays of one leaf: gradient, parameter, moments, ...
 
-constexpr int kBlockValues = 256;  // values that share a scale, for 8-bit values
+constexpr int kBlockValues = 256;  // 8-bit values that share a scale
 
 // What an array holds: float values, 8-bit codes, or the scales of blocks of codes.
 enum class Coded : uint8_t { kNo, kCodes, kScales };

@@ -17,7 +17,7 @@ constexpr int kSteps = kSide / kRowsAtOnce;
 
 struct MomentumScalars {
   float beta, one_minus_beta;
-  float factor;  // factor of the gradients
+  float factor;  // factor that multiplies the gradients
   float of_momentum, of_gradient;
 };
 
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
       values_of_tile[first + i * kRowsAtOnce][vector + j] = values[j];
     }
   }
-  const float total = block_total(sum);  // Its barrier also completes the tile.
+  const float total = block_total(sum);  // its barrier also orders the writes to the tile
   if (threadIdx.x == 0) args.partial[blockIdx.x] = total;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
