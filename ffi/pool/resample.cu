@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads)
       unpack(load_vector<T, kVec>(static_cast<const T*>(args.x) +
                                   place.offset(large, row, column, args.channels)),
              values);
-      if (weight == 0.0f) continue;  // such a value is not part of the sum and may be infinite
+      if (weight == 0.0f) continue;  // 0 times an infinite value would be NaN
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sums[c] += weight * values[c];
     }
