@@ -52,7 +52,7 @@ struct Stage {
   // one row each with int4 (ldmatrix), else 64 bytes of each of two rows.
   static constexpr int kPitch = kStep * 2 + (kWeights == Weights::kInt4 ? 16 : 64);
   static constexpr int kWeightBytes = kWarps * WarpWeights<kWeights>::kBytes;
-  static constexpr int kSliceBytes = kRows * kPitch;  // x, for the kStep features of a warp
+  static constexpr int kSliceBytes = kRows * kPitch;  // bytes of x for the kStep features of a warp
   static constexpr int kScaleBytes = kWarps * kChunks * kWarpRows * 4;
   static constexpr int kZeroBytes = kWarps * kChunks * kWarpRows;
 
@@ -196,7 +196,7 @@ class Copies {
   const float* scale_;
   const int8_t* zero_point_;
   int groups_of_step_;
-  int x_copy_, first_row_, pass_rows_, x_offset_;  // the thread's copies of x
+  int x_copy_, first_row_, pass_rows_, x_offset_;  // positions of the thread's copies of x
   const T* x_;
   int8_t zeros_[kPasses] = {};
 };
