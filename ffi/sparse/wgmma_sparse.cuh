@@ -11,7 +11,7 @@
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define JAXFUSED_SM90A(...) __VA_ARGS__
 #else
-#define JAXFUSED_SM90A(...)  // never called
+#define JAXFUSED_SM90A(...)  // empty, because other GPUs never call it
 #endif
 
 // Swizzle modes of a matrix descriptor, by the bytes of a swizzled row.
