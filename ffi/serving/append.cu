@@ -1,5 +1,5 @@
-// Writes keys and values of new tokens into a cache, in place: rotates the keys, rounds or
-// quantises, and finds each token's place, in one launch.
+// Writes the keys and values of new tokens into a cache, in place. One launch rotates the keys,
+// rounds or quantises keys and values, and looks up the page of each token.
 //
 // A warp writes one head of a token's keys or values, and lane l its columns l, l + 32, ...
 #include <cstdint>
@@ -20,7 +20,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 struct Side {
   const void* tokens;  // [tokens, heads, size]
   void* pages;
-  float* scale;  // scales of each place and head if args.chooses, else [heads]; nullptr for floats
+  float* scale;  // scales of each token and head if args.chooses, else [heads]; nullptr for floats
   Strides strides;
   int size;
 };
@@ -51,10 +51,10 @@ struct AppendArgs {
   Kept kept;
   bool interleaved;
   bool is_ring;
-  bool chooses;  // whether to compute a scale for each place and head
+  bool chooses;  // whether to compute a scale for each token and head
 };
 
-// Returns a token's page and its place in the page; the page is -1 if the token is not written.
+// Returns a token's page and its index in the page; the page is -1 if the token is not written.
 // Whole warps must call it.
 __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
   int sequence, position;
@@ -67,7 +67,7 @@ __device__ __forceinline__ int2 place_of(const AppendArgs& args, int token) {
     position = args.lengths[sequence] + t;
     if (t >= count || position < 0) return {-1, 0};
     if (args.is_ring) {
-      // If there are more tokens than places, only the last ones are written.
+      // If there are more new tokens than the ring holds, only the last ones are written.
       if (t < count - args.page_size) return {-1, 0};
       position %= args.page_size;
     }
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int head = static_cast<int>(warp / 2) - token * args.heads;
   const Side& side = is_value ? args.value : args.key;
 
-  // These loads are in flight while the token's place is found.
+  // These loads are in flight while the token's page is looked up.
   float x[kEach] = {};
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);

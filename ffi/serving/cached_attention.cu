@@ -1,11 +1,10 @@
 // Attention of a few new tokens of each sequence to a contiguous or paged cache of keys and values,
 // of 16 or 8 bits.
 //
-// A warp reads a tile of 16 keys of a head straight from memory into the registers that tensor
-// cores take as operands, and the next tile while it computes. Nothing passes through shared
-// memory and no warp waits for another, so the size of the pages does not matter, and bytes are
-// widened in registers right before they are multiplied. A second kernel merges the parts of each
-// sequence in a fixed order.
+// A warp loads tiles of 16 keys of a head from global memory into the operand registers of the
+// tensor cores, the next tile while it multiplies the current one. It uses neither shared memory
+// nor barriers, so pages may have any size, and 8-bit values are widened in registers. A second
+// kernel merges the partial outputs of each sequence in a fixed order.
 #include <cfloat>
 #include <cstdint>
 #include <string>
@@ -19,8 +18,8 @@
 namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLowest = -1e30f;  // maximum of a row until it sees a key
-constexpr int kRows = 16;          // most rows of a unit, the queries of a key head that a warp has
+constexpr float kLowest = -1e30f;  // maximum of a row before its first key
+constexpr int kRows = 16;          // most rows of a unit: the queries of one key head in a warp
 constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of these bytes
 
 struct CacheArgs {
@@ -32,7 +31,7 @@ struct CacheArgs {
   const int* table;  // page table [batch, most_pages]; nullptr: sequence b has page b
   const int* layer;  // index of the layer, [1]; nullptr for 0
   const float* sinks;
-  float* parts;  // outputs before division, [slots + batch, units, unit_rows, head size]
+  float* parts;  // partial outputs before division, [slots + batch, units, unit_rows, head size]
   float2* sums;  // [slots + batch, units, unit_rows]: maximum and sum of exponentials, base 2
   void* output;  // like the query
   Sequences sequences;
@@ -103,7 +102,7 @@ struct Queries {
       }
       float factor = args.scale * kLog2e;
       if constexpr (kWidens) {
-        // The row is divided by a power of two, because bfloat16 may overflow float16.
+        // The query row is divided by a power of two, because bfloat16 may overflow float16.
         float most = 0.0f;
 #pragma unroll
         for (const auto& step : operands[n]) {
@@ -178,7 +177,8 @@ struct Output {
   }
 };
 
-// Page, and place within it, of each of a tile's two groups of 8 keys, which lie in one page each.
+// Page, and index in the page, of the first key of each group of 8 keys of a tile. The 8 keys of a
+// group are always in one page.
 struct TilePlace {
   int page[2];
   int within[2];
@@ -208,7 +208,8 @@ class Unit {
     }
   }
 
-  // Computes part `number`: attention of a sequence to its tiles of keys from `begin` to `stop`.
+  // Computes partial output `number`: attention of a sequence's queries in this unit to the key
+  // tiles from `begin` to `stop`.
   __device__ __forceinline__ void part(int sequence, int begin, int stop, int number) {
     sequence_ = sequence;
     length_ = args_.sequences.lengths[sequence];
@@ -217,7 +218,7 @@ class Unit {
     queries.load(args_, sequence, head_, first_row_, factors);
     Output<V, kHead, kTiles> output;
     float maximum[kTiles][2], sum[kTiles][2];
-    int end[kTiles][2];  // end (exclusive) of the keys that a row sees
+    int end[kTiles][2];  // end (exclusive) of the keys that a row attends to
     const int offset = args_.sequences.offsets[sequence];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -231,7 +232,8 @@ class Unit {
     }
     uint32_t unit_bits = 0x0d800000u;  // 2^-100; the output is in units of this power of two
 
-    // Every row sees the keys from safe_start to safe_end, so tiles of these keys need no mask.
+    // Every row attends to all keys from safe_start to safe_end, so tiles of these keys need no
+    // mask.
     const int safe_end = min(offset + first_row_ / args_.group + 1, length_);
     const int window = args_.sequences.window,
               last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
@@ -361,7 +363,7 @@ class Unit {
     return __uint_as_float((254u << 23) - power_bits);
   }
 
-  // Whether a row sees `key`; `end` is one past the row's position.
+  // Whether a row attends to `key`; `end` is one past the row's position.
   __device__ __forceinline__ bool is_seen(int key, int end) const {
     const int window = args_.sequences.window;
     return key < min(end, length_) && (window == 0 || key >= end - window);
@@ -373,7 +375,8 @@ class Unit {
     return args_.cap * kLog2e * (1.0f - __fdividef(2.0f, e + 1.0f));
   }
 
-  // Returns where a tile's keys are. Past the last page it is wrong, but nothing is loaded there.
+  // Returns the pages of a tile's keys. For keys past the last page the result is arbitrary, but
+  // such keys are not loaded.
   __device__ __forceinline__ TilePlace place_of(int tile) const {
     TilePlace place;
     const int key = tile * kTileKeys;
@@ -440,7 +443,8 @@ class Unit {
     }
   }
 
-  // Loads one scale: of keys g and g + 8 in lanes 4 g and 4 g + 1, of their values in the next two.
+  // Loads one scale per lane: of keys g and g + 8 in lanes 4 g and 4 g + 1, of the values of these
+  // keys in lanes 4 g + 2 and 4 g + 3.
   __device__ __forceinline__ float load_scale(const TilePlace& place, int tile) const {
     const int group = q_ % 2;
     const uint32_t page = page_of(group == 0 ? place.page[0] : place.page[1]);
@@ -461,7 +465,8 @@ class Unit {
   int first_page_;
   uint32_t page_stride_;  // in units of kUnitBytes, as is the next one
   uint32_t place_stride_;
-  // Addresses, in page 0, of the lane's part of a group's first row, and of its scale.
+  // Addresses in page 0, for a group of keys at index 0: of the lane's first chunk of keys and of
+  // values, and of its scale.
   const uint8_t* key_;
   const uint8_t* value_;
   const float* scale_ = nullptr;
@@ -502,7 +507,7 @@ __global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
 }
 
 constexpr int kMergeThreads = 256;
-// Number of parts that a warp loads at a time.
+// Number of partial outputs that a warp loads at a time.
 constexpr int kTogether = 4;
 
 // Output that a warp has merged; a lane holds kHead / 32 columns of it.
@@ -530,7 +535,7 @@ __device__ __forceinline__ void load_columns(const float* from, float (&columns)
   unpack(vector, columns);
 }
 
-// Merges the partial outputs of each row; each of kRowWarps warps takes every kRowWarps-th one.
+// Merges the partial outputs of each row, of which each of kRowWarps warps adds every kRowWarps-th.
 template <int kHead, int kRowWarps>
 __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 32 : kMergeThreads)
     merge_cached_parts(const __grid_constant__ CacheArgs args) {
@@ -592,7 +597,7 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   }
   const int token = row / args.group;
   const bool is_real = args.sequences.counts == nullptr || token < args.sequences.counts[sequence];
-  // The sum is 0 for a row that sees no key.
+  // The sum is 0 for a row that attends to no key.
   const float inverse = is_real && merged.sum != 0.0f ? __fdividef(1.0f, merged.sum) : 0.0f;
   const int64_t place = args.place_of(sequence, head, row) * kHead + lane * kColumns;
 #pragma unroll
@@ -604,8 +609,8 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   }
 }
 
-// Launches the merge with 1, 8 or 32 warps for each row, by the number of parts that a sequence has
-// if all sequences are equally long.
+// Launches the merge with 1, 8 or 32 warps for each row, chosen by the number of partial outputs
+// that a sequence has if all sequences are equally long.
 template <int kHead>
 ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream) {
   const int parts = args.sequences.slots / args.sequences.batch + 2;

@@ -2,16 +2,16 @@
 // device.
 //
 // The work is a list of tiles of 16 keys: those of the first sequence, of the next one, and so on.
-// Each slot has `quota` consecutive tiles, whatever sequences they belong to, and a warp for each
-// unit, which is up to 16 of the query rows of a key head. What a slot computes for one sequence is
-// a part of that sequence; since both only grow along the list, (slot + sequence) numbers the parts
-// uniquely.
+// A slot is `quota` consecutive tiles of this list, which may belong to several sequences. A slot
+// has one warp for each unit, which is up to 16 query rows of a key head. The partial output of a
+// slot for a sequence has the number slot + sequence, which is unique, since both only grow along
+// the list.
 #pragma once
 
 #include <cstdint>
 
 constexpr int kTileKeys = 16;
-// Fewest tiles of a slot: with less, merging the partial outputs would cost too much.
+// Fewest tiles of a slot: with fewer, merging the partial outputs would take too long.
 constexpr int kLeastTiles = 2;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -20,10 +20,10 @@ struct Sequences {
   const int* offsets;  // position of the first query among the keys, [batch]
   const int* counts;   // queries of each sequence, [batch], or nullptr for all
   int batch;
-  int window;  // keys that a query sees, including its own; 0 for all
+  int window;  // keys that a query attends to, including its own; 0 for all
   int slots;
 
-  // The first tile of a sequence that a query sees.
+  // Returns the first tile of a sequence with a key that one of its queries attends to.
   __device__ __forceinline__ int first_tile(int sequence) const {
     return window == 0 ? 0 : max(offsets[sequence] + 1 - window, 0) / kTileKeys;
   }
@@ -43,7 +43,7 @@ __device__ __forceinline__ int sum_of_lanes(int x) {
 // Division of the key tiles of all sequences among slots; whole warps call its functions.
 struct TileList {
   int total = 0;
-  int quota = 1;  // consecutive tiles that each slot has
+  int quota = 1;  // consecutive tiles of a slot
 
   __device__ __forceinline__ explicit TileList(const Sequences& sequences) {
     const int lane = threadIdx.x % 32;
@@ -74,7 +74,7 @@ struct TileList {
     }
   }
 
-  // Returns how many tiles are before a sequence.
+  // Returns the number of tiles in the list before those of a sequence.
   __device__ __forceinline__ int before(const Sequences& sequences, int sequence) const {
     int sum = 0;
     for (int b = threadIdx.x % 32; b < sequence; b += 32) sum += sequences.tiles(b);

@@ -1,6 +1,7 @@
 // Keys and values of a cache, stored in 16 or 8 bits, as operands of products on tensor cores.
 //
-// Values of 8 bits are widened to float16, exactly: int8 and both float8 are subsets of it.
+// Values of 8 bits are widened to float16, exactly: float16 has all values of int8 and of both
+// float8 formats.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -16,11 +17,11 @@
 template <typename V>
 constexpr int kKeptBytes = std::is_same_v<V, __half> || std::is_same_v<V, __nv_bfloat16> ? 2 : 1;
 
-// The type that tensor cores multiply.
+// The type to which cached values are widened and that tensor cores multiply.
 template <typename V>
 using Multiplied = std::conditional_t<kKeptBytes<V> == 2, V, __half>;
 
-// Widens the bytes of a word, to two float16 in each register.
+// Widens the four bytes of a word to float16, two in each register.
 template <typename V>
 __device__ __forceinline__ uint2 widened(uint32_t word) {
   if constexpr (std::is_same_v<V, int8_t>) {
@@ -78,7 +79,7 @@ template <typename V, int kHead>
 struct KeyTile {
   static constexpr int kChunks = kHead * kKeptBytes<V> / 64;
   static constexpr int kValues = 16 / kKeptBytes<V>;  // values of a chunk
-  static constexpr int kSteps = kValues / 4;          // products over 16 columns that a chunk gives
+  static constexpr int kSteps = kValues / 4;          // products over 16 columns that read a chunk
 
   uint32_t rows[2][kChunks * 4];
 

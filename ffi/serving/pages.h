@@ -10,7 +10,7 @@
 // Formats of a cache's values: floats of 16 or 32 bits, or 8 bits with scales.
 enum class Kept : int32_t { kFloats, kInt8, kE4m3, kE5m2 };
 
-// Distances between pages, places of a page, and heads, in elements.
+// Strides between pages, between the tokens of a page, and between heads, in elements.
 struct Strides {
   int64_t page;
   int64_t place;
