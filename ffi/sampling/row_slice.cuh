@@ -12,7 +12,7 @@
 #include "common/rows.cuh"
 
 constexpr int kMaxClusterBlocks = 8;
-// Vectors of a thread that one group of async copies brings, and groups in flight.
+// kGroup: vectors of a thread in one group of async copies. kGroups: groups in flight.
 constexpr int kGroup = 4;
 constexpr int kGroups = 3;
 constexpr int kMinBlockThreads = 256;
@@ -109,7 +109,7 @@ class RowSlice {
  private:
   __device__ __forceinline__ int place_of(int turn) const { return turn * threads_ + first_; }
 
-  // Starts async copies of the thread's vectors of kGroup turns.
+  // Starts async copies of the thread's vectors of kGroup turns, from `turn` on.
   __device__ __forceinline__ void copy(int turn) const {
     const T* from = data_ + static_cast<int64_t>(place_of(turn)) * kVec;
     Pack* to = shared_ + (turn - begin_) * blockDim.x;
@@ -147,7 +147,7 @@ class RowSlice {
   int threads_;
   int first_;
   int turns_;
-  int begin_;  // first turn and end of those in shared memory
+  int begin_;  // turns [begin_, end_) are in shared memory
   int end_;
   const T* data_;
   Pack* shared_;
@@ -156,8 +156,8 @@ class RowSlice {
 // Combines the results of a cluster's threads, in an order that is the same in every run.
 //
 // All threads get the same result. Calls alternate between two halves of the shared memory, so that
-// one barrier per call suffices: a thread that overwrites a place has passed the barrier of the
-// call in between, and so have all threads that read that place.
+// one barrier per call suffices: a thread that overwrites a value has passed the barrier of the
+// call in between, and so have all threads that read that value.
 class ClusterJoin {
  public:
   static constexpr int kMostWords = 6;

@@ -1,12 +1,16 @@
 // Draws a token from each row of logits, as jaxfused/ops/sampling/sample_xla.py states it.
 //
-// A cluster of blocks reads a row once from memory and keeps it in shared memory. The first pass
-// finds the largest logit and the sum of the weights, while the row arrives. From the sum follows a
-// score that about kExpected words (columns of the row) exceed: the second pass lists them. The
-// best of them is the token unless a filter leaves it out; then it is the best of those before it,
-// in the order of falling logits, and so on. So the list gives the next words that may have to be
-// tested. The third pass tests several of them at once: it finds how many words are before each and
-// what they weigh. Nothing is sorted, and the row's words are never stored again.
+// Words are the columns of a row of logits. A word's weight is the exponential of its logit over
+// the temperature; its score is that exponent plus Gumbel noise. The word with the highest score is
+// the token, unless a filter leaves it out; then it is the word with the highest score among those
+// before it in the order of falling logits, and so on.
+//
+// A cluster of blocks reads a row once from global memory and holds it in shared memory. The first
+// pass, while the row arrives, finds the largest logit and the sum of the weights, from which
+// follows a score that about kExpected words exceed. The second pass lists these words, so that the
+// next candidates are known. The third pass tests several candidates at once: it computes the
+// number and the weight of the words before each. Nothing is sorted, and no copy of the row is
+// written.
 #include <cfloat>
 #include <climits>
 #include <cmath>
@@ -176,7 +180,7 @@ class Row {
     const bool counts = filters.top_k < features;
     int low = ordered(-INFINITY);
     float kept_weight = counts && filters.share < 1.0f ? 0.0f : weight_;  // 0 until it is computed
-    Place end = {-INFINITY, INT_MAX};  // the result comes before this one
+    Place end = {-INFINITY, INT_MAX};  // the result comes before this word
     float weight_before = weight_;
     for (;;) {
       Best words[kPivots];
@@ -270,7 +274,7 @@ class Row {
   }
 
   // Returns the word with the highest score of those before `end`, with exponents of at least
-  // `least`. It takes longer than finding it in the list.
+  // `least`. It reads the whole row, which takes longer than best_of_list.
   __device__ __forceinline__ Best best_before(Place end, float least) {
     const float least_of_logits = fmaxf(least_logit(least), end.logit);
     Best best;
