@@ -36,7 +36,7 @@ def parametrize(
     values: Sequence[Any],
     *,
     quick: slice | Iterable[int],
-    ids: Callable[[Any], str] = str,
+    ids: Callable[[Any], str] | Sequence[str] = str,
 ) -> pytest.MarkDecorator:
     """Works like `pytest.mark.parametrize`, and marks values outside `quick` as `exhaustive`.
 
@@ -44,8 +44,15 @@ def parametrize(
       names: of one argument, or of several as a tuple.
       values: one each, or a tuple each where there are several names.
       quick: the indices of those that `make test` runs: a kernel's smallest case of each kind.
-      ids: names a value.
+      ids: names a value, or their names.
     """
+
+    def name(value: Any) -> str:
+        # pytest-xdist stops where two of its processes give a test different names.
+        assert callable(ids)
+        assert " at 0x" not in ids(value), f"{ids(value)} is an address, which differs; pass ids"
+        return ids(value)
+
     kept = set(range(len(values))[quick] if isinstance(quick, slice) else quick)
     assert kept <= set(range(len(values))), f"quick has {kept}, and there are {len(values)} values"
     return pytest.mark.parametrize(
@@ -57,5 +64,5 @@ def parametrize(
             )
             for i, value in enumerate(values)
         ],
-        ids=ids,
+        ids=name if callable(ids) else ids,
     )
