@@ -88,7 +88,7 @@ def conv(
         case; or how much to pad: an int for all sides, or for each spatial axis an int or a pair
         (low, high).
       padding_mode: with what, where `padding` says how much: "zeros", "edge", "reflect" or "circular".
-        What is no zeros is written around a copy of x by XLA, which the convolution then reads.
+        For values other than zeros, XLA first writes a padded copy of x, which the convolution reads.
       input_dilation: the distance between neighbouring values of x once zeros are put between them;
         more than 1 is a transposed convolution, for which `jaxfused.conv_transpose` finds the padding.
       kernel_dilation: the distance between the values of x that neighbouring weights read.
@@ -116,8 +116,8 @@ def conv(
       Array([1., 5.], dtype=float32)
 
     Where a kernel runs, forward-mode differentiation and gradients of gradients need
-    `implementation="xla"`. The gradient then saves what the activation reads, in x's
-    dtype, but nothing for relu, whose result is enough. The Pallas kernels take padding
+    `implementation="xla"`. The forward then saves the activation's input for the gradient, in x's
+    dtype; for relu the gradient reads y instead. The Pallas kernels take padding
     with zeros as numbers, "SAME", "SAME_LOWER", "VALID" or "CAUSAL", and no groups. A gradient to the
     input of a convolution with strides is XLA's. A window of a single weight makes a matrix product.
     Images of a few channels, as a network's first layer has them, are copied first: the pixels that a
@@ -177,8 +177,8 @@ def run(
       residual: is added before the activation.
       hand_on: whether another operation, such as a shortcut, reads the returned x. The kernel of x's
           gradient then adds that operation's gradient, which would otherwise take XLA a pass over both.
-      statistics: whether mean and variance of y are asked for, for the batch norm that follows. No
-        gradient flows through them: that of the norm is complete.
+      statistics: True to return mean and variance of y for the batch norm that follows. They have no
+        gradient here: the norm's dx already includes y's effect on them.
       precision: of the products.
       implementation: None for the fastest that can run.
     """

@@ -39,8 +39,8 @@ def normalised(
     if isinstance(found, str):
         if is_dilated:
             raise ValueError(
-                f"{op}: padding is {padding!r} and input_dilation is {input_dilation}, but of a"
-                " transposed convolution no name but 'CAUSAL' says how much; pass (low, high) pairs."
+                f"{op}: padding is {padding!r} and input_dilation is {input_dilation}, but for a"
+                " transposed convolution 'CAUSAL' is the only name defined; pass (low, high) pairs."
             )
         if found in ("CIRCULAR", "REFLECT", "EDGE"):
             if mode not in ("zeros", found.lower()):

@@ -95,8 +95,8 @@ def _wide_sum_jvp(primals, tangents):
     y, bias, residual = tangents
     narrow = y
     if bias is not None:
-        # Transposed, these lines sum the rounded gradient in float32. Without the barrier XLA would sum
-        # it unrounded.
+        # JAX transposes these lines into a float32 sum of the gradient rounded to y's dtype. Without the
+        # barrier XLA would skip the rounding.
         wide = bias.astype(accumulator_dtype(y.dtype))
         along = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
         narrow = y + jax.lax.optimization_barrier(along)

@@ -39,9 +39,10 @@ def deform_conv(
     Args:
       x: [B, H, W, I], of any floating-point dtype.
       w: [kh, kw, I / feature_group_count, O], Flax's layout. Any float dtype; it is rounded to x's.
-      offset: [B, H', W', 2 G kh kw] in pixels: for each of G groups of x's channels, in the order of
-        rows, the row's and the column's of each weight of the window, as torchvision orders channels.
-      mask: [B, H', W', G kh kw], what values of x are multiplied by; None for 1.
+      offset: [B, H', W', 2 G kh kw] in pixels. The last axis has, for each of G groups of x's channels
+        and each weight of the window (row by row), the row offset and the column offset: torchvision's
+        order of channels.
+      mask: [B, H', W', G kh kw], the factor of each sample of x; None for 1.
       bias: [O].
       strides: as in `jaxfused.conv`.
       padding: "SAME", "SAME_LOWER" or "VALID", or how much: an int, or for each axis an int or a pair.
@@ -51,7 +52,7 @@ def deform_conv(
       implementation: None or "xla".
 
     Returns:
-      y, [B, H', W', O] of x's dtype; places and weights of samples, and sums, are float32 (float64 for
+      y, [B, H', W', O] of x's dtype; sample positions, their weights and sums are float32 (float64 for
       float64 inputs).
 
     Raises:
@@ -119,8 +120,8 @@ def deform_conv(
     if parts < 1 or channels % parts or min(size) < 1:
         raise ValueError(
             f"{op}: offset has shape {offset.shape}, but for a window of {w.shape[0]} x {w.shape[1]} and"
-            f" results of {size[0]} x {size[1]} it has 2 * {taps} channels for each group, of which"
-            f" there is a divisor of x's {channels} channels; pass offset of shape"
+            f" results of {size[0]} x {size[1]} it has 2 * {taps} channels for each group of x's"
+            f" channels, and the number of groups divides {channels}; pass offset of shape"
             f" {(x.shape[0], *size, 2 * taps)}, say."
         )
     rule = f"x has shape {x.shape}, w has shape {w.shape} and there are {parts} groups of offsets"

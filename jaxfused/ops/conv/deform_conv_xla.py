@@ -21,7 +21,7 @@ def deform_conv(
     parts: int,
     precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
-    """Returns y [B, H', W', O]; `low` are the zeros before each axis, `parts` the groups of offsets."""
+    """Returns y [B, H', W', O]; `low` counts zeros before each axis, `parts` the groups of offsets."""
     _, height, width, channels = x.shape
     out = offset.shape[1:3]
     rows, columns, _, features = w.shape
@@ -60,9 +60,9 @@ def deform_conv(
 
 
 def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Samples x [B, H W, parts, D] at rows `down`, columns `right` of [B, H', W', parts, taps]."""
+    """Samples x [B, H W, parts, D] at rows `down`, columns `right`, both [B, H', W', parts, taps]."""
     height, width = size
-    # Infinite places become -2, also outside of x: inf - inf below would be NaN. NaN stays NaN.
+    # Infinite positions become -2, which is outside of x too: inf - inf below would be NaN.
     down, right = (jnp.where(jnp.isinf(place), -2, place) for place in (down, right))
     is_nan = jnp.isnan(down) | jnp.isnan(right)
     top, left = jnp.floor(down), jnp.floor(right)

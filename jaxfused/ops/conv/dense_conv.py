@@ -317,7 +317,7 @@ def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
 
 
 def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed_back):
-    """Returns (dx, dw); dx includes `handed_back`, the returned x's gradient, and a relu masks it."""
+    """Returns (dx, dw); dx includes `handed_back`, the gradient of the x that the forward returned."""
     y = x if request.rectified else None
     if request.simplify != AsItIs():
         # Without the barrier XLA keeps the forward's rewritten copy of x in memory, to use it here.

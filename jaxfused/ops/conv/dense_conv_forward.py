@@ -167,7 +167,7 @@ class Forward(Windowed):
         return Passes()
 
     def streams(self, x, residual) -> dict[str, int]:
-        """Returns the bytes that the epilogue reads and writes per element, and its activations."""
+        """Returns the epilogue's bytes read and written per element, and evaluated activations."""
         return dict(
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),

@@ -10,10 +10,10 @@ from jaxfused.runtime.estimate import Rule
 from pallas_kernels.conv.conv import ConvCall
 
 _FEW_CHANNELS = 48
-"""Channels below which cuDNN is faster at images (not at volumes)."""
+"""Channels of x below which cuDNN is faster for two spatial axes (not for three)."""
 _FEW_VALUES, _LONG_SUM = 2**16, 4096
-"""cuDNN, which splits sums among CTAs, is faster where a result has at most _FEW_VALUES values and each
-sums more than _LONG_SUM products (taps * channels) in a dgrad of images, or twice as many in a forward.
+"""Values of a result up to which cuDNN, which splits sums among CTAs, is faster, if each value sums more
+than _LONG_SUM products (taps * channels) in a dgrad of images, or twice as many in a forward.
 """
 _STRIDED_CHANNELS, _STRIDED_PRODUCTS = 64, 6e8
 """Channels of x, and multiplications, above which cuDNN's dgrad of a strided window is faster."""

@@ -376,7 +376,7 @@ def _configs(
 
 
 _USEFUL = 0.6
-"""Least share of a tile's results inside the output at which the tile is faster than strips."""
+"""Least fraction of the tiles' results inside the output at which tiles are faster than strips."""
 
 
 def _default(device: dispatch.Device, x: Any, window: Window, **sums: bool) -> Strips | Tile:

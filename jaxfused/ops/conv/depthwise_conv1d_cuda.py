@@ -1,7 +1,7 @@
 """Depthwise convolution along one axis by the CUDA kernels of ffi/conv/depthwise_conv1d.cu.
 
-A thread walks along a piece of an image's steps. The gradient's kernel recomputes the activation's input
-from x, which it reads anyway.
+A thread computes a range of steps of one sequence. The gradient's kernel recomputes the activation's
+input from x, which it reads anyway.
 """
 
 import math
@@ -22,7 +22,7 @@ _FORWARD_THREADS, _GRADIENT_THREADS = 512, 384
 """Threads per SM that registers allow, in the forward and in the gradient."""
 _CHANNELS_OF_THREAD = 4
 _LEAST_STEPS = 32
-"""Fewest steps of a thread's piece of a sequence; each piece reads the last inputs of the one before."""
+"""Fewest steps of a thread's piece of a sequence; a piece also reads taps - 1 inputs before it."""
 
 
 def why_unsupported(
@@ -41,7 +41,7 @@ def why_unsupported(
         return reason
     if taps not in TAPS:
         return f"there is no kernel of {taps} taps"
-    # The gradient's padding is taps - 1 - zeros, which must not be negative.
+    # dgrad pads with taps - 1 - zeros, which must not be negative.
     if any(not 0 <= zeros < taps for zeros in padding):
         return f"it pads with 0 to {taps - 1} zeros on a side, and padding is {padding}"
     if length + sum(padding) < taps:
@@ -119,7 +119,7 @@ def gradient(
         pieces=np.int64(pieces),
         activation=activation or "none",
     )
-    # The partial sums are sliced before they are added: to slice their sum, XLA runs a kernel for each.
+    # XLA fuses these slices with the sums; slices of one sum of all partial sums would be more kernels.
     dw, dbias = jnp.sum(parts[:, :taps], axis=0), jnp.sum(parts[:, taps], axis=0)
     return dx, dw, dbias, None if residual is None else dz
 
@@ -129,6 +129,6 @@ def _or_absent(operand: jax.Array | None) -> jax.Array:
 
 
 def _pieces(images: int, steps: int, channels: int, resident: int) -> int:
-    """Returns the number of pieces of an image, so that all pieces fill the resident threads once."""
+    """Returns the pieces per sequence, for which all sequences' pieces fill the GPU's threads once."""
     of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
     return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))

@@ -1,7 +1,7 @@
 """Depthwise convolution by the CUDA kernels of ffi/conv/depthwise_conv*.cu.
 
-With strips, a warp computes 64 channels of a few output columns, and walks down their rows with all sums
-in registers. With tiles, tensor cores multiply 16-bit values: 8 columns of 16 blocks of rows at a time.
+With strips, a warp computes 64 channels of a few output columns, row after row, with all sums in
+registers. With tiles, tensor cores multiply 16-bit values: 16 blocks of 8 columns and 7 or 8 rows.
 """
 
 import itertools
@@ -126,14 +126,14 @@ class Tile:
         )
 
     def useful(self, images: int, height: int, width: int) -> float:
-        """Returns the share of a tile's results that lie inside the output; 0 for an empty output."""
+        """Returns the fraction of the tiles' results inside the output; 0 for an empty output."""
         if min(images, height, width) < 1:
             return 0.0
         computed = self.count(images, height, width) * _BLOCKS * self.block_rows * _BLOCK_COLUMNS
         return images * height * width / computed
 
     def input_pairs(self, window: Window, height: int, out_height: int) -> int:
-        """Returns the pairs of adjacent pixels in a tile's input, with those that only pad matrices."""
+        """Returns the pixel pairs of a tile's input, including pairs that only fill up matrices."""
         rows = self.rows + window.kernel[0] - 1
         if self.blocks_down == 1 and out_height <= self.block_rows:
             # Rows of zeros above and below the image are left out.
@@ -172,7 +172,7 @@ def why_unsupported(
         return f"there is no kernel of {rows} x {columns} with stride {window.stride}"
     if channels % 2:
         return f"it takes an even number of channels, and x has {channels}"
-    # The gradient's padding is the window's reach minus the zeros, which must not be negative.
+    # dgrad pads with window size - 1 - zeros, which must not be negative.
     reach = [k - 1 for k in window.kernel]
     if any(not 0 <= p <= r for pair, r in zip(window.padding, reach, strict=True) for p in pair):
         return f"it pads with 0 to {reach} zeros on a side, and padding is {window.padding}"
@@ -240,7 +240,7 @@ def _cycles_of(
 ) -> float:
     """Returns the estimated cycles for which a tile keeps an SM's load/store path busy.
 
-    A pixel's request takes one cycle, and so does each row of 128 bytes in shared memory.
+    A request to global memory for a pixel takes one cycle, as does a row of 128 bytes of shared memory.
     """
     rows = window.kernel[0] + tile.block_rows - 1
     results = _BLOCKS * _BLOCK_COLUMNS * tile.block_rows
@@ -253,7 +253,7 @@ _MOST_CANDIDATES = 8
 _AHEAD_PIXELS = 1536
 """Largest input of a tile, in pixels, that kernels of 7 rows a block load during the previous tile."""
 _BY_TWO = 0.85
-"""Factor on a tile's time if an SM has room for fewer than three CTAs, or gets at most three in all."""
+"""Factor on a tile's time if shared memory fits fewer than three CTAs, or an SM gets at most three."""
 _TILE_CYCLES = 600
 """Cycles of a tile for barriers and waits."""
 _SHARED_BYTES = 226 * 1024
@@ -317,7 +317,7 @@ def weight_gradient(
         target = "jaxfused_depthwise_conv_mma_weights"
         most = config.count(*dy.shape[:3])
         workers = max(1, resident // math.ceil(channels / _TILE_CHANNELS))
-        # Every block takes the same number of tiles, or one fewer.
+        # Thread blocks compute equally many tiles each, or one fewer.
         blocks = math.ceil(most / math.ceil(most / workers))
     else:
         target = "jaxfused_depthwise_conv_weights"
@@ -327,7 +327,7 @@ def weight_gradient(
     shape = (blocks, taps + 1, channels)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
     parts = call(x, dy, **_attributes(window, config))
-    # The partial sums are sliced before they are added: to slice their sum, XLA runs a kernel for each.
+    # XLA fuses these slices with the sums; slices of one sum of all partial sums would be more kernels.
     dw = jnp.sum(parts[:, :taps], axis=0)
     return dw.reshape(*window.kernel, channels), jnp.sum(parts[:, taps], axis=0)
 

@@ -13,8 +13,8 @@ _SMALL, _LARGE = 3, 7
 """Width of the 3 x 3 window, and width from which strips are faster than XLA at stride 1. Tensor-core
 kernels are faster at all of their windows."""
 _LEAST_USEFUL, _LEAST_USEFUL_OF_FLOAT32 = 0.7, 0.9
-"""Least share of a 3 x 3 kernel's results inside the output at which it is faster, in 16 and 32 bits. If
-all are inside, XLA takes 1.45 and 1.05 times as long without an activation."""
+"""Least fraction of a 3 x 3 kernel's results inside the output at which it is faster than XLA, in 16 and
+32 bits. If all are inside, XLA takes 1.45 and 1.05 times as long without an activation."""
 _NARROWEST_BLOCK, _WIDEST_BLOCK, _STRIP_COLUMNS = 16, 64, 8
 """Fewest and most channels of a 3 x 3 kernel's block, and columns of a warp's strip at stride 1."""
 
@@ -43,7 +43,7 @@ def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
 
 
 def useful_strips(channels: int, width: int, window: Window) -> float:
-    """Returns the share of a 3 x 3 kernel's results that lie inside a row of the output."""
+    """Returns the fraction of a 3 x 3 kernel's results that lie inside a row of the output."""
     block = min(_WIDEST_BLOCK, max(_NARROWEST_BLOCK, 1 << (channels - 1).bit_length()))
     columns = _STRIP_COLUMNS // window.stride
     _, out_width = window.result(window.kernel[0], width)

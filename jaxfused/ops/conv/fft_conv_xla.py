@@ -47,7 +47,7 @@ def _conv_bwd(padding, saved, dy):
     of_dy = transform.of(dy)
     dx = transform.restored(of_dy * transform.of_window(w, padding).conj(), x.shape[1:-1])
     spread = transform.lengths_of_window(w)
-    # An axis with one weight is not transformed; the product is added up along it.
+    # Axes where the window has one weight are not transformed; their products are summed here.
     once = [0, *(2 + axis for axis, length in enumerate(spread) if length == 1)]
     summed = jnp.sum(of_dy * transform.of(x).conj(), axis=once, keepdims=True)
     (around,) = transform.restored(summed, spread)
@@ -127,7 +127,7 @@ def _is_fast(length: int) -> bool:
 def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array:
     """Returns w flipped, padded with zeros to [*lengths, C] and rolled by `_reach`.
 
-    A cyclic convolution with the window as it is would give each value `_reach` places late.
+    Without the roll, a cyclic convolution would return each value `_reach` positions later.
     """
     w, reach = jnp.flip(w, range(w.ndim - 1)), _reach(w, padding)
     zeros = [length - kernel for length, kernel in zip(lengths, w.shape, strict=False)]
@@ -136,5 +136,5 @@ def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array
 
 
 def _reach(w: jax.Array, padding: Padding) -> list[int]:
-    """Returns by how many places, on each axis, a cyclic convolution with the flipped w is late."""
+    """Returns, for each axis, the shift in positions of a cyclic convolution with the flipped w."""
     return [kernel - 1 - low for kernel, (low, _) in zip(w.shape, padding, strict=False)]

@@ -1,8 +1,8 @@
 """Transposed convolution with a stride equal to its window: `conv` of a dilated x, without overlap.
 
 Each value of the result then depends on one pixel of x, and on one weight of the window for each
-channel. So one matrix product of the pixels with all weights gives the block of each pixel as its
-features. The kernel writes them in place; XLA moves them after its product.
+channel. So a product of x's pixels with all weights gives each pixel's block of output pixels as a
+row. The kernel's epilogue writes the block to y; XLA moves it in a pass after its product.
 """
 
 import functools

@@ -58,9 +58,9 @@ def quantized_conv(
 
     Float x: the weights are dequantised to x's dtype, and `jaxfused.conv` takes both. Quantised x: the
     kernels convolve integers with exact sums, as does XLA on a CPU. Where a GPU has no kernel and
-    out_dtype has 16 bits, both are dequantised to it, and `jaxfused.conv` takes them. Otherwise the
-    values themselves are convolved in float32, which holds each of them, if there is one scale for an
-    image, or for all, and one for each output channel; else what they stand for.
+    out_dtype has 16 bits, both are dequantised to it, and `jaxfused.conv` takes them. Otherwise XLA
+    convolves in float32: the stored numbers, if x has one scale (for each image or for all) and w one
+    for each output channel, else the dequantised ones.
 
     The weights are frozen: gradients go to x, where it is float, to bias and to residual.
 
@@ -288,7 +288,7 @@ def _operands(
     if w.shape[0] != taps * channels // groups:
         raise ValueError(
             f"{op}: w has shape {w.shape}, but windows of {taps} weights over {channels} channels in"
-            f" {groups} groups have {taps * channels // groups} numbers; pass w with so many rows."
+            f" {groups} groups have {taps * channels // groups} numbers; pass w with that many rows."
         )
     integers = isinstance(x, QuantizedArray) and {x.dtype, w.dtype} <= {"int8", "int4"}
     limit = (2**31 - 1) // 128**2
