@@ -246,7 +246,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def _letters(image_axes: int) -> tuple[str, str]:
-    """Returns the axis letters of x without its features, and those of the vectors [*images, D]."""
+    """Returns the letters of x's axes but the last, and of the vectors [*images, D]."""
     images = "pqrstuvw"[:image_axes]
     return images + ROWS, images + "d"
 
@@ -427,7 +427,7 @@ class _Backward:
 
 
 def _batched(kernel, call, axis_size, in_batched, operands) -> Results:
-    """Implements `jax.vmap`: each entry of a batch becomes an image."""
+    """Implements `jax.vmap`: the mapped axis becomes the first axis of images."""
     batched = batch_all(axis_size, in_batched, operands)
     return call(replace(kernel, image_axes=kernel.image_axes + 1), *batched)
 
@@ -437,7 +437,7 @@ def _rows(array: jax.Array | None) -> jax.Array | None:
 
 
 def _by_segments(vectors: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-    """Returns vectors [*images, D] as [images, D]; vectors [D] stay as they are."""
+    """Returns vectors [*images, D] as [images, D]; vectors [D] are unchanged."""
     return [v if v is None or v.ndim == 1 else v.reshape(-1, v.shape[-1]) for v in vectors]
 
 

@@ -128,11 +128,11 @@ def run(
     """Computes `batch_norm` for layers and `fuse`, with three more arguments.
 
     Args:
-      mask: in training, broadcastable to x: the values of which the statistics are taken.
+      mask: in training, bool and broadcastable to x: True for values that the statistics include.
       mask_gradient: False if y is a relu's result and every operation that reads it applies the relu's
           mask to the gradient that it returns (`Rectified`), so that none is applied here.
       statistics: in training, mean and variance of x [C], float32, where they are known already, as
-        `conv.run` returns them. They are not taken again; the gradient is what it is without.
+        `conv.run` returns them, so that no pass over x computes them. The gradient is the same.
     """
     op = "batch_norm"
     x, scale, bias, mean, var, residual = as_arrays(x, scale, bias, mean, var, residual)
@@ -307,7 +307,7 @@ def _norm_bwd(
         return None if array is None else gradient.astype(array.dtype)
 
     dresidual = like(dresidual if passed is None else passed, residual_like)
-    # Given statistics have no gradient: dx includes what reaches x through them.
+    # The last None: `statistics` have no gradient, because dx already includes x's effect on them.
     return dx, dresidual, like(dscale, scale), like(dbias, bias), None
 
 
@@ -348,8 +348,8 @@ def fold_batch_norm(
       norm_bias: [C], batch_norm's bias.
       epsilon: batch_norm's.
       transpose_kernel: as of the `jaxfused.conv_transpose` that reads w, which Flax and Keras have in
-        ConvTranspose too: whether the output channels come before the input channels. Where there are as
-        many of both, nothing in the arrays tells.
+        ConvTranspose too: whether the output channels come before the input channels, which shapes
+        cannot tell if there are as many of both.
 
     Returns:
       `(w', bias')` of w's shape and dtype and of shape [C] in the dtype of `bias` (of w without it).

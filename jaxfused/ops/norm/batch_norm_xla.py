@@ -27,8 +27,8 @@ def batch_statistics(
     collectives of C numbers. mean(x^2) - mean(x)^2 would take one, but would lose accuracy by
     cancellation.
 
-    A mask, broadcastable to x, has the values that count: their sums over all devices are divided by
-    their number, so that a device that keeps fewer counts less.
+    A mask, broadcastable to x, selects the values to average: their sum over all devices is divided by
+    their number over all devices.
     """
     axes = tuple(range(x.ndim - 1))
 
@@ -115,7 +115,7 @@ def row_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _mean_of_rows(values: jax.Array) -> jax.Array:
     """Returns the mean [C] of values [rows, C].
 
-    Few rows are summed in parts, because XLA would use only a few SMs.
+    512 to 4,096 rows are summed in parts (`parts_of`), because XLA would use only a few SMs.
     """
     rows, columns = values.shape
     parts = parts_of(rows, columns)

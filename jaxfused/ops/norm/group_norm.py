@@ -291,10 +291,10 @@ def _norm_bwd(run: Runner, options: Options, rectified: bool, saved: _Residuals,
 def kept(
     options: Options, rectified: bool, residual: jax.Array | None, y: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns what the backward needs of the residual, and an empty array of the residual's dtype.
+    """Returns the residual or y for the backward, and an empty array of the residual's dtype.
 
-    Under relu the backward needs y: its sign is the mask, and the next layer saves y anyway. With
-    `rectified` it needs nothing, because dy arrives masked.
+    Under relu the backward reads y: its sign is the mask, and the next layer saves y anyway. With
+    `rectified` it reads neither (None), because dy arrives masked.
     """
     if residual is None:
         return None, None

@@ -28,7 +28,7 @@ class Config:
     """Launch parameters of the forward or the backward."""
 
     slices: int
-    """Slices of an image; each is one block."""
+    """Slices of an image's pixels; one thread block reads one slice."""
     chunk: int
     """Images of one launch, or images in flight at a time if each is read once."""
     once: bool = False
@@ -42,7 +42,7 @@ class Config:
 
 
 def vector_size(channels: int, itemsize: int) -> int:
-    """Returns the values of a thread's vector in the backward, shorter than the forward's."""
+    """Returns the number of values that a thread of the backward loads at once."""
     return 4 if channels * itemsize % 16 == 0 else 4 // itemsize
 
 
@@ -91,7 +91,7 @@ def why_unsupported(
 _CACHED_BYTES = 28e6
 """Bytes that a pass reads and the next pass still finds in the L2."""
 _MOST_SUMS = 4096
-"""Most partial sums of an image (slices * groups) that each block merges; a launch merges more.
+"""Most partial sums of an image (slices * groups) that every block merges; a kernel merges more.
 """
 _LAUNCH = 7.0
 """Microseconds of a launch, including its first loads and a block's sums."""
@@ -103,7 +103,7 @@ _CACHE_TERABYTES_A_SECOND = 10.0
 """TB/s at which the second pass reads from the L2; its writes are counted separately."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
 _TWO_PASSES = {1: 1.07, 2: 1.16}
-"""Factor on the passes' time by the number of arrays read: instructions take longer than memory."""
+"""Factor on the time of a pass's bytes, by the arrays read: instructions, not memory, limit it."""
 _CHUNK_GAIN = 0.9
 """Largest ratio of the time in chunks to the time in one chunk at which chunks are chosen."""
 
@@ -235,8 +235,8 @@ def microseconds(
     time *= _TWO_PASSES[min(arrays, 2)]
     if whole:
         return time + _LAUNCH
-    # The first pass writes sums of slices; a merging launch reads them, or every block of the second
-    # pass does.
+    # The first pass writes sums of slices. A kernel between the passes merges them, or every block of
+    # the second pass does.
     apart = config.slices * groups > _MOST_SUMS
     readers = 1 if apart else config.slices
     sums = 8 * images * config.slices * groups * (1 + readers)

@@ -1,8 +1,8 @@
 """group_norm's forward by the CUDA kernel of ffi/norm/group_norm_slab.cu, which reads images once.
 
 A block owns a slab (neighbouring channels of whole groups) of an image, or of a part of its pixels. It
-keeps the slab in shared memory until its statistics are known. If an image has several parts, their
-blocks wait for each other, so that all must run at the same time. For batch_norm, the batch is one image
+keeps the slab in shared memory until its statistics are known. The blocks of an image's parts exchange
+sums through global memory, so that all must run at the same time. For batch_norm, the batch is one image
 with a group for each channel.
 """
 
@@ -76,7 +76,7 @@ def candidates(
 
 
 def _line_sums(config: Config) -> int:
-    """Returns how many partial sums a channel has in a block's shared memory: one a warp if possible."""
+    """Returns the partial sums per channel in a block's shared memory: one per warp if possible."""
     return THREADS // 32 if 32 % config.vectors == 0 else THREADS // config.vectors
 
 

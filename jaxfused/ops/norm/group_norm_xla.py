@@ -86,7 +86,7 @@ def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
 def statistics_in_one_pass(groups: jax.Array, epsilon: float) -> Statistics:
     """Returns the statistics of [B, pixels, groups, channels] in one pass, which has no gradient."""
     images, pixels, num_groups, size = groups.shape
-    # Groups of a few images are too few to occupy a GPU, so each is summed in parts.
+    # Up to _FEW_IMAGES images have too few groups to occupy a GPU, so each group is summed in parts.
     parts = parts_of(pixels, images * num_groups) if images <= _FEW_IMAGES else 1
     near = groups[:, pixels // 2, :, size // 2]
     mean, variance = shifted_moments(
@@ -182,8 +182,8 @@ def gradient(
 def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the sums [B, C] over the pixels of each array [B, ..., C].
 
-    The barrier keeps XLA from one sum over all images, or over a group, which only a few blocks would
-    compute. A few channels would also use few blocks, so their pixels are summed in parts.
+    The barrier keeps XLA from fusing the sums over images or groups into these, which would leave few
+    results and so few thread blocks. Few images and channels are summed in parts for the same reason.
     """
     images, *sides, channels = arrays[0].shape
     pixels = math.prod(sides)

@@ -84,14 +84,14 @@ def layer_norm(
       scale_offset: is added to `scale`; 1.0 for checkpoints that store scale - 1, as those of
         Gemma's RMSNorm and of Nemotron's LayerNorm do.
       round_before_scale: whether the normalised values are rounded to x's dtype before scale and
-        bias, as Llama's RMSNorm rounds them and Gemma's and OLMo 2's do not. By Pallas or XLA. Other
-        bits, in 16 bits, for checkpoints whose code does so, and none more accurate.
+        bias, as Llama's RMSNorm rounds them and Gemma's and OLMo 2's do not. By Pallas or XLA. It
+        reproduces such checkpoints' code in 16 bits; it is not more accurate.
       image_scale: [*leading, D] for x [*leading, ..., D], such as [B, D] for [B, T, D]: modulates
         each image as an offset from 1, as in the adaptive norm of a diffusion Transformer.
       image_shift: like image_scale, is added after it.
       residual: [..., D] like x: the residual stream of a Transformer.
       pre_bias: [D], is added to x: the bias of the projection that made x.
-      gate: [D], or [*leading, D] for each image: multiplies what is added to the residual.
+      gate: [D], or [*leading, D] for each image: multiplies x + pre_bias, before the residual is added.
       pre_activation: None or a name of `jaxfused.ACTIVATIONS`, between the sum and the norm.
       activation: the same choice, after the norm.
       quantize_rows: "int8", "float8_e4m3fn" or "float8_e5m2": y is quantised, row by row, to be the x of
@@ -231,7 +231,7 @@ def _quantized(
             return quantized_norm.run(
                 options, x, scale, bias, residual, pre_bias, row_dtype, implementation
             )
-        # XLA fuses the quantisation with the norm; two kernels would write y in between.
+        # XLA fuses the quantisation with its norm; a kernel's norm would write y in between.
         implementation = implementation or "xla"
     output: Any = _run(options, x, scale, bias, images, residual, pre_bias, None, implementation)
     return quantized_norm.of_output(output, row_dtype, implementation)
@@ -432,9 +432,9 @@ class _Forward:
 def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
     """Returns [..., D] as [rows, D]; with `tiled`, XLA's norm reads several rows at a time.
 
-    XLA's norm reads several rows at a time only if their number divides the last axis of rows in its
-    operand. With 197 rows it reads single rows, which takes three times as long. A barrier makes the
-    matrix its operand.
+    XLA's norm reads several rows at a time only if their number divides the operand's last axis but one.
+    With 197 there it reads single rows, which takes three times as long. The barrier keeps XLA from
+    undoing the merge of axes.
     """
     matrix = array.reshape(-1, array.shape[-1])
     if not tiled or array.ndim <= 2 or array.shape[-2] % _ROWS_OF_A_TILE == 0:
@@ -443,7 +443,7 @@ def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
 
 
 _ROWS_OF_A_TILE = 16
-"""Largest number of rows that XLA's norm reads at a time, which it does if rows are narrow."""
+"""Largest number of (narrow) rows that a block of XLA's norm reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -598,4 +598,4 @@ def _norm_like(options, x, has_residual, vectors) -> layer_norm_regimes.Norm:
 
 
 _REGISTER_VECTORS = 2
-"""Number of vectors [D] for which the CUDA kernels have registers; three take a sixth longer."""
+"""Vectors [D] that the CUDA kernels hold in registers; with a third they take a sixth longer."""

@@ -1,9 +1,8 @@
 """layer_norm and rms_norm by the CUDA kernels of ffi/norm/layer_norm_*.cu.
 
-Each direction has a kernel for few rows, where memory latency decides, and one for many rows, where
-teams of threads walk over rows that arrive through shared memory. No width is refused: misaligned rows
-are read in tiles of neighbouring rows or, if they are long, by the backward in the aligned pieces of 16
-bytes around them.
+Forward and backward each have a kernel for few rows, limited by memory latency, and one for many rows,
+where a ring buffer in shared memory feeds teams of threads, one row at a time. Misaligned rows are read
+in tiles of consecutive rows; long ones, in the backward, as the aligned 16-byte vectors around them.
 """
 
 import functools
@@ -29,7 +28,7 @@ class ForwardConfig:
     residual, pre_bias and activation.
     """
     threads: int = 128
-    """Largest number of threads of a block. Smaller blocks have fewer warps to exchange sums with."""
+    """Largest number of threads of a block. Fewer warps exchange their sums in less time."""
     run: int = -1
     """Consecutive rows of a team of threads; 0 if teams take turns row by row, -1 if the kernel chooses.
     """
@@ -93,7 +92,7 @@ def forward_candidates(
     few_rows = [ForwardConfig(few_rows=True)] if is_held else []
     ring = [ForwardConfig(), ForwardConfig(threads=64)]
     if 2 * matrices * rows * features * itemsize > 50 * 10**6:
-        # Beyond the L2, teams may take turns or take consecutive rows.
+        # For arrays larger than the L2, teams get alternate rows (0) or runs of consecutive rows.
         ring += [ForwardConfig(run=run) for run in (0, 1, 2, 4, 8) if run <= rows]
     most = _FEW_BYTES_PLAIN if is_plain else _FEW_BYTES_FORWARD
     first = matrices * rows * features * itemsize <= most
@@ -137,7 +136,7 @@ def why_unsupported(
     if reason := cuda_library.why_unfit(compute_capability, dtype, residual_dtype):
         return reason
     if round_before_scale:
-        return "it rounds the result alone, and round_before_scale asks for the values before it"
+        return "it rounds only the result, and round_before_scale also rounds before the scale"
     if not 1 <= features <= MAX_FEATURES:
         return f"it takes 1 to {MAX_FEATURES} features, and x has {features}"
     if rows > MAX_ROWS:

@@ -26,8 +26,8 @@ _RING, _MOST_OF_NARROW = 30.0, 100.0
 _WARP_FEATURES or fewer; up to _MOST_OF_NARROW, for any norm of half as many. Wide rows need twice _RING.
 """
 _FEW_ROWS = 1024
-"""Rows up to which CUDA C's backward may start sooner than Pallas's. From twice as many on, XLA sums
-over rows in the same kernel as dx."""
+"""Rows up to which CUDA C's backward may be faster than Pallas's. From twice as many on, XLA computes
+dx and the sums over rows in one kernel."""
 _SHORT_BACKWARD, _SHORT_WIDE_BACKWARD = 2.2, 7.0
 """Megabytes up to which CUDA C's backward is faster; the second for layer_norm from _WARP_FEATURES on.
 """
@@ -66,17 +66,17 @@ class Norm:
 
     @property
     def aligned(self) -> bool:
-        """True if each row starts where a vector can."""
+        """True if each row starts at a multiple of a 16-byte vector."""
         return self._row_bytes % cuda_library.VECTOR_BYTES == 0
 
     @property
     def is_wide(self) -> bool:
-        """True if a row, with its residual, has over 4,096 bytes, which keeps all of its warps busy."""
+        """True if a row and its residual have over 4,096 bytes, enough for all warps of a block."""
         return (1 + self.residual) * self._row_bytes > 2 * _WIDE
 
     @property
     def is_small(self) -> bool:
-        """True for a norm without a mean whose XLA program ends sooner than a kernel starts."""
+        """True for a small RMSNorm, whose XLA program ends before a kernel of ours starts."""
         few = self.rows == 1 or (not self.aligned and self.megabytes <= _LITTLE_MISALIGNED)
         return few and not self.subtract_mean
 
@@ -125,8 +125,8 @@ def backward(norm: Norm, able: Collection[str]) -> Rule:
 def of_images(norm: Norm, able: Collection[str], *, alone: bool = False) -> Rule | None:
     """Returns which implementation to prefer for a norm with a scale and shift for each image, or None.
 
-    XLA then reads one more array for each image, and is faster only for very few bytes. `alone` says
-    that it is a forward that saves nothing for a backward.
+    XLA then reads one more array for each image, and is faster only for very few bytes. `alone` is
+    True for a forward that saves nothing for a backward.
     """
     if "pallas" not in able:
         return None

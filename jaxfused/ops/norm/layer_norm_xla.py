@@ -135,7 +135,7 @@ def statistics(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _converted(total: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Converts to `dtype` apart for values, mean and variance: XLA then fuses the norm into one kernel.
+    """Converts to `dtype` once each for values, mean and variance, which lets XLA fuse the norm.
 
     The gradient is the remainder of a cancellation between the three, so it is summed in `dtype` and
     rounded to the dtype of `total` once.
@@ -275,8 +275,8 @@ def gradients(
         projection = _mean(dnormalised * normalised, names)
         dh = dnormalised - normalised * projection - _mean(dnormalised, names)
     else:
-        # Multiplied by rstd after the mean, this sum does not wait for rstd's own, so that XLA can
-        # compute both in one kernel.
+        # rstd multiplies after the mean, so that this sum over features does not depend on rstd's sum,
+        # and XLA can compute both in one kernel.
         projection = _mean(dnormalised * u, names) * rstd[..., None]
         dh = dnormalised - normalised * projection
     dh = dh * rstd[..., None] * slope_of_pre_activation

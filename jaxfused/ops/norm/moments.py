@@ -44,8 +44,8 @@ def is_few(values: Any) -> bool:
 def normalised_pairs(x: jax.Array, axis: int, epsilon: float) -> jax.Array:
     """Normalises pairs of values along `axis`.
 
-    Each lies half of their difference above or below the mean. The gradient's parts along mean and
-    deviations cancel. What is left is proportional to `epsilon`, and is computed directly.
+    Each value lies half of their difference above or below the mean. The gradient's terms along the mean
+    and the deviations cancel, except for one proportional to `epsilon`, which is computed directly.
     """
     return _normalised_deviation(epsilon, (x - jnp.flip(x, axis)) / 2)
 
@@ -63,21 +63,21 @@ def _normalised_deviation_jvp(epsilon, primals, tangents):
 
 
 _FEW = 512, 4096
-"""Range of rows that are summed in parts. XLA splits more rows itself, and fewer do not pay for a
-kernel."""
+"""Range of rows that are summed in parts. XLA splits more rows itself; for fewer, another
+kernel takes longer than it saves."""
 _MANY_COLUMNS = 1024
-"""Columns from which a GPU is busy without parts."""
+"""Columns from which their sums occupy all SMs without splitting the rows."""
 _FEW_VALUES = 2**17
 """Fewest values that are summed in parts; fewer take less time than the start of further kernels."""
 
 
 def parts_of(rows: int, columns: int) -> int:
-    """Returns the number of parts in which rows are summed; 1 if XLA splits rows or parts do not pay."""
+    """Returns the parts in which rows are summed; 1 if XLA splits rows itself or sums are short."""
     if not _FEW[0] <= rows <= _FEW[1] or columns >= _MANY_COLUMNS or rows * columns < _FEW_VALUES:
         return 1
     return next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
 
 
 def settled(statistics: Sequence[jax.Array], parts: int) -> Sequence[jax.Array]:
-    """Returns statistics behind a barrier: XLA computes them once, not again for each value."""
+    """Returns statistics behind a barrier, so that XLA does not recompute them for each value."""
     return jax.lax.optimization_barrier(statistics) if parts > 1 else statistics
