@@ -37,7 +37,7 @@ def forward(
     float32; the residual has the same dtype.
     """
     cuda_library.register()
-    # Without a bias, the product is the preactivation, and the kernel need not write it.
+    # Without a bias, z is the product itself, which the kernel need not write again.
     writes_z = save_preactivation and (bias is not None or up_bias is not None)
     call = jax.ffi.ffi_call(
         "jaxfused_bias_activation",
@@ -97,7 +97,7 @@ def backward(
 
 
 def _blocks(rows: int, features: int) -> int:
-    """Returns the number of partial sums of each column, few enough to add up at little cost.
+    """Returns the number of partial sums of each column of dz.
 
     A partial sum covers 128 rows, or down to 32 if there would be too few blocks to fill a GPU.
     """

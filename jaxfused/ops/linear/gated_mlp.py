@@ -84,10 +84,10 @@ def gated_mlp(
       b_up: [F], only with w_up.
       b_down: [E].
       activation: of the gate; None for the bilinear form.
-      save: what may be kept for the backward besides the inputs: "preactivation" keeps both
-        products with x (2 F features in x's dtype); "inputs" keeps nothing and takes them again;
-        "hidden" keeps them and the hidden layer (3 F), which is the fastest; implementation "xla"
-        keeps the products then.
+      save: what the forward saves for the backward besides the inputs: "preactivation" saves both
+        products with x (2 F features in x's dtype); "inputs" saves nothing and computes them again;
+        "hidden" saves them and the hidden layer (3 F), which is the fastest; implementation "xla"
+        saves only the products then.
 
     The other arguments, the result and the errors are those of `mlp`.
 
@@ -233,7 +233,7 @@ class Layers:
         )
 
     def hidden_gradient(self, x, weights, w_down, saved: HiddenLayer, dy, *, joined: bool = False):
-        """Returns (dgate, dup) (or both concatenated), the hidden layer, and the biases' gradients."""
+        """Returns (dgate, dup), or both concatenated, the hidden layer, and the biases' gradients."""
         saved = self.recomputed(x, weights, saved)
         stage = replace(self.gradient_stage(weights, saved), joined=joined)
         dgate, dup, h, *dbs = self.run(stage, dy, w_down, saved.gate, saved.up)
@@ -331,6 +331,6 @@ _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
 def _are_joined_faster(x, gate, w_gate) -> bool:
-    """Returns whether concatenating the cotangents moves fewer bytes than concatenating their wgrads."""
+    """Returns whether dgate and dup have fewer bytes than their wgrads, which else are concatenated."""
     rows = math.prod(x.shape[:-1])
     return rows * gate.dtype.itemsize <= x.shape[-1] * w_gate.dtype.itemsize

@@ -150,7 +150,7 @@ class GatedHiddenGradient(ProductStage):
         evaluations = work.activations + sum(self.sums_rows)
         passes = passes_of(work, self.activation, evaluations=evaluations)
         if work.m > MAX_ROWS:
-            # The kernel's epilogue of so many matrices takes nearly as long as XLA's pass.
+            # The epilogue reads gate and up and writes up to three matrices, nearly as slowly as XLA.
             passes = Passes(bytes_of_element=work.itemsize, launches=0)
         return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
@@ -181,7 +181,7 @@ class GatedInputGradient(ProductStage):
 
     precision: Any
     finds_joined: bool = False
-    """True if XLA computes dgate and dup, and so can write them concatenated."""
+    """True if XLA computed dgate and dup, which it then wrote concatenated."""
 
     @property
     def name(self) -> str:

@@ -26,13 +26,13 @@ def fp8_runner(op, implementation, device, x, words) -> Runner:
     if words is not None:
         raise ValueError(
             f'{op}: dropout_rate is not 0 and precision is "fp8", but the pass that quantises the hidden'
-            " layer drops nothing; pass dropout_rate=0.0, or leave precision out."
+            " layer has no dropout; pass dropout_rate=0.0, or leave precision out."
         )
     return fp8.runner(op, implementation, device, x)
 
 
 def fp8_dtypes(x, w1, w2, residual) -> tuple[Any, ...]:
-    """Returns the dtypes of the parameters' gradients, which a float8 backward has to be told."""
+    """Returns the dtypes of the gradients of x, w1, w2 and the residual for a float8 backward."""
     return x.dtype, w1.dtype, w2.dtype, None if residual is None else residual.dtype
 
 
@@ -42,8 +42,8 @@ def zero_features(
     """Returns how many hidden features of zero weights to append, so that Pallas's kernels can run.
 
     The kernels, and XLA's fastest products, need rows of the hidden layer that start at multiples of 16
-    bytes. Copying the weights costs little compared with products of many rows, and a feature with zero
-    weights to the result adds nothing to it.
+    bytes. Padding copies the weights, which is cheap compared with products of many rows. The padded
+    features have zero weights in the second layer, so the result is the same.
     """
     grain = matmul.GRAIN
     if implementation not in (None, "pallas") or x.dtype.itemsize != 2 or hidden % grain == 0:
@@ -67,9 +67,9 @@ def zero_features(
 
 
 _SMALLEST_TO_PAD = 2**21
-"""Fewest elements of a hidden layer that is padded. Below, copying weights costs more than it saves."""
+"""Fewest elements of a hidden layer that is padded; for fewer, copying weights takes too long."""
 _LARGEST_SHARE_OF_ZEROS = 8
-"""Divisor of the features: padding to whole K steps costs more than it saves beyond 1/8 of them."""
+"""Divisor of the features: zeros of more than 1/8 of them take longer than whole K steps save."""
 
 
 def append_zeros(a: Any, zeros: int, parts: int = 1, axis: int = -1) -> Any:

@@ -22,13 +22,13 @@ def input_gradient(
     run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
 ) -> jax.Array:
     """Returns the gradient of x for y = x @ w: dy [..., F] times the transpose of w [D, F]."""
-    # A kernel needs all of F on one device. If devices may split F, XLA's product adds their parts.
+    # A kernel needs all of F on one device. If devices may split F, XLA sums their products.
     may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
     if are_few(dy) and may_run and dy.dtype == dtype:
         (dx,) = run(InputGradient(precision), dy, w)
         return dx
     rows = sharding.leading_axes(dy.ndim - 1)
-    # As in the forward, devices add their parts in x's dtype, which is half the bytes of float32.
+    # As in the forward, devices exchange products in x's dtype: 16 bits are half of float32's bytes.
     in_xla = _ProductOfShards(rows, dtype, precision)
     if not sharding.is_explicit(dy, w):
         return in_xla(dy, w)[0]

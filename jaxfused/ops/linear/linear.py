@@ -50,7 +50,7 @@ def linear(
     out_dtype: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""A linear layer with its activation and the residual stream that it is added to.
+    r"""A linear layer with an activation and a residual stream, to which the result is added.
 
     .. math::
         y = \text{activation}(x w + \text{bias}) + \text{residual}

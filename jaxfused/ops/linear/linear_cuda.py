@@ -2,7 +2,7 @@
 
 If cuBLASLt has the epilogue, it computes the product and the epilogue at once (ffi/linear/linear.cu).
 Otherwise XLA computes the product and ffi/linear/bias_activation.cu the rest, forward and backward.
-That needs only the driver, and supports every shape.
+The latter needs no library but the driver, and supports every shape.
 
 All functions are over rows: x [M, D], w [D, F], bias [F], residual, y and z [M, F].
 """
@@ -81,7 +81,7 @@ def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision:
 def add_weight_gradient(dw: jax.Array, x: jax.Array, dy: jax.Array) -> jax.Array:
     """Returns dw [D, F] + x^T dy for x [M, D] and dy [M, F], rounded once and written over dw.
 
-    XLA adds in a separate pass if dw is another product's result.
+    XLA would add dw, another product's result, in a separate pass.
     """
     sizes = (*dw.shape, len(x))
     if (

@@ -29,8 +29,7 @@ def linear(
 ) -> jax.Array:
     """Returns act(x @ w + bias) + residual of [..., D] and [D, F], in `out_dtype`.
 
-    The gradient keeps x, w and the preactivation in x's dtype, not the float32 of the accumulators
-    and of the activation's derivative.
+    The forward saves x, w and the preactivation in x's dtype for the gradient, and nothing in float32.
     """
     if activation is None and bias is None and residual is None:
         return _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
@@ -75,9 +74,9 @@ def letters_of_rows(x: jax.Array) -> str:
 def preactivation(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any
 ) -> jax.Array:
-    """Returns x @ w + bias in x's dtype, which an activation reads and a backward may keep.
+    """Returns x @ w + bias in x's dtype, which the activation reads and the forward may save.
 
-    The activation reads it after rounding, so that a backward that keeps it has the forward's numbers.
+    The activation reads the rounded values, so that a backward that reads saved ones has the same.
     """
     z = affine(x, w, bias, precision=precision, rounded_to=x.dtype)
     return checkpoint_name(z.astype(x.dtype), PREACTIVATION)
@@ -115,8 +114,8 @@ def activated(
 ) -> jax.Array:
     """Returns activation(z) + residual in `out_dtype`.
 
-    relu is exact in any dtype, and one sum after it adds only its own rounding: XLA's product evaluates
-    both in z's dtype.
+    relu is exact in any dtype, and a residual's sum is rounded once: so both are computed in z's dtype,
+    which lets XLA fuse them into its product.
     """
     keeps_dtype = activation in (None, "relu") and sums_in_product(z, None, residual, out_dtype)
     y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(z.dtype)))
@@ -126,7 +125,7 @@ def activated(
 def written_first(activation: str | None, arrays: Any) -> Any:
     """Returns gelu_erf's results behind a barrier, so that XLA writes them before products read them.
 
-    Otherwise XLA evaluates a part of gelu_erf in each of these products, and writes the other parts.
+    Without it XLA evaluates part of gelu_erf in each of these products, and writes intermediates.
     """
     return jax.lax.optimization_barrier(arrays) if activation == "gelu_erf" else arrays
 
@@ -152,7 +151,7 @@ def finish(
     wide = z.astype(accumulator_dtype(z.dtype))
     if bias is not None:
         wide = wide + along_last_axis(bias, wide)
-    # As in `preactivation`, the activation reads the rounded value that a backward may keep.
+    # As in `preactivation`, the activation reads the rounded values, which may be saved.
     kept = wide.astype(z.dtype)
     y = activated(activation, wide if activation is None else kept, residual, out_dtype)
     return y, kept if save_preactivation else None
@@ -186,8 +185,9 @@ def activation_gradient(
 ) -> jax.Array:
     """Returns the gradient of the preactivation z from that of activation(z), in float32.
 
-    XLA splits the sums of a small product, and each operation that reads z adds them. After a barrier
-    the backward adds them again, in a separate kernel unless it adds a bias too.
+    XLA splits the sums of a small product (split-K), and each operation that reads z adds the partial
+    sums. Behind a barrier the backward would add them again in a separate kernel, unless there is a bias
+    to add too.
     """
     wide = accumulator_dtype(z.dtype)
     if has_bias or z.size > _SIZE_IN_PARTS:

@@ -54,7 +54,7 @@ def mlp(
     out_dtype: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""The two-layer perceptron of a Transformer block, with the residual stream it is added to.
+    r"""The two-layer perceptron of a Transformer block, with a residual stream added to its result.
 
     .. math::
         y = \text{dropout}(\text{activation}(x w_1 + b_1)) w_2 + b_2 + \text{residual}
@@ -70,19 +70,19 @@ def mlp(
       b2: [E] or None.
       activation: None or a name of `jaxfused.ACTIVATIONS`.
       residual: [..., E], is added last.
-      save: what may be kept for the backward besides the inputs, in x's dtype: "preactivation"
-        keeps x w1 + b1 [..., F]; "inputs" keeps nothing and takes that product again; "hidden" keeps
-        two such arrays, the hidden layer and the activation's derivative. That is the fastest with
-        implementation "pallas"; the others keep the preactivation then.
+      save: what the forward saves for the backward besides the inputs, in x's dtype: "preactivation"
+        saves x w1 + b1 [..., F]; "inputs" saves nothing and computes it again; "hidden" saves two
+        arrays [..., F], the hidden layer and the activation's derivative. That is the fastest with
+        implementation "pallas"; the others save the preactivation then.
       dropout_rate: the fraction of the hidden layer to drop, to the nearest 1/65536; the rest is divided
         by the fraction that is kept. No kernel drops yet: implementation "xla" runs where it is not 0.
-      dropout_key: a `jax.random` key, needed where dropout_rate > 0. What is kept depends on the key,
-        the row and the feature alone, by `jaxfused.runtime.dropout.keep_rows`, and is not saved for
-        the backward.
+      dropout_key: a `jax.random` key, needed where dropout_rate > 0. Which elements are dropped depends
+        only on the key, the row and the feature (`jaxfused.runtime.dropout.keep_rows`); the backward
+        computes it again.
       precision: of the products, as in `jax.numpy.matmul`; or "fp8": they and their gradients are taken
         of float8, each operand with one scale, as docs/quantisation.md says. "preactivation"
-        and "hidden" then keep the hidden layer and the activation's derivative, in a byte each;
-        nothing is dropped.
+        and "hidden" then save the hidden layer and the activation's derivative, in a byte each;
+        dropout_rate must be 0.
       out_dtype: of y; by default the residual's dtype, or x's where there is no residual.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 

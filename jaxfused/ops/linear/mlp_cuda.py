@@ -76,8 +76,8 @@ def gated_hidden_gradient(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Returns dgate, dup, activation(gate) * up, and the row sums of dgate and dup.
 
-    dy is [M, E] and w_down [F, E]. The third result is None unless `returns_hidden`, and the sums are
-    None unless they are asked for.
+    dy is [M, E] and w_down [F, E]. The third result is None unless `returns_hidden`, and each sum is
+    None unless its `sum_rows` is True.
     """
     dgate, dup, h, sums = bias_activation_cuda.backward(
         product(dy, w_down, "me,fe->mf", gate.dtype, precision),

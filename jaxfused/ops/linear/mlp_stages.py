@@ -158,7 +158,7 @@ class HiddenGradient(ProductStage):
 def passes_of(
     work: cost.Work, activation: str | None, *, evaluations: int = 0, matrices: int = 0
 ) -> Passes:
-    """Returns XLA's passes over the product and the epilogue's operands, or over so many `matrices`."""
+    """Returns XLA's passes over the product and the epilogue's operands, or over `matrices` like it."""
     epilogue = work.read_bytes + work.written_bytes + work.itemsize
     return Passes(
         bytes_of_element=matrices * work.itemsize or epilogue,

@@ -1,6 +1,6 @@
 """mlp and gated_mlp in plain jax.numpy: the kernels' reference, and `implementation="xla"`.
 
-Each of the two is one `jax.checkpoint`. Its policy decides what the backward keeps besides the inputs.
+Each of the two is one `jax.checkpoint`. Its policy decides what the forward saves besides the inputs.
 """
 
 from typing import Any
@@ -106,8 +106,8 @@ def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
 # --- operations of a custom gradient, which XLA may run next to kernels ----------------------------
 #
 # The shapes are: rows x [..., D], dy [..., E], z, gate and up [..., F]; weights w1 [D, F] and w2 [F, E].
-# Rows keep the caller's axes: if shapes are the same in forward and backward, XLA computes no value
-# twice, and writes values that are read alike in one pass.
+# Rows are not flattened to one axis: with the same shapes in forward and backward, XLA finds common
+# subexpressions, and fuses values read by several operations into one pass.
 
 
 def hidden_and_slope(
@@ -160,7 +160,7 @@ def gated_unit(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (activation(gate) * up, gate, up), the last two only if they are to be saved.
 
-    `converted` says that the weights had another dtype. It changes no result.
+    `converted` is True if the weights were converted from another dtype. It changes no result.
     """
     gate = narrow_preactivation(x, w_gate, b_gate, precision=precision)
     if w_up is None:
@@ -187,7 +187,7 @@ def gated_hidden_gradient(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Returns dgate, dup, activation(gate) * up if wanted, and dgate and dup summed over the rows.
 
-    If `joined`, dgate holds both concatenated, as does its sum, and dup is None.
+    If `joined`, dgate is [dgate, dup] concatenated along the features, so is its sum, and dup is None.
     """
     activated, slope = value_and_slope(activation, gate.astype(jnp.float32))
     wide_up = up.astype(jnp.float32)

@@ -106,7 +106,7 @@ def qkv_projection(
     check_floating(op, {"x": x, "w": w, "bias": bias, "q_scale": q_scale, "k_scale": k_scale})
     if x.ndim < 2:
         raise ValueError(
-            f"{op}: x has shape {x.shape}, but positions have an axis of their own;"
+            f"{op}: x has shape {x.shape}, but positions need an axis before the features;"
             " pass x of shape (..., length, features)."
         )
     check_affine(op, x, "w", w, "bias", bias)
@@ -200,10 +200,10 @@ def _of_one_array(
     weights: Sequence[Any]
     biases: Sequence[Any]
     if sharding.is_in_one_piece(x, w):
-        # XLA multiplies by the whole array; for a kernel it is split into three.
+        # XLA multiplies by all columns of w at once; a kernel gets three weights: queries, keys, values.
         options, weights, biases = of_one, (w, None, None), (bias, None, None)
     else:
-        # Queries are grouped by the keys that they share, so that devices can split all three alike.
+        # Query heads are grouped by key head, so that devices can split queries, keys and values alike.
         ends = (heads * options.head_size, (heads + key_heads) * options.head_size)
         weights, biases = (
             [None] * 3 if array is None else of_one.grouped(_split(ends, array))
@@ -329,7 +329,7 @@ def _qkv_projection_fwd(run: Runner, options: Options, *primals):
     operands: list[Any] = [None if primal is None else primal.value for primal in primals]
     x, *weights = operands[:4]
     scales, tables = operands[7:9], operands[9:]
-    # The rotation is linear: its gradient to queries and keys needs the angles alone.
+    # The rotation is linear: its gradient to queries and keys needs only the angles, not its input.
     save = any(scale is not None for scale in scales) or any(
         table is not None and table.perturbed for table in primals[9:]
     )
@@ -370,7 +370,7 @@ _qkv_projection.defvjp(_qkv_projection_fwd, _qkv_projection_bwd, symbolic_zeros=
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _split(ends: tuple[int, ...], columns: jax.Array) -> Sequence[jax.Array]:
-    """Returns `jnp.split` along the last axis, with a gradient that is one concatenation."""
+    """Returns `jnp.split` along the last axis; its gradient is one concatenation."""
     return jnp.split(columns, ends, axis=-1)
 
 

@@ -46,7 +46,7 @@ class Options:
     @property
     def whole(self) -> str:
         """Letters of axes that devices must not split."""
-        # The kernel takes multiples of 16 columns, and shards of narrower heads may have others.
+        # The kernel takes multiples of 16 columns, which a shard of heads of another size may not have.
         return "dgkhsrc" if self.head_size % 16 == 0 else "dngkhsrc"
 
     def grouped(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
@@ -60,7 +60,7 @@ class Options:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Column indices at which queries and keys end in the one array."""
+        """Column indices at which queries and keys end in the array of all weights."""
         groups, heads = cast(tuple[int, int], self.one_array)
         return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
 
@@ -158,7 +158,7 @@ class Forward:
         passes = Passes(bytes_of_element=steps * moved, launches=len(heads.widths) * steps)
         few, spared = work.m <= MAX_ROWS, passes.time(work.m * work.n)
         is_long, is_even = work.k > product_regimes.SPLIT_SUM, work.k % product_regimes.LINE == 0
-        # XLA pads uneven sums, multiplies one row in two kernels, and does not split short sums.
+        # XLA pads a D that is no multiple of LINE, takes two kernels for one row, splits only long sums.
         if few and work.m > 1 and parameters[0].dtype != x.dtype and is_long and is_even:
             return Rule(("xla",), "its product converts the weights as it reads them")
         if few and heads.finishes and heads.unit > _WIDE_HEAD:
@@ -214,7 +214,7 @@ class Forward:
             save_preactivation=False,
             precision=self.options.precision,
         )
-        # Heads get their axis before the split: XLA would copy slices of columns into their layout.
+        # The axis of heads is made before the split, because XLA would copy each slice of columns.
         counts = [math.prod(w.shape[1:-1]) for w in shapes]
         y = y.reshape(*x.shape[:-1], sum(counts), self.options.head_size)
         parts = jnp.split(y, (counts[0], counts[0] + counts[1]), axis=-2)
@@ -334,8 +334,8 @@ def _why_not(device: dispatch.Device, x: Any, heads: Heads) -> dict[str, str | N
 
 
 _WIDE_HEAD = 128
-"""Columns of a head above which XLA is faster at small M with a norm or rotation, because one CTA
-computes a whole head, and from which it is faster at larger M if the sums are long."""
+"""Features of a head above which XLA is faster at small M with a norm or rotation, because one CTA
+computes a whole head, and from which it is faster at larger M if D is above SPLIT_SUM."""
 _OF_PAIRS = 2
 """XLA's time to rotate interleaved pairs, which it reads one by one, relative to that for halves."""
 

@@ -28,7 +28,7 @@ def qkv_projection(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (q, k, v) for x [..., T, D] and w [D, (N + 2 K) H], each [..., T, heads, H] in x's dtype.
 
-    The gradient keeps the inputs, and for the norms the projection in x's dtype.
+    The forward saves the inputs for the gradient, and for norms also x @ w + bias in x's dtype.
     """
 
     def f(x, w, bias, q_scale, k_scale, cos, sin):

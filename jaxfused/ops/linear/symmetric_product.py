@@ -19,7 +19,7 @@ from jaxfused.runtime.runner import Axes, Results, Runner
 from pallas_kernels.gemm import symmetric
 
 _FEWEST_ROWS = 512
-"""Fewest rows of a matrix for the kernel. In smaller ones, symmetry saves few of the tiles."""
+"""Fewest rows of a matrix for the kernel. Smaller ones have few tiles, of which symmetry saves few."""
 
 
 def symmetric_product(
@@ -43,8 +43,8 @@ def symmetric_product(
       matrix: S, [B, M, M] of x's dtype, each of them symmetric. With None the result is X Y^T.
       coefficients: (a, b, c), [3], with `matrix`.
       scales: [B], float32, the factor of each X Y^T, only without `matrix`; None for 1.
-      is_factor: whether the result is for further products alone, so that the kernel may round float32
-        to the 10 bits of tf32 that these take.
+      is_factor: True if only further products read the result, so that the kernel may round float32 to
+        tf32, as these products do.
       implementation: None for the fastest that can run, or "pallas", "xla".
 
     Returns:
@@ -185,8 +185,8 @@ def product_both_ways(
       x: [B, M, K], the matrices X, for which `why_not_both_ways` returns None.
       y: [B, N, K] of x's dtype, the matrices Y.
       scales: s, float32 [B]; None for 1.
-      first_turned: the first matrix of which only Z^T is computed; of those before, only Z is. The
-        other results are undefined. None for both of all.
+      first_turned: index in B from which only Z^T is computed; before it, only Z is. The other results
+        are undefined. None to compute both for all matrices.
       is_factor: as in `symmetric_product`.
 
     Returns:

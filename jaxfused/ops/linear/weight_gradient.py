@@ -27,7 +27,7 @@ from pallas_kernels.gemm.cost import WeightWork
 def weight_gradient(
     run: Runner, op: str, x: jax.Array, dy: jax.Array, dtype: Any, precision: Any
 ) -> jax.Array:
-    """Returns the transpose of x [..., D] times dy [..., F], over all rows."""
+    """Returns dw [D, F]: the transpose of x [..., D] times dy [..., F], summed over all rows."""
     (dw,), _ = weight_gradients(run, op, x, (dy,), dtype, precision)
     return dw
 
@@ -163,7 +163,7 @@ def _is_product_with_ones(rows: int, dy: Any) -> bool:
 
 _ROWS_OF_SLOW_SUMS = 2**14
 _SPLIT_ROWS = 256
-"""Divisor of the rows: XLA splits the product along rows, and copies to pad other numbers of rows."""
+"""Divisor of the rows: XLA splits the wgrad's sum over rows, and pads other numbers by a copy."""
 _SIZE_OF_SLOW_SUMS = 2**20
 _TILE_ROWS = 8
 """Rows of the smallest tile of a product."""
