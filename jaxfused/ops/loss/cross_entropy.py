@@ -84,7 +84,7 @@ def softmax_cross_entropy(
       labels: integers [...], one class a token; or soft labels [..., V] of a float dtype. Soft labels
         need not sum to 1, and get a gradient. A class outside 0 to V - 1 other than `ignore_index`
         makes the loss of its token NaN, and is an error where the host can see it.
-      label_smoothing: the share of the target that is spread evenly over all classes, 0 to 1.
+      label_smoothing: the fraction of the target that is spread evenly over all classes, 0 to 1.
       z_loss: the weight of the squared lse, which keeps logits from drifting.
       ignore_index: tokens with this label have loss 0 and gradient 0, and do not count for the mean.
         For integer labels.
@@ -101,7 +101,7 @@ def softmax_cross_entropy(
         scaled, 1 / n under a `jax.lax.pmean` over n devices or a mean over n microbatches; a scalar,
         or of the result's shape. The forward writes the gradient for it, so that
         the logits are read once and not twice. Any other cotangent still gets its gradient, for one
-        more pass. "any" says that it is not known, and keeps the logits for the backward. None is 1
+        more pass. "any" says that it is not known, and saves the logits for the backward. None is 1
         for a mean or a sum of float32 or bfloat16 logits, and "any" elsewhere: float16 cannot hold
         the gradients of an unscaled mean.
       axis_name: the mapped axis (or axes) of `jax.shard_map` or `jax.pmap` over which the classes are
@@ -172,7 +172,7 @@ def softmax_cross_entropy(
     if expected is None:
         losses = losses_of(aligned_statistics(run, options, logits, classes, soft), counts, options)
         return reduce_losses(losses, counts, weights, reduction)
-    # The same formula as that of `reduce_losses`: expected and actual cotangents are equal bit for bit.
+    # The formula of `reduce_losses`, so that expected and actual cotangents are equal bit for bit.
     shares, total = shares_of(counts, weights, reduction)
     coefficients = jnp.asarray(expected / total, jnp.float32) * shares
     losses = losses_ahead(
@@ -205,7 +205,7 @@ def _statistics_over_shards(
     own_maximum = lax.stop_gradient(own.maximum)
     maximum = lax.pmax(own_maximum, axis_name)
     distance = own_maximum - maximum
-    # A shard whose logits are all -inf has distance -inf, and adds 0.
+    # A shard whose logits are all -inf has distance -inf; its term is 0, not 0 * -inf.
     picked = own.picked + jnp.where(own.total == 0.0, 0.0, own.total * distance)
     return Statistics(
         maximum,
@@ -238,7 +238,7 @@ def _classes_here(
 
 
 def is_one_term(labels: jax.Array, options: Options) -> bool:
-    """Returns whether a loss is the term of its label's class alone, which a class weight multiplies."""
+    """Returns whether a loss has one term, its label's, so that the class weight multiplies the loss."""
     return not (options.label_smoothing or options.z_loss or is_soft(labels))
 
 
@@ -280,8 +280,8 @@ def weighed_losses(
 ) -> jax.Array:
     """Returns the losses [...], each class's term multiplied by its class weight.
 
-    The losses follow from the statistics that kernels compute for unweighted losses. A target that is
-    spread over all classes needs one more weighted sum of the logits.
+    The losses follow from the statistics that kernels compute for unweighted losses. Label smoothing
+    needs one more weighted sum over the logits.
     """
     cap, smoothing = options.logits_soft_cap, options.label_smoothing
     terms = replace(options, label_smoothing=0.0, z_loss=0.0)

@@ -52,7 +52,7 @@ def check_options(
     check_finite(op, "z_loss", options.z_loss)
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(
-            f"{op}: label_smoothing is {options.label_smoothing}, but it is a share;"
+            f"{op}: label_smoothing is {options.label_smoothing}, but it is a fraction;"
             " pass a number from 0 to 1."
         )
     check_soft_cap(op, options.logits_soft_cap)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_SIZE = 2**30
-"""Largest size of either axis; elements are counted in 64 bits."""
+"""Largest size of either axis of the logits; kernels index elements in 64 bits."""
 STATISTICS = 5
 
 
@@ -130,7 +130,7 @@ def backward(
 
 
 def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
-    """Multiplies rows of x [N, V] by float32 factors [N] in place; does not read x if all are 1."""
+    """Multiplies rows of x [N, V] by float32 factors [N] in place; if all are 1, x is not read."""
     cuda_library.register()
     call = jax.ffi.ffi_call(
         "jaxfused_scale_rows",

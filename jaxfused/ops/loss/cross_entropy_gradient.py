@@ -102,7 +102,7 @@ class _AheadResiduals(NamedTuple):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="softmax_cross_entropy")
 def losses_ahead(run: Runner, options: Options, logits, classes, soft, coefficients):
-    """Returns the losses [...]; differentiated, its forward also computes dlogits for `coefficients`."""
+    """Returns the losses [...]; under differentiation, the forward also computes dlogits."""
     del coefficients
     _, statistics = run(Forward(options), logits, classes, soft, None)
     return losses_of_rows(statistics, classes, options)

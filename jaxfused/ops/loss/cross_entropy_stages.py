@@ -29,9 +29,9 @@ def unpacked(statistics: jax.Array) -> Statistics:
 
 
 _SHORT_ROW_BYTES = 512
-"""Bytes of a row below which XLA's program, in which a thread has several rows, is faster."""
+"""Bytes of a row of logits below which XLA, one of whose threads reads several rows, is faster."""
 _FEW_BYTES = 2**22
-"""Bytes of all logits below which XLA's few kernels take less time than the launches around ours."""
+"""Bytes of all logits below which XLA is faster: it launches fewer kernels."""
 
 
 def _estimate(kernel, device, able, logits, *others) -> Estimate:
@@ -136,7 +136,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Scale:
-    """Computes (x * factors,) of x [N, V], factors [N] in place, without reading x if all are 1."""
+    """Computes (x * factors,) of x [N, V], factors [N] in place; if all factors are 1, x is not read."""
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """Cross-entropy of one token and its gradient, and both over the logits of a linear layer.
 
-A row of logits is reduced to a few numbers (`Statistics`), from which its loss follows. Loss and
+Each row of logits is reduced to five numbers (`Statistics`), from which its loss follows. Loss and
 gradient are defined only here: softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss
 use them with XLA, and around kernels too.
 """
@@ -35,8 +35,8 @@ class Options:
 class Statistics(NamedTuple):
     """Statistics of rows of (capped) logits, [...] each, from which the rows' losses follow.
 
-    All others are relative to the maximum, because the difference of a large logit and a large sum would
-    lose accuracy to cancellation. It is a constant in the gradient: the loss does not depend on it.
+    `log_sum`, `picked` and `mean` are of logits - maximum, because the difference of a large logit and a
+    large sum would cancel. The maximum has no gradient: the loss does not depend on it.
     """
 
     maximum: jax.Array
@@ -82,7 +82,7 @@ def counted(labels: jax.Array, options: Options) -> jax.Array:
 
 
 def classes_of(labels: jax.Array, features: int, options: Options) -> jax.Array:
-    """Returns integer labels as classes from 0, `IGNORED`, or `features` for one that does not exist."""
+    """Returns integer labels as classes from 0, `IGNORED`, or `features` for labels out of range."""
     missing = (labels < 0) | (labels >= features)
     classes = jnp.where(missing, features, labels).astype(jnp.int32)
     return jnp.where(counted(labels, options), classes, IGNORED)
@@ -207,7 +207,7 @@ def _as_classes(labels: jax.Array, features: int, options: Options) -> jax.Array
     return labels if is_soft(labels) else classes_of(labels, features, options)
 
 
-# Under this `jax.jit` the loop's body compiles once for its options; without it, in every call.
+# This `jax.jit` compiles the loop's body once for each set of options; without it, at every call.
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), inline=True)

@@ -53,7 +53,7 @@ def check_classes(op: str, labels: jax.Array, classes: Any, ignore_index: int | 
 
 
 def check_shares(op: str, labels: jax.Array, ignore_index: int | None) -> None:
-    """Checks that labels, if they can be read, are shares from 0 to 1 or ignored."""
+    """Checks that labels, if they can be read, are from 0 to 1 or ignored."""
     values = None if labels.dtype == jnp.bool_ else _seen(labels)
     if values is None:
         return
@@ -75,6 +75,6 @@ def refuse_one_hot(op: str, labels: jax.Array) -> None:
         return
     if np.isin(values, (0, 1)).all() and (np.sum(values, -1) == 1).all():
         raise ValueError(
-            f"{op}: labels of shape {labels.shape} are one-hot, but of logits of the same shape they"
-            " would be masks that know nothing of one another; pass classes, labels.argmax(-1)."
+            f"{op}: labels of shape {labels.shape} are one-hot, but with logits of the same shape they"
+            " would be independent masks; pass classes, labels.argmax(-1)."
         )

@@ -95,14 +95,14 @@ def linear_softmax_cross_entropy(
       bias: [V].
       cotangent: as for `softmax_cross_entropy`, a scalar: with reduction "none" it is not known.
       chunk_size: tokens whose logits exist at once. It changes memory and time, not the result but
-        for rounding. By default as many as have logits, which the kernels keep in x's dtype, of the
-        size of float32 sums of w's gradient: with one chunk there are no such sums. Where w's dtype
-        serves for the sums, about a third of a device's tokens. XLA's program holds 64 MiB of float32
+        for rounding. By default a chunk's logits, in x's dtype, take as many bytes as a float32 gradient
+        of w. Where w's gradient is summed in w's dtype (see `sum_dtype`), a chunk has about a third of a
+        device's tokens. XLA's program holds 64 MiB of float32
         logits by default.
       sum_dtype: of the sums of w's gradient over chunks: float32, or w's dtype, in which the sums
         take no memory next to the gradient, for one more rounding a chunk. By default it is w's dtype
         where three chunks suffice and all tokens have the same cotangent, known beforehand, and no
-        `weights`: with others the sums of chunks may cancel, but not the errors of their rounding.
+        `weights`: otherwise the chunks' terms may cancel, which leaves their rounding errors.
       axis_name: the mapped axis (or axes) of `jax.shard_map` or `jax.pmap` over which the classes are
         spread, as for `softmax_cross_entropy`: each device has the columns of w (and the bias, soft
         labels and class weights) of its classes, and all have x and the labels. No device holds the
@@ -341,7 +341,7 @@ def _reference_losses(options, chunk_size, x, w, bias, labels):
 
 
 def _by_tokens(f, weights, x, labels) -> jax.Array:
-    """Returns the losses `f(weights, x, labels)`, on Explicit axes each device its own tokens'."""
+    """Returns the losses `f(weights, x, labels)`; on Explicit axes each device computes its tokens'."""
     rows = sharding.leading_axes(x.ndim - 1)
     of_labels = rows if labels.ndim < x.ndim else rows + "v"
     return sharding.by_shards_of_rows(
@@ -355,7 +355,7 @@ def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
     Chunks are equal by default, so that the last one needs little padding.
     """
     rows = math.prod(x.shape[:-1])
-    if is_symbolic(x):  # A loop needs equal chunks, whose number a symbolic size leaves open.
+    if is_symbolic(x):  # A loop needs a known number of equal chunks.
         return rows
     if chunk_size:
         return chunk_size
@@ -365,7 +365,7 @@ def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
 
 @dataclass(frozen=True)
 class _LossesOfLogits:
-    """Computes the losses [N] of a chunk's logits with class weights, or with classes sharded."""
+    """Computes the losses [N] of a chunk's logits [N, V] with class weights, or sharded over classes."""
 
     options: Options
     axis_name: Hashable | tuple[Hashable, ...] | None
@@ -388,7 +388,7 @@ class _LossesOfLogits:
         )
 
 
-# `jax.jit` compiles the loop once, even if the caller runs op by op.
+# `jax.jit` compiles the loop once, even if the caller does not use `jax.jit`.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _losses_by_chunks(of_logits: _LossesOfLogits, chunk_size, x, w, bias, labels, class_weights):
     """Returns the losses of all tokens; the logits are recomputed by chunks."""
@@ -624,8 +624,7 @@ class _Layer:
         if self.bias is not None:
             dbias = jnp.sum(dlogits.astype(jnp.float32), axis=0)
         if sums is None:
-            # The first chunk's product rounds its result itself if the sums are 16-bit or the chunk is
-            # the only one.
+            # The first product rounds dw to x's dtype if the sums are 16-bit or there is one chunk.
             rounds = self._is_narrow() or self._chunk_rows() >= self.rows
             dtype = x.dtype if rounds and self.w.dtype == x.dtype else jnp.float32
             dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dtype)

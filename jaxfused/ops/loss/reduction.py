@@ -1,4 +1,4 @@
-"""Reductions of losses: their sum, or their mean over the tokens that count, with weights."""
+"""Reductions of losses: their sum, or their mean over the tokens that are not ignored, with weights."""
 
 from typing import Any, Literal
 

@@ -1,8 +1,8 @@
 """segmentation_loss: validation, choice of implementation, gradient.
 
 The loss of an image is computed from a few sums over its pixels. Kernels compute the sums, and the
-gradient to the logits from the sums' cotangents; JAX does the rest. If the losses of many masks are
-reduced, one kernel computes the losses and the gradient.
+gradient to the logits from the sums' cotangents; JAX does the rest. For the mean or sum of
+many masks' losses, one kernel computes losses and gradient.
 """
 
 import functools
@@ -74,13 +74,13 @@ def segmentation_loss(
         a CPU outside of `jax.jit`) is an error. Classes are not one-hot: pass `labels.argmax(-1)`.
       cross_entropy_weight: of the cross-entropy in the sum.
       dice_weight: of the Dice loss in the sum.
-      smooth: is added above and below in Dice, so that a class which is neither there nor predicted
-        counts as right. Greater than 0.
-      tversky_alpha: the weight of what is predicted and is not there. 0.5 and 0.5 make the Tversky
-        index the Dice coefficient; a larger beta finds more at the price of false alarms.
-      tversky_beta: the weight of what is there and is not predicted.
-      focal_gamma: turns the cross-entropy into the focal loss, in which pixels that are right count
-        less; 0 for the cross-entropy.
+      smooth: is added to numerator and denominator of Dice, so that a class that is neither in the
+        labels nor predicted has Dice 1. Greater than 0.
+      tversky_alpha: the weight of false positives. With alpha = beta = 0.5 the Tversky index is the Dice
+        coefficient; a larger beta trades false positives for fewer misses.
+      tversky_beta: the weight of false negatives.
+      focal_gamma: exponent of the focal loss, in which well-classified pixels weigh less; 0 for the
+        cross-entropy.
       ignore_index: pixels with this label enter neither part. For integer labels.
       weights: [B, ...], a weight for each pixel in both parts.
       reduction: over the images, "mean", "sum" or "none".

@@ -113,7 +113,7 @@ def why_not_at_once(
 ) -> str | None:
     """Returns None if `losses_and_gradient` can run, else the reason."""
     if classes != 1:
-        return f"only masks have their gradient at once, and logits have {classes} classes"
+        return f"only binary masks have losses and gradient in one kernel; logits have {classes} classes"
     if dtype == jnp.float16:
         return "a gradient in float16 is too small before it has been multiplied by its cotangent"
     if weighted or jnp.issubdtype(labels_dtype, jnp.floating):
@@ -166,7 +166,7 @@ def _have_clusters(
 def _weights(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
     """Returns the weights, or an array without elements if they are absent.
 
-    It is made like the logits, because in a `jax.shard_map` all operands must vary over the same axes.
+    It is `zeros_like` the logits because in a `jax.shard_map` all operands vary over the same axes.
     """
     return jnp.zeros_like(logits, shape=(0,), dtype=jnp.float32) if weights is None else weights
 

@@ -1,4 +1,4 @@
-"""segmentation_loss in plain jax.numpy: sums over the pixels of each image, and losses of the sums."""
+"""segmentation_loss in plain jax.numpy: sums over an image's pixels, and the loss from them."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -56,11 +56,11 @@ class Sums(NamedTuple):
 
 
 SHARE_TOLERANCE = 1e-3
-"""Distance by which a share may lie below 0 or above 1, because its producer rounded it."""
+"""Distance by which a float label may lie below 0 or above 1, because its producer rounded it."""
 
 
 def shares(labels: jax.Array, dtype: Any) -> jax.Array:
-    """Returns labels as shares from 0 to 1, and NaN for other values, such as a mask's 255."""
+    """Returns labels as floats from 0 to 1, and NaN for other values, such as a mask's 255."""
     if labels.dtype == jnp.bool_:
         return labels.astype(dtype)
     # Integers are compared as integers, because a float of few bits would round them.

@@ -47,14 +47,14 @@ def sigmoid_cross_entropy(
       logits: [...], any float dtype.
       labels: [...], bool, integers 0 and 1, or floats from 0 to 1, which get a gradient. Others, such
         as 255, are an error where the host can see them, and make the loss NaN elsewhere.
-      label_smoothing: the share of the labels that is replaced by 1/2, 0 to 1.
+      label_smoothing: the fraction of each label that is replaced by 1/2, 0 to 1.
       focal_gamma: makes predictions that are right count less; 0 for the cross-entropy.
       focal_alpha: the weight of positive labels against that of negative ones; None for no weights.
       ignore_index: predictions with this label have loss 0 and gradient 0, and do not count for the
         mean. For integer labels.
       weights: [...], multiply the losses; they get a gradient.
-      reduction: "mean" (the sum of weighted losses over the sum of the weights of what counts; 0 if
-        that is 0), "sum" or "none".
+      reduction: "mean" (the sum of weighted losses over the sum of the weights of those not ignored;
+        0 if that is 0), "sum" or "none".
       implementation: None or "xla".
 
     Returns:
@@ -114,7 +114,7 @@ def _check_options(
         check_constant(op, name, value)
         if not 0.0 <= value <= 1.0:
             raise ValueError(
-                f"{op}: {name} is {value}, but it is a share; pass a number from 0 to 1."
+                f"{op}: {name} is {value}, but it is a fraction; pass a number from 0 to 1."
             )
     check_finite(op, "focal_gamma", focal_gamma)
     if focal_gamma < 0.0:
