@@ -26,7 +26,7 @@ def batched_lora(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""The low-rank adapters of a batch whose sequences have different ones.
+    r"""Low-rank adapters, a different one for each row (or sequence) of a batch.
 
     .. math::
         y_t = \text{base}_t + \text{scale}_l \, (x_t A_l) B_l, \quad l = \text{indices}_t
@@ -46,7 +46,7 @@ def batched_lora(
       implementation: None for the fastest that can run, or "pallas", "xla".
 
     Returns:
-      y, [..., F], of x's dtype, or of base's.
+      y, [..., F], of base's dtype, or x's without base.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or the named implementation cannot run.

@@ -55,15 +55,15 @@ def expert_mlp(
     Args:
       x: [..., D], float32, bfloat16 or float16.
       weights: [..., k], of each token's experts, as `jaxfused.router` returns them.
-      indices: [..., k], integers: those experts. An index below 0 or from E on is no expert.
+      indices: [..., k], integers: those experts. An index below 0 or from E on stands for no expert.
       w_gate: [E, D, F]; or [E, D, 2 F] with `w_up=None`: the gate's columns, then those of w_up; or
         None for experts without a gate: activation(x U) D.
       w_up: [E, D, F], or None where w_gate holds both.
       w_down: [E, F, D].
       activation: None or a name of `jaxfused.ACTIVATIONS`, of the gate.
       weight_on: whether the weights multiply the experts' "output", or their "input" as in Llama 4.
-      capacity: largest number of tokens of an expert; first choices come before second ones, then
-        earlier tokens before later ones, and the rest add nothing. None for no limit.
+      capacity: largest number of tokens of an expert: first choices before second ones, then earlier
+        tokens before later ones. Choices beyond it add nothing. None for no limit.
       transpose_weights: whether w_gate and w_up are [E, F, D] (or [E, 2 F, D]) and w_down is [E, D, F],
         as in most checkpoints. Weights may be quantised without it, as in `ragged_mlp`.
       precision: of the products, as in `jax.lax.dot`.
@@ -145,7 +145,7 @@ class ExpertOptions:
         shares = weights.astype(accumulator_dtype(x.dtype))
         of_experts = repeated(k, x, order)
         if self.weight_on == "input":
-            # The weights in the order of the experts, permuted as the rows of a matrix of one column.
+            # Weights as a column [k T, 1], permuted like rows into the order of the experts.
             by_choice = shares.T.reshape(-1, 1)
             of_experts = (of_experts * _permuted(by_choice, order)).astype(x.dtype)
         results = self.perceptrons(of_experts, experts, order.sizes)
@@ -199,22 +199,22 @@ def check_experts(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> 
 
 
 class Order(NamedTuple):
-    """Permutation that sorts rows, one for each choice of an expert, by expert.
+    """Permutation that sorts the k T choices by expert.
 
-    T tokens have k choices each; unsorted, all first choices come before all second ones.
+    Each of T tokens has k choices. Unsorted, choice j of token t has index j T + t.
     """
 
     choice: jax.Array
-    """Index of the choice at each place of the sorted order, [k T]."""
+    """Index of the choice at each position of the sorted order, [k T]."""
     place: jax.Array
-    """Place of each choice in the sorted order, [k T]: the inverse permutation."""
+    """Position of each choice in the sorted order, [k T]: the inverse permutation."""
     sizes: jax.Array
-    """Number of rows of each expert, [E]; rows of no expert come after all others."""
+    """Number of choices of each expert, [E]; choices of no expert, or beyond a capacity, come last."""
 
 
 def order_of(indices: jax.Array, experts: int, capacity: int | None = None) -> Order:
-    """Returns the `Order` that sorts choices [T, k] by expert; those beyond `capacity` have none."""
-    # An index equal to the number of experts means no expert, and one byte may not hold it.
+    """Returns the `Order` that sorts choices [T, k] by expert; those beyond `capacity` come last."""
+    # Indices of no expert become `experts`, a number that the indices' dtype may not hold.
     chosen = indices.T.reshape(-1)
     chosen = chosen.astype(np.promote_types(chosen.dtype, np.int32))
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).astype(jnp.int32)
@@ -250,7 +250,7 @@ repeated.defvjp(lambda k, x, order: (repeated(k, x, order), order), _repeated_bw
 
 @functools.partial(stated_gradient, linear=(0,))
 def _permuted(rows: jax.Array, order: Order) -> jax.Array:
-    """Returns the rows of the choices [k T, D] in the order of the experts."""
+    """Returns rows [k T, D], one for each choice, sorted by expert."""
     return rows[order.choice]
 
 
@@ -262,7 +262,7 @@ _permuted.defvjp(
 
 @functools.partial(stated_gradient, linear=(0,))
 def returned(rows: jax.Array, order: Order) -> jax.Array:
-    """Moves rows [k T, D] from the order of the experts to the order of the choices."""
+    """Returns rows [k T, D], sorted by expert, in the original order of the choices."""
     return rows[order.place]
 
 

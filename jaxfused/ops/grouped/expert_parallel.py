@@ -56,7 +56,7 @@ def expert_parallel_mlp(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""`expert_mlp` of experts and tokens that the devices of a mesh axis share.
+    r"""`expert_mlp` of experts and tokens that are split over the devices of a mesh axis.
 
     .. math::
         y_t = \sum_j w_{tj} \bigl(\text{activation}(x_t G_{e}) \odot (x_t U_{e})\bigr) D_{e},
@@ -69,7 +69,7 @@ def expert_parallel_mlp(
     - "all_gather": each device gets all n T tokens, and returns its experts' sums in float32 by a
       reduce-scatter. No token is dropped.
     - "all_to_all": each device sends every other one the rows that chose its experts, and gets their
-      results back: C rows in each direction, C = ceil(capacity_factor T k / n). Rows beyond them, in the
+      results back: C rows in each direction, C = ceil(capacity_factor T k / n). Rows beyond C, in the
       order of the experts, add nothing. Without `capacity_factor` C is T k, and none is dropped.
 
     Args:
@@ -87,7 +87,7 @@ def expert_parallel_mlp(
         the mesh are Auto. Types with Explicit axes state it themselves. `axis_name` splits the first
         axis too, unless it is in `spec`.
       method: None for "all_to_all" with a `capacity_factor`, else "all_gather".
-      capacity_factor: rows that two devices exchange, relative to equal use of all experts.
+      capacity_factor: C relative to the T k / n rows that equal use of all experts would send.
       activation: None or a name of `jaxfused.ACTIVATIONS`, of the gate.
       weight_on: as in `expert_mlp`.
       transpose_weights: as in `expert_mlp`.
@@ -186,7 +186,7 @@ def _on_a_device(
 
 
 def _as_int32(indices: jax.Array) -> jax.Array:
-    """Returns indices as int32; those that it cannot hold are clipped to indices of no expert."""
+    """Returns indices as int32; larger ones are clipped to -1 or 2^31 - 1, which are no experts."""
     return (
         jnp.clip(indices, -1, 2**31 - 1).astype(jnp.int32)
         if indices.dtype.itemsize > 4
@@ -216,7 +216,7 @@ class _Slots(NamedTuple):
 
 @functools.partial(stated_gradient, linear=(0,))
 def _picked(rows: jax.Array, places: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Returns the rows at `places`, zeros where there is none; the gradient gathers by `inverse`."""
+    """Returns rows[places], zeros where a place is out of range; the gradient gathers by `inverse`."""
     del inverse
     return jnp.take(rows, places, axis=0, mode="fill", fill_value=0)
 
@@ -245,7 +245,7 @@ def _all_to_all(options, capacity_factor, axis_name, x, weights, indices, expert
         return lax.all_to_all(array, axis_name, 0, 0, tiled=True)
 
     received = exchange(_picked(rows, slots.row, slots.slot))
-    # The rows of each sender are sorted by this device's experts; the rest of its buffer is padding.
+    # Each sender's rows are sorted by this device's experts; the rest of its buffer is padding.
     ends = jnp.cumsum(exchange(counts).reshape(devices, own), axis=1, dtype=jnp.int32)
     place = jnp.arange(room, dtype=jnp.int32)
     expert = jnp.sum(place[None, :, None] >= ends[:, None], axis=-1, dtype=jnp.int32).reshape(-1, 1)
@@ -257,7 +257,7 @@ def _all_to_all(options, capacity_factor, axis_name, x, weights, indices, expert
 
 
 def _slots_of(order: Order, devices: int, room: int) -> tuple[_Slots, jax.Array]:
-    """Returns the slots of the rows, and how many rows of each expert have one, [E]."""
+    """Returns the slots of the rows, and the number of rows of each expert with a slot, [E]."""
     rows = order.choice.shape[0]
     by_device = order.sizes.reshape(devices, -1)
     of_device = jnp.sum(by_device, axis=1, dtype=jnp.int32)

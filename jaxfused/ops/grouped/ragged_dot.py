@@ -51,10 +51,10 @@ def ragged_dot(
     It has the arguments and the meaning of `jax.lax.ragged_dot`. Sums and gradients are accumulated in
     float32 (float64 for float64), and rounded once.
 
-    Rows that no group has (beyond the sum of the sizes, or of groups for which rhs has no matrix) are
-    zeros, as are their gradients, whatever they hold: NaN there, or in another group's rows or matrix,
-    reaches no other result. A size below 0 counts as 0, and rows beyond the last one are cut off: the
-    device alone knows the sizes.
+    Rows of no group (beyond the sum of the sizes, or of groups for which rhs has no matrix) give zeros
+    and zero gradients, whatever values they hold. NaN in a group's rows or matrix reaches no other
+    group. A size below 0 counts as 0, and groups are cut off at row M, without an error: the host does
+    not know the sizes.
 
     Args:
       lhs: [M, K], float32, bfloat16 or float16 (float64 with implementation "xla").
@@ -67,8 +67,8 @@ def ragged_dot(
       preferred_element_type: dtype of the result; by default the operands' common one, in which they are
         multiplied.
       group_offset: the index in `group_sizes`, [G] then, of the group that rhs's first matrix is for; an
-        integer, or an array of shape [] or [1]. The other groups' rows are zeros: each device of
-        expert parallelism has some groups' matrices.
+        integer, or an array of shape [] or [1]. The other groups' rows are zeros.
+        Expert parallelism needs it, where a device has the matrices of some groups.
       activation: None or a name of `jaxfused.ACTIVATIONS`, of the product, as tokamax has it;
         `ragged_mlp` also has a gate.
       transpose_rhs: whether rhs is [E, N, K], as most checkpoints of experts are. It is not copied.

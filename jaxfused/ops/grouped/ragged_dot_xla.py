@@ -1,4 +1,4 @@
-"""Grouped products in XLA: tiles of one group's rows, one after the other.
+"""Grouped products in XLA: a loop over tiles, each of rows of one group.
 
 Each tile reads its group's matrix, so that no row is multiplied by another group's matrix and nothing
 larger than the operands is held. XLA's own program for `jax.lax.ragged_dot` multiplies every row by
@@ -23,7 +23,7 @@ from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 _FEWEST_ROWS, _MOST_ROWS = 16, 512
-"""Limits of a tile's rows, which are otherwise about as many as a group has on average."""
+"""Limits of a tile's number of rows, otherwise about the mean number of rows of a group."""
 _SYMBOLIC_ROWS = 128
 """Rows of a tile if lhs has a symbolic number of rows."""
 
@@ -77,7 +77,7 @@ def activated(options: Options, activation: str | None, lhs, rhs, sizes, offset)
 def cleared(y: jax.Array, groups: int, sizes: jax.Array, offset: jax.Array) -> jax.Array:
     """Returns y [M, N], an activation of products, with zeros in the rows of no group.
 
-    Their products are 0, but softplus(0) and sigmoid(0) are not.
+    The products of these rows are 0, but softplus(0) and sigmoid(0) are not.
     """
     bounds = row_bounds(y.shape[0], groups, sizes, offset)
     row = jnp.arange(y.shape[0], dtype=jnp.int32)[:, None]
@@ -161,7 +161,7 @@ def tile_height(rows: int, groups: int) -> int:
 
 
 def _padded(x: jax.Array, groups: int) -> jax.Array:
-    """Returns x with a tile's rows of zeros after it if its number of rows is symbolic."""
+    """Returns x; if its number of rows is symbolic, with a tile of zeros appended."""
     if not is_symbolic(x):
         return x
     return jnp.pad(x, ((0, tile_height(x.shape[0], groups)), (0, 0)))

@@ -48,7 +48,7 @@ def ragged_mlp(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""Perceptrons of groups: runs of rows of one matrix, each through a perceptron of its own.
+    r"""Grouped perceptrons: runs of rows of one matrix, each multiplied by its own group's weights.
 
     .. math::
         y_i = \bigl(\text{activation}(x_i G_{e(i)}) \odot (x_i U_{e(i)})\bigr) D_{e(i)}
@@ -57,7 +57,7 @@ def ragged_mlp(
     as in `ragged_dot`. On a GPU one kernel computes both first products and the hidden layer. The
     backward pass reads both products, which are saved, and computes the hidden layer again.
 
-    Rows that no group has are zeros, as are their gradients, whatever they hold. Products are of x's
+    Rows of no group give zeros, as do their gradients, whatever values they hold. Products are of x's
     dtype, with sums in float32.
 
     Args:
@@ -183,7 +183,7 @@ def check_perceptrons(op: str, x, w_gate, w_up, w_down, transposed: bool) -> Non
 
 
 def _by_products(product: Any, activation: str | None, x, w_gate, w_up, w_down) -> jax.Array:
-    """Returns the perceptrons' results by a product for each of their weights."""
+    """Returns the perceptrons' results [M, N] by one grouped product per weight."""
     wide = accumulator_dtype(x.dtype)
     if w_gate is None:
         h = activate(activation, product(x, w_up).astype(wide))

@@ -63,8 +63,9 @@ def router(
         w_i &= \text{scale} \, \text{expert\_scale}_{e_i} \, s_{e_i}
                / (\max(\textstyle\sum_j s_{e_j}, \text{floor}) + \text{epsilon})
 
-    where the division is for normalise="sum". The weights are of the scores and never of the biases,
-    which only choose, and have no gradient. Arithmetic is in float32 (float64 for float64 logits).
+    where the division is for normalise="sum". The weights follow from the scores without the bias,
+    which only affects the choice and has no gradient. Arithmetic is in float32 (float64 for float64
+    logits).
 
     Args:
       logits: [..., E], any float dtype.
@@ -75,8 +76,8 @@ def router(
       bias_on: whether the bias is added to the "score" or to the "logit".
       groups: number of groups of consecutive experts.
       groups_kept: groups whose experts may be chosen.
-      group_score: by which they are kept: the sum of a group's two greatest biased scores ("top2"), or
-        the greatest ("max").
+      group_score: by which groups are kept: the sum of a group's two greatest biased scores ("top2"),
+        or the greatest ("max").
       masked: the biased score of the experts in the other groups; DeepSeek-V2 and Mistral have 0.
       normalise: "sum" divides the weights by their sum.
       epsilon: is added to that sum.
@@ -184,8 +185,8 @@ def _scores(score: Score, z: jax.Array) -> jax.Array:
         return jax.nn.softmax(z, axis=-1)
     if score == "sigmoid":
         return jax.nn.sigmoid(z)
-    # The root's derivative is not finite where softplus rounds to 0; below -40 the root equals exp(z /
-    # 2) to full precision.
+    # The root's derivative is infinite where softplus rounds to 0. Below -40 the root equals exp(z / 2)
+    # to full precision.
     root = jnp.sqrt(jax.nn.softplus(jnp.maximum(z, -40.0)))
     return jnp.where(z < -40.0, jnp.exp(0.5 * z), root)
 
@@ -198,8 +199,8 @@ def _shares(
     tiny = float(jnp.finfo(z.dtype).tiny)
     if max(floor, epsilon) >= tiny:
         return weights / (jnp.maximum(total, floor) + epsilon)
-    # Far below 0 the scores approach exp(exponents). Where their sum underflows, the shares are the
-    # softmax of these exponents.
+    # Scores of logits far below 0 approach exp(exponents). Where their sum underflows, the normalised
+    # weights are the softmax of these exponents.
     vanishes = total < tiny * 2**24
     exponents = 0.5 * z if score == "sqrt_softplus" else z
     shares = weights / jnp.where(vanishes, 1.0, total)
