@@ -1,4 +1,4 @@
-"""BlockSparse: a matrix that keeps some of its blocks, with lists of the blocks by column and by row."""
+"""BlockSparse: a matrix of which only some blocks are stored, with lists of them by column and row."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,24 +18,24 @@ BlockSize = Literal[32, 64, 128]
 
 
 class BlockList(NamedTuple):
-    """List of the kept blocks by column of blocks, or by row of blocks; a line is one of these."""
+    """List of the stored blocks, sorted by line: by column of blocks, or by row of blocks."""
 
     starts: jax.Array
     """Index of the first entry of each line, then the number of entries, int32 [lines + 1]."""
     entries: jax.Array
-    """Index of each entry's block, and its row of blocks (its column, by row), int32 [2, kept]."""
+    """Of each entry, the index in `blocks` and the position in the line, int32 [2, kept]."""
 
 
 @serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockSparse:
-    """A matrix [D, F] of zeros but for some square blocks, for `jaxfused.block_sparse_matmul`.
+    """A matrix [D, F] that is zero outside some square blocks, for `jaxfused.block_sparse_matmul`.
 
     It is a pytree. Only `blocks` has a gradient: differentiate by it, as
     `jax.grad(lambda blocks: loss(dataclasses.replace(weight, blocks=blocks)))(weight.blocks)`, or let
-    `SparseLinear` do so. Under `jax.jit` the places of the blocks may change without a new compilation,
-    their number may not.
+    `SparseLinear` do so. Under `jax.jit` the positions of the blocks may change without a new
+    compilation, their number may not.
 
     Attributes:
       blocks: [kept, B, B], the blocks that are kept, in any order.
@@ -76,8 +76,8 @@ class BlockSparse:
         Args:
           weight: [D, F], floating-point.
           block_size: B, 32, 64 or 128, which divides D and F.
-          count: how many blocks are kept, those whose squares have the greatest sums; among equal ones
-            the first. None for all blocks that have a number other than 0, or those of the mask.
+          count: how many blocks are kept: those with the greatest sums of squares, among equal ones the
+            first. None for all blocks that are not all 0, or those of the mask.
           mask: [D / B, F / B], bool: the blocks that are kept; needs known values.
 
         Raises:
@@ -127,13 +127,13 @@ class BlockSparse:
     def from_blocks(
         cls, blocks: jax.Array, rows: jax.Array, columns: jax.Array, shape: tuple[int, int]
     ) -> Self:
-        """Returns a matrix of blocks at given places.
+        """Returns a matrix from blocks and their positions.
 
         Args:
-          blocks: [kept, B, B], floating-point, B 32, 64 or 128, each at a place of its own.
-          rows: int [kept], the row of blocks of each.
-          columns: int [kept], its column of blocks. A block whose place is beyond the matrix adds
-            nothing, and its gradient is zero.
+          blocks: [kept, B, B], floating-point, B 32, 64 or 128, no two at one position.
+          rows: int [kept], each block's row of blocks.
+          columns: int [kept], each block's column of blocks. A block beyond the matrix adds nothing,
+            and its gradient is zero.
           shape: (D, F), multiples of B.
 
         Raises:
@@ -190,14 +190,14 @@ class BlockSparse:
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:
-        """Row of blocks, and column of blocks, in which each kept block is, both int32 [kept]."""
+        """Row of blocks and column of blocks of each stored block, both int32 [kept]."""
         return places_of(self.by_column), places_of(self.by_row)
 
     def to_dense(self) -> jax.Array:
         """Returns the matrix [D, F]."""
         down, across = (size // self.block_size for size in self.shape)
         count = self.blocks.shape[0]
-        # The blocks are gathered, because a GPU's scatter adds numbers one by one.
+        # The blocks are gathered, because XLA's scatter on a GPU writes numbers one by one.
         table = jnp.full((down, across), count, jnp.int32)
         table = table.at[self.places].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
         grid = jnp.asarray(self.blocks).at[table].get(mode="fill", fill_value=0)
@@ -232,9 +232,9 @@ def block_lists(
 
 
 def _lines(lines: jax.Array, places: jax.Array, count: int) -> BlockList:
-    """Returns the list of blocks sorted by line (column or row of blocks), then by place in the line.
+    """Returns the list of blocks sorted by line (column or row of blocks), then by position in the line.
 
-    Blocks beyond the matrix are in the last line's list, at a place beyond its end.
+    Blocks beyond the matrix are in the last line's list, at a position beyond its end.
     """
     order = jnp.lexsort((places, lines)).astype(jnp.int32)
     starts = jnp.searchsorted(lines[order], jnp.arange(count, dtype=jnp.int32)).astype(jnp.int32)

@@ -35,16 +35,16 @@ def block_sparse_matmul(
     preferred_element_type: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""Product with a matrix that consists of a few blocks; only these are multiplied.
+    r"""Product with a block-sparse matrix; only its stored blocks are multiplied.
 
     .. math::
         y_{:, J} = \sum_{I \,:\, (I, J) \text{ is kept}} x_{:, I} \, W_{IJ}
 
-    The gradient of x runs over the same blocks, transposed; that of the weight is computed at its
-    blocks only, never whole. Sums are in float32 (float64 for float64), and rounded once.
+    The gradient of x runs over the same blocks, transposed; that of the weight is computed only at its
+    blocks. Sums are in float32 (float64 for float64), and rounded once.
 
-    Where few blocks are zero, or where no kernel can run, XLA multiplies by the matrix with its zeros:
-    NaN and infinity in x reach more of a row's results there.
+    Where few blocks are zero, or no kernel can run, XLA multiplies by a dense copy of the matrix: NaN
+    and infinity in x then reach results of zero blocks too.
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla").
@@ -172,7 +172,7 @@ def _bwd(run: Runner, options: Options, operands, dy):
     dy = dy.astype(options.dtype)
     back = replace(options, out_dtype=options.dtype)
     [dx] = run(BlockSparseProduct(back, transposed=True), dy, blocks, *lists)
-    # Devices that split the rows sum their partial gradients before these are rounded.
+    # If devices split the rows, their partial gradients are summed in float32 before they are rounded.
     whole = sharding.is_in_one_piece(x, dy)
     of_blocks = replace(options, out_dtype=options.dtype if whole else jnp.dtype(jnp.float32))
     if options.dtype == jnp.float64:
@@ -339,7 +339,7 @@ class KeptBlocks(OneByOne):
 
 
 def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
-    """Returns which of Pallas and XLA is faster by the share of blocks kept; XLA multiplies all."""
+    """Returns which of Pallas and XLA is faster by the fraction of blocks stored; XLA multiplies all."""
     if not is_modelled(device):
         return UNMODELLED
     first = "pallas" if kept <= most else "xla"
@@ -347,12 +347,12 @@ def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
 
 
 _MOST_KEPT, _LARGE, _MANY_ROWS = 0.5, 4_000_000, 4096
-"""Largest kept share of the matrix at which the kernel is faster, if the matrix has _LARGE elements or x
-_MANY_ROWS rows: smaller products end before the kernel starts."""
+"""Largest fraction of stored blocks at which the kernel is faster than XLA, if the matrix has _LARGE
+elements or x _MANY_ROWS rows: XLA's smaller products end before the kernel starts."""
 
 
 def example_weight(random: Any, blocks: Any, lists: Sequence[Any]) -> list[jax.Array]:
-    """Returns random blocks at evenly spread places, as example operands."""
+    """Returns random blocks at evenly spread positions, as example operands."""
     columns, _, rows, _ = lists
     down, across = rows.shape[0] - 1, columns.shape[0] - 1
     places = jnp.arange(blocks.shape[0]) * down * across // blocks.shape[0]

@@ -22,7 +22,7 @@ class Coordinates(NamedTuple):
     in_order: bool
     """True if the rows never decrease from entry to entry."""
     is_unique: bool
-    """True if no two entries of the matrix are at one place."""
+    """True if no two entries have the same row and column."""
 
     @property
     def transposed(self) -> "Coordinates":
@@ -77,8 +77,8 @@ def check_sparse(op: str, name: str, matrix: Any) -> None:
 def coordinates(matrix: SparseMatrix) -> Coordinates:
     """Returns the rows and columns of a matrix's entries.
 
-    Negative indices count from the end, as in JAX. If the matrix claims sorted indices, negative rows
-    lie before the first row and are ignored.
+    Negative indices count from the end, as in JAX. With `indices_sorted`, negative rows are before the
+    first row and are ignored.
     """
     if isinstance(matrix, BCSR):
         places = jnp.arange(matrix.indices.shape[0], dtype=matrix.indptr.dtype)

@@ -31,9 +31,9 @@ class Sparse24:
     It is a pytree, of which `values` alone has a gradient.
 
     Attributes:
-      values: [F, D / 2], the numbers that are kept, in the order of D.
-      metadata: uint32 [ceil(D / 64), 2 ceil(F / 128), 128], the places of the values in their groups,
-        in the order in which the threads of Hopper's `wgmma.mma_async.sp` hold them.
+      values: [F, D / 2], the numbers that are kept, in their order along D.
+      metadata: uint32 [ceil(D / 64), 2 ceil(F / 128), 128], the positions of the values in their groups
+        of four, in the order in which the threads of Hopper's `wgmma.mma_async.sp` hold them.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -131,7 +131,7 @@ class Sparse24:
 
     @property
     def places(self) -> jax.Array:
-        """The places of the kept numbers in their groups of four, int32 [D / 4, 2, F]."""
+        """The positions (0 to 3) of the kept numbers in their groups of four, int32 [D / 4, 2, F]."""
         return unpacked(self.metadata, *self.shape)
 
     def to_dense(self) -> jax.Array:
@@ -147,8 +147,8 @@ def prune24(weight: jax.Array, *, straight_through: bool = False) -> jax.Array:
 
     Args:
       weight: [D, F], floating-point, D a multiple of 4.
-      straight_through: whether the gradient reaches all numbers, as if nothing had been pruned, and not
-        only those that are kept. The choice among them then goes on while training.
+      straight_through: whether the gradient reaches all numbers, as if nothing had been pruned, so that
+        the choice can change in training; False for a gradient of the kept numbers only.
 
     Returns:
       The pruned matrix, of weight's dtype.
@@ -185,10 +185,10 @@ def _check_matrix(op: str, weight: jax.Array) -> None:
 
 
 def greatest_places(weight: jax.Array) -> jax.Array:
-    """Returns the places, in order, of the two greatest magnitudes of each four, int32 [D / 4, 2, F]."""
+    """Returns the positions (0 to 3, ascending) of each four's greatest two, int32 [D / 4, 2, F]."""
     groups = jax.lax.stop_gradient(weight).reshape(-1, GROUP, weight.shape[1])
     magnitudes = jnp.abs(groups)
-    # NaN counts as the greatest, so that it stays visible in results.
+    # NaN counts as the greatest magnitude, so that it is kept and reaches the results.
     magnitudes = jnp.where(jnp.isnan(magnitudes), jnp.inf, magnitudes)
     index = np.arange(GROUP)
     other, own = magnitudes[:, None], magnitudes[:, :, None]
@@ -210,7 +210,7 @@ def taken(weight: jax.Array, places: jax.Array) -> jax.Array:
 
 @functools.partial(stated_gradient, linear=(0,))
 def spread(values: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the matrix [D, F] with values [F, D / 2] at their places and zeros elsewhere."""
+    """Returns the matrix [D, F] with values [F, D / 2] at their positions and zeros elsewhere."""
     kept = values.T.reshape(-1, KEPT, values.shape[0])
     index = jnp.arange(GROUP, dtype=places.dtype)[None, :, None]
     zero = jnp.zeros((), values.dtype)
@@ -222,7 +222,7 @@ def spread(values: jax.Array, places: jax.Array) -> jax.Array:
 
 @functools.partial(stated_gradient, linear=(0,))
 def unpruned_gradient(weight: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the pruned matrix; its gradient is passed on to all numbers."""
+    """Returns the pruned matrix; its gradient goes to all numbers, pruned ones too."""
     return spread(taken(weight, places), places)
 
 
@@ -242,9 +242,10 @@ spread.defvjp(
 
 # --- metadata -------------------------------------------------------------------------------------
 #
-# The metadata of 64 rows k and 64 columns f of the matrix is one word for each of 128 threads: thread
-# (warp, g, c) has the columns 16 warp + g (lower half of its word) and 16 warp + g + 8, and the rows 16
-# c to 16 c + 15, four bits for each group of four rows, the place of the first number in the lower two.
+# The metadata of 64 rows k and 64 columns f of the matrix is one 32-bit word per thread of 128. The word
+# of thread (warp, g, c) is for columns 16 warp + g (lower half) and 16 warp + g + 8 (upper half), and
+# for rows 16 c to 16 c + 15: four bits per group of four rows, the first kept number's position in the
+# lower two bits.
 
 
 _HALVES, _FOURS = 16 * np.arange(2, dtype=np.uint32), 4 * np.arange(4, dtype=np.uint32)
@@ -253,7 +254,7 @@ _SHIFTS = (_HALVES[:, None] + _FOURS[None]).reshape(1, 1, 1, 1, 1, 2, 4)
 
 
 def packed(places: jax.Array) -> jax.Array:
-    """Packs places [D / 4, 2, F] into metadata words."""
+    """Packs positions [D / 4, 2, F] into metadata words (the layout above)."""
     groups, _, features = places.shape
     codes = (places[:, 0] | places[:, 1] << 2).astype(jnp.uint32)
     whole_groups = -(-groups // (_STEP // GROUP)) * (_STEP // GROUP)
@@ -267,7 +268,7 @@ def packed(places: jax.Array) -> jax.Array:
 
 
 def unpacked(metadata: jax.Array, rows: int, features: int) -> jax.Array:
-    """Unpacks metadata words into places, int32 [D / 4, 2, F]."""
+    """Unpacks metadata words into positions, int32 [D / 4, 2, F]."""
     words = split_axis(metadata, 2, 4, 8, 4, 1, 1)
     codes = (words >> _SHIFTS & 15).transpose(0, 4, 6, 1, 2, 5, 3)
     codes = merge_axes(merge_axes(codes, 3, 4), 0, 3)[: rows // GROUP, :features]

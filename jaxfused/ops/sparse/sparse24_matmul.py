@@ -38,15 +38,15 @@ def sparse24_matmul(
     .. math:: y = x W
 
     Hopper's sparse tensor cores multiply the kept numbers in half the instructions of a dense product.
-    The gradient of x is the dense product dy W^T, as W^T is not sparse along its own sums; that of the
-    weight is the dense product x^T dy, of which a `Sparse24`'s values get the numbers at their places.
+    The gradient of x is the dense product dy W^T, because W^T is not 2:4 sparse along its summed axis F.
+    That of the weight is the dense product x^T dy, from which a `Sparse24` takes the numbers it keeps.
 
     Args:
       x: [..., D], float32, bfloat16 or float16. The kernel multiplies bfloat16.
       weight: a `Sparse24` of shape (D, F), or a dense [D, F], which is pruned and packed in every call,
         as training needs it.
-      straight_through: for a dense weight, whether its gradient is that of all its numbers, and not only
-        of those that are kept.
+      straight_through: for a dense weight, whether all its numbers have a gradient, or only those that
+        are kept.
       precision: of XLA's products, as in `jax.lax.dot`.
       implementation: None for the fastest that can run, or "cuda", "xla".
 
@@ -88,8 +88,8 @@ def sparse24_matmul(
         )
     if straight_through and is_packed:
         raise ValueError(
-            f"{op}: straight_through is True, but a Sparse24 has no other numbers than those that are"
-            " kept; pass the dense weight."
+            f"{op}: straight_through is True, but a Sparse24 has only the numbers that are kept;"
+            " pass the dense weight."
         )
     dtype = common_dtype(x.dtype, values.dtype)
     if 0 in (*x.shape, features):
@@ -227,5 +227,5 @@ class Sparse24Product:
 
 
 _MANY_WEIGHTS, _LARGE_PRODUCT = 2**26, 16_000_000_000
-"""Numbers of the matrix, zeros included, and multiplications of the whole product, from which on the
+"""Elements of the matrix, zeros included, and multiplications of the dense product, from which the
 kernel is faster."""

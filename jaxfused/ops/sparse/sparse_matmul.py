@@ -38,17 +38,17 @@ def sparse_matmul(
     .. math::
         y_i = \sum_{e \,:\, \text{row}_e = i} \text{data}_e \, b_{\text{column}_e}
 
-    Entries are read as JAX reads them: those of one place add up, their order does not matter, and one
-    whose row or column lies beyond the matrix, as in padding, is ignored. Negative indices count from
-    the end (unless `indices_sorted`, where negative rows are ignored). Only entries are multiplied, so
-    that NaN and infinity in row k of b reach only results with an entry in column k of a.
-    Sums are in float32 (float64 for float64) and rounded once, also in bfloat16 and float16.
+    Entries are read as JAX reads them: those of one row and column add up, their order does not matter,
+    and one whose row or column is beyond the matrix, as in padding, is ignored. Negative indices count
+    from the end (unless `indices_sorted`, where negative rows are ignored). Only entries are
+    multiplied, so that NaN and infinity in row k of b reach only results with an entry in column k of
+    a. Sums are in float32 (float64 for float64) and rounded once, also in bfloat16 and float16.
 
     The gradient of the entries, in `a.data`, is a sampled product, that of b a product with the
     transpose, for which the entries are sorted. Differentiate by `jax.experimental.sparse.grad`, or by
-    the data. For denser matrices, XLA's dense product is faster on a GPU, and runs: it
-    multiplies by the zeros too. Results repeat bit for bit but with implementation "xla" on a GPU,
-    whose scatters have no order.
+    the data. For denser matrices on a GPU, XLA's faster dense product runs,
+    which multiplies by the zeros too. Results repeat bit for bit, except with implementation "xla" on a
+    GPU, whose scatters have no order.
     `jax.linear_transpose`, which `gmres` and `bicgstab` of `jax.scipy.sparse.linalg` call, needs
     `a @ b` in place of it; `cg` does not.
 
@@ -132,12 +132,12 @@ def sampled_matmul(
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> Any:
-    r"""The numbers of a dense product at the places of a sparse matrix, which alone are computed.
+    r"""The elements of a dense product at the entries of a sparse matrix; no others are computed.
 
     .. math:: \text{data}_e = x_{\text{row}_e} \cdot y_{:, \text{column}_e}
 
-    The places are read as `sparse_matmul` reads them; each entry of one place has the whole number, and
-    entries beyond the matrix are 0. The values of `pattern` are not read. Sums are in float32 (float64
+    Entries are read as by `sparse_matmul`; those with the same row and column each get the element, and
+    those beyond the matrix are 0. The values of `pattern` are not read. Sums are in float32 (float64
     for float64) and rounded once. Gradients are products with the sparse matrix of the cotangents.
 
     Args:

@@ -1,4 +1,4 @@
-"""Operations of sparse_matmul and sampled_matmul: sparse @ dense, and dense products at some places."""
+"""Operations of sparse_matmul and sampled_matmul: sparse @ dense, and dense @ dense at entries."""
 
 import functools
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Options:
     in_order: bool
     """True if the entries are in the order of their rows."""
     is_unique: bool
-    """True if no two entries are at one place."""
+    """True if no two entries have the same row and column."""
     precision: Any
 
     def of_transpose(self, rows: int) -> "Options":
@@ -63,7 +63,7 @@ sparse_product.defvjp(_sparse_fwd, _sparse_bwd)
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1))
 def sampled_product(run: Runner, options: Options, rows, columns, x, y):
-    """Returns the numbers of x @ y^T at `rows` and `columns`."""
+    """Returns the elements of x @ y^T at `rows` and `columns`, both [entries]."""
     [data] = run(SampledProduct(options.op, "forward"), rows, columns, x, y)
     return data
 
@@ -197,8 +197,8 @@ class SampledProduct(OneByOne):
 
 
 _LEAST_NUMBERS, _LEAST_UNSORTED = 2**20, 2**24
-"""Elements of the matrix, zeros included, from which the kernel is faster; the second if it alone sorts
-the entries first."""
+"""Elements of the matrix, zeros included, from which the kernel is faster than XLA; the second if only
+the kernel needs the entries sorted first."""
 _WITHOUT_TF32 = 7
 """Factor by which a dense float32 product is slower if it may not use TF32."""
 _DENSE = 64

@@ -10,7 +10,7 @@ from jaxfused.ops.sparse.coordinates import Coordinates
 from jaxfused.runtime import cuda_library
 
 _MOST = 2**31 - 2**11
-"""Largest number of rows, columns and entries, because indices have 32 bits."""
+"""Largest number of rows, columns and entries, because the kernels' indices have 32 bits."""
 _MOST_COLUMNS = 2**20
 """Largest number of columns of b, limited by the kernel's grid."""
 
@@ -60,7 +60,7 @@ def sparse_product(data: jax.Array, places: Coordinates, b: jax.Array, *, rows: 
 
 
 def sampled_product(places: Coordinates, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns x [M, D] @ y^T [D, N] at these places, [entries], in x's dtype."""
+    """Returns x [M, D] @ y^T [D, N] at these rows and columns, [entries], in x's dtype."""
     cuda_library.register()
     out = jax.ShapeDtypeStruct(places.rows.shape, x.dtype)
     return jax.ffi.ffi_call("jaxfused_sampled_matmul", out)(places.rows, places.columns, x, y)

@@ -40,7 +40,7 @@ def dense_product(
         at = _without_negative(places, shape)
     else:
         at, data = _with_sums(data, places, shape)
-    # Entries of one place were added before: a scatter-add on a GPU has no fixed order.
+    # Duplicate entries were added before: a scatter-add on a GPU has no fixed order.
     a = jnp.zeros(shape, b.dtype).at[at].set(data.astype(b.dtype), mode="drop")
     return product("mk,kn->mn", a, b, dtype=b.dtype, out_dtype=out_dtype, precision=precision)
 
@@ -69,7 +69,7 @@ def repeatable_product(
 def _with_sums(
     data: jax.Array, places: Coordinates, shape: tuple[int, ...]
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Adds up each place's entries; its last one gets the sum, the others a row beyond the matrix."""
+    """Adds up duplicate entries; the last of each gets the sum, the others a row beyond the matrix."""
     at = _without_negative(places, shape)
     rows, columns, data = jax.lax.sort(
         (*at, data.astype(accumulator_dtype(data.dtype))), num_keys=2
@@ -91,7 +91,7 @@ def _sums(values: jax.Array, groups: jax.Array) -> jax.Array:
 
 
 def _without_negative(places: Coordinates, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns places with negative indices moved beyond the end; JAX would count them from the end."""
+    """Returns rows and columns, negative ones moved beyond the end; JAX counts them from the end."""
     rows, columns = places.rows, places.columns
     return jnp.where(rows < 0, shape[0], rows), jnp.where(columns < 0, shape[1], columns)
 
@@ -100,7 +100,7 @@ def _without_negative(places: Coordinates, shape: tuple[int, ...]) -> tuple[jax.
 def sampled_product(
     places: Coordinates, x: jax.Array, y: jax.Array, *, out_dtype: Any
 ) -> jax.Array:
-    """Returns x [M, D] @ y^T [D, N] at these places, [entries]."""
+    """Returns x [M, D] @ y^T [D, N] at these rows and columns, [entries]."""
     wide = accumulator_dtype(x.dtype)
 
     def numbers(rows: jax.Array, columns: jax.Array) -> jax.Array:
@@ -121,4 +121,4 @@ def sampled_product(
 
 
 _HELD = 2**22
-"""Largest number of values that are gathered at a time."""
+"""Largest number of values of x that are gathered at a time."""
