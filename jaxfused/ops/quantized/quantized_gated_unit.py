@@ -135,7 +135,7 @@ class _Unit:
 
     def estimate(self, device, able, x, values, *others) -> Estimate:
         del able, others
-        # XLA comes first from the same number of rows on as for a single quantised product.
+        # XLA comes first above MAX_ROWS rows, as for a single quantised product.
         if x.shape[0] > MAX_ROWS:
             return Rule(("xla",), "its faster product makes up for dequantising the weights first")
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])

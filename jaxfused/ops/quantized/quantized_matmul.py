@@ -46,15 +46,15 @@ def quantized_matmul(
         y = \text{activation}(x w + \text{bias}) + \text{residual}
 
     Float x: the weights are dequantised to x's dtype, or with one scale a column their scales multiply
-    the sums, which are in float32. Quantised x: with one scale a row of x and a column of w (or one for
-    all) the values themselves are multiplied, integers with exact sums and float8 with sums in float32;
-    otherwise both are dequantised, to out_dtype if that has 16 bits and else to float32, except by
-    kernels with scales by group, which multiply the values. Bias and residual are added in float32.
+    the sums, which are in float32. Quantised x: with one scale for each row of x and each column of
+    w (or one for all), the stored values are multiplied, integers with exact sums and float8 with sums
+    in float32. Otherwise both are dequantised, to out_dtype if that has 16 bits and else to float32;
+    but kernels for scales by group multiply the stored values. Bias and residual are added in float32.
 
     The weights are frozen: gradients go to x (where it is float), bias and residual, and with
-    `scale_gradient` to the scales of w, whose gradients are zero otherwise. Both modes and any
-    order work where no kernel runs. With implementation "pallas" nothing of the weights' size is made,
-    forward or backward; for the gradient of x, codes and groups of 32 are dequantised once more.
+    `scale_gradient` to the scales of w, whose gradients are zero otherwise. Where no
+    kernel runs, forward- and reverse-mode gradients of any order exist. With implementation "pallas" no
+    float copy of the weights is written, except in the gradient of x for codes and groups of 32.
 
     The kernels read weights of layout "columns": integers, float8, and codes of 16 numbers, two in a
     uint8, with scales in float32 or float8_e8m0fnu. They run with float x of 16 bits, and with quantised
@@ -112,8 +112,8 @@ def quantized_matmul(
     _check_sums_fit(op, x, w)
     if scale_gradient and isinstance(x, QuantizedArray):
         raise ValueError(
-            f"{op}: scale_gradient=True was passed with a quantised x, of which the weights' scales get"
-            " no gradient; pass x as floats, or leave scale_gradient out."
+            f"{op}: scale_gradient=True was passed with a quantised x, but the weights' scales get a"
+            " gradient only with float x; pass x as floats, or leave scale_gradient out."
         )
     out_dtype = jnp.dtype(resolve_out_dtype(op, out_dtype, array, residual))
     if _takes_reference(op, implementation, array, x, w):
@@ -362,7 +362,7 @@ def _input_gradient(run: Runner, options: Options, w: QuantizedArray, dz: jax.Ar
         k=w.shape[0],
         w=weights,
     )
-    # A kernel needs all of F on one device. If F may be split, XLA's product adds the devices' sums.
+    # A kernel needs all of F on one device. If devices may split F, XLA sums their products.
     in_one_piece = sharding.is_in_one_piece(dz, w.values)
     if reason is None and in_one_piece and run.implementation in (None, "pallas"):
         (dx,) = run(InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)

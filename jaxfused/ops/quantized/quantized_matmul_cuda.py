@@ -1,6 +1,6 @@
 """Products with quantised weights: ffi/quantized/quantized_matmul.cu, and w8a8_matmul.cu if x is too.
 
-They are for GPUs without a Pallas kernel, from Turing on, and read the same layout "columns". All
+They are for GPUs from Turing on that have no Pallas kernel, and read the same layout "columns". All
 functions are over rows: x [M, K], weights [N, K], bias [N], residual and y [M, N].
 """
 
@@ -24,7 +24,7 @@ _MOST_TILES = 65535
 _MOST_ROWS = 2**30
 _PARTS = (1, 2, 4, 8, 16)
 _FEW_ROWS = 64
-"""Number of rows of x up to which sums are split (split-K). More rows make enough blocks without it."""
+"""Number of rows of x up to which K is split among blocks (split-K). More rows make enough blocks."""
 _BOTH_TILE = 128
 """Rows and columns of a CTA's tile of the W8A8 kernel, and features of a K step."""
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -150,7 +150,7 @@ _LITTLE_MEMORY_ROWS, _MEMORY_ROWS = 32, 64
 """Largest product of x's rows and `sum_warps` for which two pipeline stages fit into a block's shared
 memory, on Turing and on later GPUs."""
 _BUSY_BLOCKS = 1.5
-"""Number of blocks per SM that convert weights as fast as memory delivers them."""
+"""Blocks per SM needed to convert weights as fast as memory delivers them."""
 _LAUNCH_BYTES = 8e6
 """Bytes that a GPU reads while split-K's second kernel starts. A block starts in half that time."""
 
@@ -285,7 +285,7 @@ def both_forward(
     save_preactivation: bool,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns what `forward` does, for quantised x with scales [M, groups]; it saves float32."""
+    """Returns the results of `forward` for quantised x with scales [M, groups]; it saves float32."""
     cuda_library.register()
     shape = (x.shape[0], w.n)
     call = jax.ffi.ffi_call(

@@ -1,4 +1,4 @@
-"""Kernel calls of quantized_matmul, forward and gradient: what can run each, fastest first."""
+"""Kernel calls of quantized_matmul, forward and gradient, and the choice of implementation."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def product_why_not(
 _TILED_ROWS, _FEW_TILED_ROWS, _LONG_SUMS = 8192, 512, 2048
 """Rows of x up to which a kernel that dequantises tiles of the weights beats XLA: `_TILED_ROWS` with at
 least `_LONG_SUMS` input features, `_FEW_TILED_ROWS` with fewer, where its epilogue takes longer than the
-copies. With more rows, the time in which XLA dequantises matters less."""
+copies. With more rows, XLA's dequantisation is a smaller part of its time."""
 WHOLE = "dkgh"
 """Letters of the summed axis D and its groups of scales, which devices may not split."""
 _PADDED_WEIGHTS = 1_000_000

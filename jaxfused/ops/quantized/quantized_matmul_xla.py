@@ -113,7 +113,7 @@ def frozen_product(
     """Returns x @ w plus a bias of the result's 16 bits, in `out_dtype` or, if it is None, float32.
 
     Gradients go to x and the bias, and with `scale_gradient` to the scale of w. The backward dequantises
-    w again: the dequantised weights would take the memory that quantisation saves.
+    w again: saving the dequantised weights would take the memory that quantisation saves.
     """
     del scale_gradient
     rows = linear_xla.letters_of_rows(x)
@@ -160,10 +160,11 @@ frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
 
 
 _MOST_SCALED_ROWS = 512
-"""Most rows of x for which XLA's Triton product, which converts weights, should beat cuBLAS.
+"""Most rows of x for which XLA's Triton product, which converts weights as it reads them, should be
+faster than a dequantised copy and cuBLAS.
 
-For this many rows, writing a dequantised copy at 2.5 TB/s takes as long as Triton loses to cuBLAS, at
-55 % of its speed.
+At this many rows, a copy written at 2.5 TB/s costs as much time as Triton, at 55 % of cuBLAS's speed,
+loses.
 """
 
 
@@ -171,7 +172,7 @@ def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
     """Returns whether the stored numbers are multiplied, and the sums then scaled by column.
 
     Every float dtype of x holds these numbers exactly. XLA converts them inside a product of small M,
-    but would write a dequantised copy. XLA computes a single row as a reduction, in which
+    but would write a dequantised copy to memory. XLA computes a single row as a reduction, in which
     dequantising would take six times as long as reading the numbers.
     """
     is_few = not is_symbolic(x) and math.prod(x.shape[:-1]) <= _MOST_SCALED_ROWS
@@ -182,7 +183,8 @@ def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
     """Returns whether each group is summed separately, and scaled before the sums are added.
 
     For at most half as many rows as a group has numbers, separate sums move fewer bytes than a
-    dequantised copy of the weights. Features that Explicit mesh axes split are not cut into groups.
+    dequantised copy of the weights. With Explicit mesh axes this is False: JAX cannot split a sharded
+    axis into groups.
     """
     group = w.shape[0] // w.groups
     is_few = not is_symbolic(x) and 2 * math.prod(x.shape[:-1]) <= group
@@ -235,7 +237,7 @@ def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.
 
 
 _MOST_FEATURES = 512
-"""Largest number of input features for which the weights' gradient is in memory at a time."""
+"""Largest number of input features whose weight gradient is in memory at a time."""
 
 
 def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Array:
@@ -371,9 +373,9 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 _EXACT_PRODUCTS = 1024
 """Number of int8 products, each of at most 2^14, that float32 sums exactly."""
 _FEWEST_PRODUCTS = 256
-"""Least number of products in a partial sum. Shorter ones would be read and written too often."""
+"""Least number of products in a partial sum. Shorter ones cost too many reads and writes."""
 _LAUNCH_BYTES = 2**23
-"""Bytes that memory moves while the kernels that pad x and slice the result start."""
+"""Bytes that memory moves in the launch time of the kernels that pad x and slice the result."""
 
 
 def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
