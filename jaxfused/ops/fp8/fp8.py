@@ -26,7 +26,7 @@ class Fp8State:
 
     An operator whose `precision` is such a state scales each matrix by the largest magnitude of its
     history instead of reading the matrix first (delayed scaling); larger values saturate in that call.
-    The scale is 1 while the history is empty. The magnitudes of a call come back as the state's
+    The scale is 1 while the history is empty (all 0). The magnitudes of a call come back as the state's
     cotangent: **its gradient is not a derivative but the next state**, and takes the state's place. Each
     call of an operator in a program has a state of its own.
 
@@ -49,7 +49,7 @@ class Fp8State:
 
     @classmethod
     def zeros(cls, operator: str, calls: int = 16) -> "Fp8State":
-        """The state of an operator ("linear", "mlp", ...) that has not been called.
+        """Returns the state of an operator ("linear", "mlp", ...) that has not been called yet.
 
         Args:
           operator: its name.
@@ -61,7 +61,7 @@ class Fp8State:
             )
         if calls < 1:
             raise ValueError(
-                f"Fp8State: calls is {calls}, but a scale is of at least one; pass 1 or more."
+                f"Fp8State: calls is {calls}, but a scale needs at least one call; pass 1 or more."
             )
         return cls(jnp.zeros((len(MATRICES[operator]), calls), jnp.float32))
 
@@ -123,7 +123,7 @@ def state_of(op: str, precision: Any) -> Fp8State | None:
 
 
 def runner(op: str, implementation: str | None, device: dispatch.Device, x: jax.Array) -> Runner:
-    """Returns the `Runner` of an operator in float8, which picks and calls implementations of kernels.
+    """Returns the `Runner` of an operator in float8, which chooses and calls kernels or XLA.
 
     Raises:
       ValueError: x has a dtype that is not quantised, or the implementation has no float8 product.

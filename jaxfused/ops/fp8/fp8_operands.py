@@ -3,7 +3,7 @@
 The scale of a matrix is its largest magnitude over the largest number of its float8: e4m3 for
 activations and weights, e5m2 for gradients. Tensor cores sum a float8 product along the last axis of
 both operands. dgrad and wgrad sum over the other axis of an operand of the forward, so that the pass
-that quantises a matrix also writes it transposed. The backward keeps these copies instead of the arrays.
+that quantises a matrix also writes it transposed. The forward saves these copies instead of the arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 GRADIENT = jnp.dtype(jnp.float8_e5m2)
 SLOPE_STEPS = 112.0
 """Int8 value that represents a derivative of 1. In steps of 1/112, the derivatives of all activations
-but relu2 fit into an int8, more finely than in float8, to which the gradient is rounded later."""
+but relu2 fit into an int8, with a finer step than the float8 to which the gradient is rounded later."""
 
 
 class Copies(NamedTuple):
@@ -76,8 +76,8 @@ def copies(
       transposes: whether to return the values transposed.
       sums: whether to return the sums over rows, which are gradients of biases.
       slope: whether to return the activation's derivative.
-      largest: magnitudes [P], whose maximum is that of the quantised values, if it is known; needed
-        with an activation.
+      largest: magnitudes [P], whose maximum is the largest magnitude to quantise, or a bound of it, if
+        known; needed with an activation.
       history: past magnitudes [calls] of the matrix, which then determine its scale.
     """
     in_one_piece = sharding.is_in_one_piece(*matrices)
@@ -100,7 +100,8 @@ def copies(
         matrices=len(matrices),
         returns_scale=in_one_piece,
         pads=in_one_piece,
-        # Magnitudes are known of matrices that were just written, whose last rows are still in L2.
+        # `largest` comes from the kernel that has just written the matrix, whose last rows are in the
+        # L2.
         from_end=largest is not None,
     )
     values, transposed, scale, total, parts, derivative = run(stage, *padded, fitting)
@@ -139,7 +140,7 @@ def _of_all_shards(largest: jax.Array) -> jax.Array:
 
 
 def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the largest magnitude [1] in the history; if it is empty, the one whose scale is 1.
+    """Returns the largest magnitude [1] in the history; if it is empty, the one that gives scale 1.
 
     Magnitudes that are not finite are ignored. A step with too large a loss scale may have caused them,
     and they do not predict the next call.
@@ -210,7 +211,7 @@ class _Quantize(OneByOne):
     observes: bool
     matrices: int
     returns_scale: bool
-    """True if the kernel returns the scale. False for sharded matrices: their scales would be added."""
+    """True if the kernel returns the scale. False for sharded matrices: devices' scales would be summed."""
     pads: bool
     """True if zeros pad each row. False for sharded matrices: zeros would lie between the shards."""
     from_end: bool

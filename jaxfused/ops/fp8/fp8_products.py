@@ -41,7 +41,7 @@ def layer(
 
     The options are those of `pallas_kernels.gemm.fp8.LayerOptions`.
     """
-    # The devices' maxima of sharded columns would be added; so the maxima are computed from z.
+    # Maxima of sharded columns would be summed over devices, so XLA computes them from z then.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
     factors = _factors(x.values, w.transposed)
@@ -68,7 +68,7 @@ def hidden_magnitude(
 
 
 def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
-    """Returns what bounds the activation: the largest "value" or "magnitude" of its arguments."""
+    """Returns which maximum of z bounds |activation(z)|: that of its "value" or of its "magnitude"."""
     return "value" if activation in BOUNDED_FROM_ABOVE else "magnitude"
 
 

@@ -20,7 +20,7 @@ from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
 
 SLOPES = ("relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
-"""Activations whose derivative is saved as an int8. relu2's is unbounded, and cheap to compute again."""
+"""Activations whose derivative is saved as int8. relu2's is unbounded, and cheap to recompute."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _first_layer(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns the preactivations and maxima of their rows.
 
-    A backward that needs the preactivations alone runs the same kernel, which is compiled already.
+    A backward that needs only the preactivations runs the same kernel, which is compiled already.
     """
     whole = firsts.transposed
     parts = jnp.split(whole, len(biases)) if options.gated else [whole]

@@ -103,7 +103,7 @@ def quantize(
 
 
 def tiles(rows: int, columns: int) -> int:
-    """Returns the number of tiles of a matrix; `quantize` returns a maximum of each if it `observes`."""
+    """Returns the tiles of a matrix; with `observes`, `quantize` returns the maximum of each."""
     return -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
 
 
@@ -112,8 +112,8 @@ def largest(
 ) -> jax.Array:
     """Returns the largest magnitude that each block reads, [blocks], of up to three arrays of one dtype.
 
-    With an activation, they bound its magnitudes at arguments no larger than the arrays'. The activation
-    must grow above 0, and never be below -`least`.
+    With an activation, the results bound its magnitude at arguments up to the arrays' values. The
+    activation must increase above 0, and never be below -`least`.
     """
     cuda_library.register()
     call = jax.ffi.ffi_call("jaxfused_largest", jax.ShapeDtypeStruct((blocks,), jnp.float32))
