@@ -19,7 +19,7 @@ _TILE = 32
 _SUMS = 7
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 _ROUNDED = (jnp.bfloat16, jnp.float16)
-"""Result dtypes for which 15-bit interpolation weights suffice: the error is 1/16 of a rounding."""
+"""Result dtypes for which 15-bit interpolation weights suffice: their error is 1/16 of the rounding."""
 DTYPES = (jnp.uint8, *cuda_library.DTYPES)
 _IN_PLACE = Reading((0, 0), "bilinear", is_upright=True, drops=True, fill=(0.0,), widest=1.0)
 """Options passed to the kernel where nothing is resampled: each pixel stays in its place."""

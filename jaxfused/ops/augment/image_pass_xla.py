@@ -84,7 +84,7 @@ def run(
       before: [B, 3, 3] or None.
       blurs: [B, weights] of the blur: those along columns, and then those along rows; or [B, 1], the
         factor by which it sharpens.
-      spec: the pass, the same for all images.
+      spec: options of the pass, the same for all images.
       pixels: function by which a resampling reads pixels; None for a gather.
     """
     blur = spec.blur

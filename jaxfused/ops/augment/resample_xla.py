@@ -1,9 +1,9 @@
 """Resampling of an image at mapped positions, in plain JAX.
 
-Positions count from 0 at the middle of the first pixel, x to the right and y down. A map leads from the
-positions of the result to those of the image. Every value is a weighted mean of pixels; a pixel's weight
-is the interpolation kernel at its distance along x times that along y. An antialiased kernel is wider
-by the factor by which the map shrinks the image.
+Positions count from 0 at the middle of the first pixel, x to the right and y down. A map gives the
+position in the image for each position of the result. Every value is a weighted mean of pixels; a
+pixel's weight is the interpolation kernel at its distance along x times that along y. An antialiased
+kernel is wider by the factor by which the map shrinks the image.
 """
 
 import math
@@ -33,7 +33,7 @@ class Reading:
     is_upright: bool
     """True if x depends on the result's columns alone and y on its rows alone."""
     drops: bool
-    """True if pixels outside the window have no weight, as beyond a crop; false if they count as
+    """True if pixels outside the window have weight 0, as beyond a crop; False if they have the value
     `fill`."""
     fill: tuple[float, ...]
     """Value outside of the image: one for all channels, or one for each."""
@@ -54,7 +54,7 @@ class Map(NamedTuple):
     window: jax.Array
     """Window [4] of pixels that the result may depend on: smallest x and y, largest x and y."""
     radius: jax.Array
-    """Radius [2] of the kernel along x and y, in multiples of `SUPPORT`; 1 if nothing shrinks."""
+    """Radius [2] of the interpolation kernel along x and y, in multiples of `SUPPORT`; at least 1."""
     source: jax.Array
     """Height and width [2] of the image, which may be smaller than its array."""
     result: jax.Array
@@ -178,7 +178,7 @@ def _weights(distance: jax.Array, interpolation: Interpolation) -> jax.Array:
 def _tap_weights(
     place: jax.Array, pixel: jax.Array, axis: int, reading: Reading, map: Map
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns pixels' weights for positions on an axis, and these with 0 for pixels that are `fill`."""
+    """Returns pixels' weights at positions on an axis, and these with 0 for pixels that are `fill`."""
     weight = _weights((pixel - place) / map.radius[axis], reading.interpolation)
     in_window = _is_in_window(pixel, axis, map)
     if reading.drops:
@@ -193,7 +193,7 @@ def _upright(x: jax.Array, reading: Reading, map: Map, fill: jax.Array) -> jax.A
     for axis, (size, count) in enumerate(zip(x.shape[1::-1], reading.size[::-1], strict=True)):
         steps = jnp.arange(count, dtype=x.dtype)
         place = map.matrix[axis, axis] * steps + map.matrix[axis, 2]
-        # Pixels beyond the array are fill, and its weight is 1 minus the sum of the other weights.
+        # Pixels beyond the array have the value `fill`, whose weight is 1 minus the sum of the others.
         reach = math.ceil(SUPPORT[reading.interpolation] * reading.widest) if reading.drops else 0
         pixel = jnp.arange(-reach, size + reach, dtype=x.dtype)
         weight, seen = _tap_weights(place[:, None], pixel[None], axis, reading, map)
@@ -213,7 +213,7 @@ def _upright(x: jax.Array, reading: Reading, map: Map, fill: jax.Array) -> jax.A
 
 
 def _total(place: jax.Array, axis: int, reading: Reading, map: Map) -> jax.Array:
-    """Returns the sum of a kernel's weights over all pixels, inside and outside of the image."""
+    """Returns the sum of the interpolation kernel's weights over all pixels, also outside the image."""
     first = jnp.ceil(place - SUPPORT[reading.interpolation] * map.radius[axis])
     pixels = first[:, None] + jnp.arange(reading.taps, dtype=place.dtype)
     distances = (pixels - place[:, None]) / map.radius[axis]
@@ -226,7 +226,7 @@ def _anywhere(
     """Resamples by a gather of each pixel that a value depends on, for any map."""
     across, down = positions(reading, map)
     support = SUPPORT[reading.interpolation]
-    # Far from the image all pixels are fill, so positions are limited to what integers can index.
+    # Far from the image all pixels are `fill`, so positions are clipped to a range that int32 can index.
     limit = support * reading.widest + 2
     across = jnp.clip(across, -limit, map.source[1] - 1 + limit)
     down = jnp.clip(down, -limit, map.source[0] - 1 + limit)

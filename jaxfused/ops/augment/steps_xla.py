@@ -1,7 +1,8 @@
 """The pointwise steps of a pass over an image, in plain JAX.
 
-A step is an operation with its values. Images differ in their operations, so that a step is data: a row
-[operation, values...] of an array. `Steps` lists the operations that each step of a pass may have.
+A step is an operation with its values. Each image of a batch may have other operations, so a step is
+data: a row [operation, values...] of an array. `Steps` lists the operations that each step of a pass
+may have.
 
 Values of a picture are 0 to 1 within a pass; "levels" are the 256 of uint8.
 """
@@ -42,7 +43,7 @@ Steps = tuple[tuple[Op, ...], ...]
 """The operations that each step of a pass may have."""
 
 GRAY = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue, which sum to 1, so that gray stays as it is."""
+"""Weights of red, green and blue, which sum to 1, so that gray pixels are unchanged."""
 
 
 class Statistics(NamedTuple):
