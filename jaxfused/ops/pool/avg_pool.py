@@ -39,10 +39,9 @@ def avg_pool(
       strides: steps between windows; None for 1, as in Flax.
       padding: "SAME", "VALID", an int for all sides, or for each spatial axis an int or a pair (low,
         high).
-      count_include_pad: whether padding counts in the divisor. A window of nothing else is NaN
-        where it does not count.
+      count_include_pad: whether padding counts in the divisor. If not, a window of only padding is NaN.
       ceil_mode: whether the last window may end beyond the padded edge, as in PyTorch; it begins in x or
-        in the padding before it. What is beyond the padded edge never counts.
+        in the padding before it. Positions beyond the padded edge never count.
       weights: [*window], of numbers or an array, or None. All channels have the same. The program
         holds one product for each of them.
       implementation: None or "xla".

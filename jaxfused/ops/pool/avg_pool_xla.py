@@ -82,7 +82,7 @@ def _window_sums(x, window, strides, padding):
 
 
 def _weighted_sums(padded, weights, strides):
-    """Returns the weighted sum of each window of a padded x, adding one weight's products at a time."""
+    """Returns the weighted sum of each window of a padded x, one weight of the window at a time."""
     spatial = zip(padded.shape[1:-1], weights.shape, strides, strict=True)
     shape = (1, *((n - size) // step + 1 for n, size, step in spatial), 1)
     flat = weights.reshape(-1)

@@ -30,8 +30,8 @@ def carafe(
 
     Args:
       x: [B, H, W, C], of any floating-point dtype.
-      kernels: [B, f H, f W, groups k k], group after group, each in the order of rows. They are used as
-        they are: a softmax over the k k weights comes before. Any floating-point dtype.
+      kernels: [B, f H, f W, groups k k], group after group, each in the order of rows. They are not
+        normalised here: the caller applies the softmax over the k k weights. Any floating-point dtype.
       kernel_size: k, odd.
       groups: into how many groups of adjacent channels x is split.
       implementation: None or "xla".
@@ -59,7 +59,7 @@ def carafe(
     check_count(op, "groups", groups)
     if x.ndim != 4 or 0 in x.shape[1:]:
         raise ValueError(
-            f"{op}: x has shape {x.shape}, but it is of images; pass x of shape [batch, height, width,"
+            f"{op}: x has shape {x.shape}, but it must be images; pass x of shape [batch, height, width,"
             " channels]."
         )
     if kernel_size % 2 == 0:
@@ -100,7 +100,7 @@ def _reassembled(
     around = ((0, 0), (radius, radius), (radius, radius), (0, 0), (0, 0))
     grouped = split_axis(x.astype(wide), 3, groups, channels // groups)
     padded = jnp.pad(grouped, around)
-    # Each pixel of x gets the kernels of the factor x factor result pixels that it becomes.
+    # The kernels of the factor x factor result pixels of each pixel of x get axes of their own.
     blocks = split_axis(kernels.astype(wide), 3, groups, size * size)
     blocks = split_axis(split_axis(blocks, 2, width, factor), 1, height, factor)
     total = jnp.zeros((), wide)

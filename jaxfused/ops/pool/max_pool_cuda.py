@@ -12,7 +12,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**31 - 2**10
-"""Largest number of elements of images and of the result, because threads are counted in 31 bits."""
+"""Largest number of elements of x, and of the result, because kernels index threads in 31 bits."""
 
 
 @dataclass(frozen=True)

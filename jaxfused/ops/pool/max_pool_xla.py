@@ -13,7 +13,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 Pairs = Sequence[tuple[int, int]]
 
 _AT_ONCE = 4
-"""Largest number of values that are compared at once; larger windows are built up from blocks."""
+"""Largest number of values that are compared at once; larger windows are reduced block by block."""
 
 
 def pool(

@@ -47,14 +47,14 @@ def resize(
       size: of the result, one int for all spatial axes or one for each.
       factor: in place of a size, what to multiply sizes by, rounded down; one number or one for each
         axis. Then n / m above is 1 / factor, as in `torch.nn.functional.interpolate`.
-      method: "nearest" is the value in whose part of the axis the centre of the result's lies (torch's
-        "nearest-exact"), and "nearest_floor" torch's "nearest", which starts at a part's edge. Both
-        round places to float32, which decides ties, as torch does for images of two axes (of one axis
-        its "nearest-exact" rounds otherwise: 2 values enlarged to 41 differ in one). "bicubic" has
+      method: "nearest" takes the value at floor(c + 1/2) (torch's "nearest-exact"), "nearest_floor" that
+        at floor(i n / m) (torch's "nearest"). Both round positions to float32, which decides ties, as
+        torch does for images of two axes (for one axis its "nearest-exact" rounds otherwise: 2 values
+        enlarged to 41 differ in one). "bicubic" has
         Keys' coefficient -0.75, and beyond its ends x goes on with its outermost values. "lanczos3" and
-        "lanczos5" leave out what lies beyond.
-      align_corners: whether the first and the last result are the first and the last value, where
-        otherwise values are the centres of equal parts. Not for "nearest".
+        "lanczos5" leave out weights beyond the ends.
+      align_corners: whether the first and the last result equal the first and the last value; otherwise
+        values are at the centres of equal parts. Not for "nearest".
       antialias: whether windows grow by the factor by which an axis shrinks, and leave out what lies
         beyond its ends. "bicubic" then has the coefficient -0.5, as in torch and Pillow;
         `jax.image.resize` is this, enlarging too. Not for "nearest" or with align_corners.

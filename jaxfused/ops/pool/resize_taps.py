@@ -1,7 +1,6 @@
 """Taps of a resized axis: the values of x that each result reads, and their weights.
 
-NumPy computes the taps in float64, and places of the nearest value in float32, while a program is
-traced, when sizes are known.
+NumPy computes the taps while a program is traced: in float64, and for "nearest" positions in float32.
 """
 
 import functools
@@ -20,8 +19,8 @@ class ResizedAxis:
 
     Attributes: size: values of the axis. result: values of the result. step: distance of adjacent
     results, in values of the axis. method: one of `METHODS`. align_corners: whether the first and the
-    last values are those of the axis, else values are the centres of equal parts. antialias: whether
-    windows grow where the axis shrinks.
+    last results are the axis's first and last values, else values are at centres of equal parts.
+    antialias: whether windows grow where the axis shrinks.
     """
 
     size: int
@@ -92,11 +91,11 @@ def taps(axis: ResizedAxis) -> Taps:
 def _nearest(axis: ResizedAxis, results: np.ndarray) -> np.ndarray:
     """Returns where each result lies in the axis, rounded to float32 as torch rounds it for images.
 
-    A place near a whole number may be above it in float32 and below it in float64.
+    A position near a whole number may be above it in float32 and below it in float64.
     """
     if axis.method == "nearest":
         return (results + 0.5).astype(np.float32) * np.float32(axis.step)
-    # An axis that keeps its size is copied, for any factor.
+    # An axis whose result has its size is copied, whatever the factor.
     step = 1.0 if axis.result == axis.size else axis.step
     return results.astype(np.float32) * np.float32(step)
 

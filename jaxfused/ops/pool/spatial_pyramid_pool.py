@@ -27,8 +27,8 @@ def spatial_pyramid_pool(
 
     .. math:: \lfloor i n / l \rfloor, \dots, \lceil (i + 1) n / l \rceil - 1
 
-    so that adjacent cells share a pixel where n is no multiple of l. Of each cell there is one value for
-    each channel: the largest or the mean.
+    so that adjacent cells share a pixel where n is no multiple of l. A cell's result for
+    each channel is its largest value or its mean.
 
     Args:
       x: [B, *spatial, C] with one spatial axis or more, of any floating-point dtype.

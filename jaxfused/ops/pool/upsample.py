@@ -44,8 +44,8 @@ def upsample(
       factor: one int for all spatial axes, or one for each.
       method: "bilinear" (over any number of axes) or "nearest"; `jaxfused.resize` has more.
       size: of the result, in place of a factor: one int for all spatial axes, or one for each.
-      align_corners: whether bilinear results begin and end with the first and the last value, where
-        otherwise values are the centres of equal parts.
+      align_corners: whether the first and the last bilinear result equal the first and the last value;
+        otherwise values are at the centres of equal parts.
       implementation: None for the fastest that can run, or "cuda" (bilinear by 2 over two axes), "xla".
 
     Returns:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**31 - 2**10
-"""Largest number of elements of the smaller image, because threads are counted in 31 bits."""
+"""Largest number of elements of the smaller image, because the kernels index threads in 31 bits."""
 
 
 def why_unsupported(
