@@ -68,13 +68,14 @@ def rope(
       q: [..., T, N, H], float32, bfloat16 or float16 (float64 with implementation "xla").
       k: [..., T, K, H] with q's axes before the heads, or None.
       positions: [T] or [..., T], integers or floats; by default offset + 0, 1, 2, ...
-      offset: the first position, a scalar or [...]: how far a decoder has come.
+      offset: the first position, a scalar or [...]: in a decoder, the number of cached tokens.
       rotary_dim: R, even, by default H.
       theta: the base of the frequencies.
       scaling: such as `YarnRope`; None for unscaled frequencies.
-      cos: [T, R/2] or [..., T, R/2], with `sin` and in place of all that makes angles. Where heads
-        have angles of their own (by XLA), [T, N, R/2] or [..., T, N, R/2], in which axes before T
-        may be 1; of q [B, T, N, H] with B = T = N, [T, N, R/2] is read as [B, T, R/2].
+      cos: [T, R/2] or [..., T, R/2], with `sin`, in place of positions, offset, rotary_dim, theta and
+        scaling. Where heads have angles of their own (by XLA), [T, N, R/2] or [..., T, N, R/2], in
+        which axes before T may be 1; of q [B, T, N, H] with B = T = N, [T, N, R/2] is read as [B, T,
+        R/2].
       sin: like `cos`.
       interleaved: whether a pair is (2 i, 2 i + 1) (GPT-J, RoFormer), else of both halves (GPT-NeoX).
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
@@ -162,7 +163,7 @@ def rope_tables(
     theta: float = _THETA,
     scaling: RopeScaling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cosines and sines that `rope` takes: make them once where many layers share them.
+    """The cosines and sines that `rope` takes, computed once for all layers that use them.
 
     Args:
       positions: [..., T], integers or floats.
@@ -174,7 +175,7 @@ def rope_tables(
       (cos, sin), each [..., T, R/2] of float32, times the scaling's attention factor.
 
     Raises:
-      ValueError: rotary_dim is odd or not positive, or theta or scaling is none.
+      ValueError: rotary_dim is odd or not positive, or theta or scaling is not valid.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -205,12 +206,12 @@ def axial_rope_tables(
 
     .. math:: \alpha_{t i} = \sum_a p_{t a} \, \omega_{a i}
 
-    for token t and pair i of features. By default a pair turns by one axis alone: the first
-    `features[0]` features by the first axis, and so on, pair j of an axis with F features by
+    for token t and pair i of features. By default each pair rotates by the position along one axis:
+    the first `features[0]` features by the first axis, and so on, pair j of an axis with F features by
     :math:`\theta^{-2 j / F}` a unit of position, with `turns` that many whole turns (2 pi).
 
-    An image of height x width patches, row by row, is what three numbers say: its R/2 pairs turn
-    half by the row 0, 1, ... and half by the column.
+    `height`, `width` and `rotary_dim` describe an image of patches, row by row: half of its R/2 pairs
+    rotate by the row 0, 1, ... and half by the column.
 
     Args:
       height: of an image, in patches; with `width` and `rotary_dim`, in place of `positions`.
@@ -227,7 +228,7 @@ def axial_rope_tables(
       frequencies: [axes, R/2] radians a unit of position, in place of `features`, `theta` and
         `order`, where pairs turn by other frequencies than those, by several axes, or by a learned
         array; [axes, N, R/2] for heads that differ.
-      prefix: how many tokens stand before those and don't turn: class token, registers, text.
+      prefix: number of tokens before these that are not rotated: class token, registers, text.
 
     Returns:
       (cos, sin), each [T, R/2] of float32, or [..., T, R/2], or with heads that differ
@@ -445,7 +446,7 @@ def _stages(interleaved: bool, *arrays: jax.Array | None) -> Iterator[StageCall]
 # --- gradient -------------------------------------------------------------------------------------
 
 _WHOLE = "gkhr"
-"""Letters of axes that a device must hold whole: heads of a group, features and pairs of a head."""
+"""Letters of axes that devices must not split: heads of a group, features and pairs of a head."""
 
 
 def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -558,9 +559,9 @@ class _Rotation:
 
 
 _XLA_BYTES = 4
-"""Bytes that a thread of XLA's kernel reads at a time from a head's halves."""
+"""Bytes that a thread of XLA's kernel reads at a time from each half of a head."""
 _FEW_BYTES = 2**16
-"""Bytes of the queries up to which a kernel takes longer to start than to read them."""
+"""Bytes of the queries up to which a kernel's launch takes longer than its reads."""
 _FEW_BYTES_ALONE = 2**21
 """`_FEW_BYTES` for a call without keys, for which XLA launches one kernel instead of two."""
 
@@ -581,7 +582,7 @@ def _rope_fwd(run: Runner, rotation: _Rotation, q, k, cos, sin):
     perturbed = cos.perturbed or sin.perturbed
     q, k, cos, sin = (None if a is None else a.value for a in (q, k, cos, sin))
     saved = _Residuals(cos, sin, (q, k) if perturbed else None)
-    # The operator is called again here, so that the gradient is differentiable too.
+    # The forward calls the operator itself, so that JAX can differentiate the gradient too.
     return _rope(run, rotation, q, k, cos, sin), saved
 
 

@@ -14,8 +14,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**32 - 2**10
-"""Limit on the elements of q and k together, because positions, heads and threads are counted in 32
-bits."""
+"""Limit on the elements of q and k together, because the kernel indexes them in 32 bits."""
 
 
 def why_unsupported(

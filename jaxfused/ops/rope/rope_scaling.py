@@ -70,7 +70,7 @@ class LinearRope(RopeScaling):
 class NTKRope(RopeScaling):
     """NTK-aware: theta becomes theta * factor^(rotary_dim / (rotary_dim - 2)).
 
-    So the fastest pair keeps its frequency and the slowest one's is divided by `factor`. The form
+    The fastest pair keeps its frequency, and the slowest pair's is divided by `factor`. The form
     whose factor grows with the sequence is `DynamicNTKRope`.
 
     Source: bloc97, 2023, as in Peng et al., "YaRN", section 3.1, https://arxiv.org/abs/2309.00071
@@ -124,12 +124,12 @@ class DynamicNTKRope(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnRope(RopeScaling):
-    """YaRN: pairs that turn often within the trained length keep their frequency, others don't.
+    """YaRN: pairs of many turns within the trained length keep their frequency, others are slowed.
 
     A pair that turns more than `beta_fast` times within `trained_length` keeps its frequency; that of
-    one that turns less than `beta_slow` times is divided by `factor`; between them is a linear ramp. The
-    ramp's ends are rounded outwards to whole pairs; with `truncate=False`, as in gpt-oss, they stay
-    fractions.
+    one that turns less than `beta_slow` times is divided by `factor`; between the two a linear ramp
+    blends. The ramp's ends are rounded outwards to whole pairs; with `truncate=False`, as in gpt-oss,
+    they stay fractions.
 
     cos and sin are multiplied by `attention`, by default m(1) = 0.1 ln(factor) + 1, or where
     `mscale` and `mscale_all_dim` are both set, as DeepSeek's are, by m(mscale) / m(mscale_all_dim)
@@ -188,8 +188,9 @@ class YarnRope(RopeScaling):
 class Llama3Rope(RopeScaling):
     """Llama 3.1's scaling: YaRN's idea with a ramp over the turns within the trained length.
 
-    A pair that turns more than `high_freq_factor` times within `trained_length` is kept, one that
-    turns less than `low_freq_factor` times is divided by `factor`, with a linear ramp between.
+    The frequency of a pair that turns more than `high_freq_factor` times within `trained_length` is
+    kept, that of one that turns less than `low_freq_factor` times is divided by `factor`, with a linear
+    ramp between.
 
     Source: Llama Team, "The Llama 3 Herd of Models", 2024, https://arxiv.org/abs/2407.21783, and
     the function apply_scaling of its published code.
@@ -289,7 +290,8 @@ class ProportionalRope(RopeScaling):
     """The scaling of Gemma 4 and LFM 3: pairs over the whole head, of which only the fastest turn.
 
     Pair i turns by theta^(-2 i / rotary_dim) / factor where i < fraction * rotary_dim / 2, and the
-    others not at all. `rotary_dim` is the whole head, other than in a rotation of a part of it.
+    others not at all. `rotary_dim` is the whole head here, unlike in other rotations of a part of the
+    head.
 
     Source: `_compute_proportional_rope_parameters` of transformers 5.23.0.
     """

@@ -80,7 +80,7 @@ def _rotate_merged(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved:
 
 
 _SMALL, _LARGE = 2**17, 2**26
-"""Bytes of x between which [cos, cos] and [sin, sin] cost more time than they save."""
+"""Bytes of x between which rotating by [cos, cos] and [sin, sin], as in `rotate`, is slower."""
 
 
 # --- angles ---------------------------------------------------------------------------------------
@@ -132,10 +132,9 @@ def axial_tables(
 
 
 def _hidden(frequencies: Any) -> jax.Array:
-    """Returns the frequencies as float32 which XLA does not see to be constants.
+    """Returns the frequencies as float32 behind a barrier, so that XLA cannot see constants.
 
-    XLA computes cosines and sines of one array in one kernel, but not those of a constant, so the
-    barrier hides that this is one.
+    XLA computes cosines and sines of one array in one kernel, but not those of a constant array.
     """
     return jax.lax.optimization_barrier(jnp.asarray(frequencies, jnp.float32))
 
