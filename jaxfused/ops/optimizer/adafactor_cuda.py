@@ -12,7 +12,7 @@ from jaxfused.runtime import cuda_library
 _MAX_LEAVES = 256
 """Largest number of leaves in one launch."""
 _MAX_IN_PLACE = 48
-"""Largest number of leaves in a launch that writes in place: more take XLA too long to compile."""
+"""Largest number of leaves in a launch that writes in place; XLA compiles larger ones too slowly."""
 _TILE_ROWS, _TILE_COLUMNS = 64, 512
 
 

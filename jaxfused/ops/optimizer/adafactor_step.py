@@ -1,8 +1,8 @@
 """Adafactor's second moments and update scales of matrices, by CUDA kernels on each device's shards.
 
 The reference is Optax's `scale_by_factored_rms`. An update is a gradient times a factor for its row, one
-for its column and one for its matrix. So the updates need no pass of their own: the code that writes the
-parameters multiplies.
+for its column and one for its matrix. So these kernels write no updates: the
+pass that writes the parameters multiplies.
 """
 
 import functools
@@ -29,7 +29,7 @@ LEAST_PARAMETER_SCALE = 1e-3
 class Leaf(NamedTuple):
     """Arrays of one parameter, a matrix or a stack of matrices.
 
-    Moments come first, because the last array with an axis decides how it is split.
+    Moments come first, because of the arrays that share an axis the last one decides its sharding.
     """
 
     row_moment: jax.Array
@@ -77,8 +77,8 @@ def step(
     Args:
       scalars: the numbers of this step.
       leaves: non-empty leaves.
-      normalizes_columns: for each leaf, whether the moments of the columns are divided by their mean,
-        and not those of the rows.
+      normalizes_columns: for each leaf, True to divide the moments of the columns by their mean, False
+        those of the rows.
       clips: scale gradients down such that the norm over all leaves and devices is at most `max_norm`.
       clips_updates: scale a leaf's updates down to the root mean square `clipping_threshold`.
       multiplies_by_parameter: multiply a leaf's updates by the root mean square of the parameter.

@@ -1,4 +1,4 @@
-"""Muon's momentum of matrices of one shape: one kernel writes it untransposed and transposed."""
+"""Muon's momentum of matrices of one shape: one kernel writes the matrices and their transposes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class _Call:
     """Static arguments of `momentum_both_ways`."""
 
     count: int
-    """Number of gradients, and of the momenta after them."""
+    """Number of gradients, which come first, and of momenta."""
     dtype: Any
 
     def by_kernel(self, scalars: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -52,7 +52,7 @@ def record(
     why: Mapping[str, str | None],
     by_partitioner: bool = False,
 ) -> None:
-    """Records for `jaxfused.explain` what runs; it lists all parameters of a dtype as one vector."""
+    """Records the implementation for `jaxfused.explain`; all parameters of a dtype are one vector."""
     sizes: dict[Any, int] = {}
     for leaf in leaves:
         dtype = leaf.parameter.dtype
@@ -121,7 +121,8 @@ def sharding_axes(index: int, leaf: Leaf) -> dict[str, sharding.AxisNames]:
     names = [f"leaf{index}_{axis}" for axis in range(leaf.parameter.ndim)]
     if leaf.first_scale is None:
         return dict.fromkeys(Leaf._fields, tuple(names))
-    # A last axis may be split at the ends of an 8-bit moment's blocks; axes merged into blocks may not.
+    # Devices may split a last axis at the ends of an 8-bit moment's blocks, but not axes merged in
+    # blocks.
     leading = leaf.first_scale.ndim - 1
     axes: sharding.AxisNames
     if leading == leaf.parameter.ndim - 1:
@@ -213,7 +214,8 @@ class _Call:
             leaf = leaves[i]
             dtypes = tuple(None if array is None else array.dtype for array in leaf)
             varying = sharding.varying(*(a for a in leaf if a is not None))
-            # One psum adds the norms of all LAMB leaves of a call, so equal mesh axes must split them.
+            # One psum adds the norms of all LAMB leaves of a call, so the same mesh axes must split
+            # them all.
             return dtypes, varying, names[i] if self.rule.name == "lamb" else ()
 
         return _grouped(kind, len(leaves))

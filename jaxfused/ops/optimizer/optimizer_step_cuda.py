@@ -119,11 +119,11 @@ def step(
         squared norms of each leaf's parameter and direction, and the second reads them. With moments in
         float32 they are "lamb_moments", which updates the moments, and "lamb_write", which reads these
         instead of the gradient. With narrower moments they are "lamb_norms", which writes nothing, and
-        "lamb_whole", since a direction from rounded moments would have another norm.
+        "lamb_whole", because the direction of rounded moments would have another norm.
       scalars: `Scalars.stacked`.
       stats: from `gradient_norm.sum_of_squares`, if the step clips or skips.
       leaves: leaves that have the same arrays, in the same dtypes.
-      decays: for each leaf, whether its weight decays.
+      decays: for each leaf, whether weight decay applies.
       clips: scale gradients down to the global norm `max_norm`.
       skips_nonfinite: change nothing if a gradient is not finite.
       nesterov: use Nesterov momentum.
