@@ -42,8 +42,8 @@ def quantize(
         q = \operatorname{clip}(\operatorname{round}(x / \text{scale} + \text{zero\_point})), \qquad
         x \approx \text{scale} \cdot (q - \text{zero\_point})
 
-    Rounding is to nearest, half to even, and saturates: nothing wraps around. Scales are chosen such
-    that nothing has to be clipped. Symmetric: largest magnitude over the largest number of the dtype
+    Rounding is to nearest, half to even, and saturates: nothing wraps around. Chosen scales are so large
+    that no value is clipped. Symmetric: largest magnitude over the largest number of the dtype
     (127, 7, 448, 57344). Asymmetric: the range from smallest to largest value, widened to contain 0,
     over all numbers of the dtype (-128 to 127, -8 to 7); 0 is exact.
 
@@ -58,23 +58,23 @@ def quantize(
         of floats of 4 bits: "nf4" (QLoRA's, in groups of 64 by default, scaled by their largest
         magnitude), "mxfp4" (groups of 32, scales are powers of two) or "nvfp4" (groups of 16, scales are
         numbers of float8_e4m3fn times one of the matrix, in float32).
-      axis: along which scales are shared; for a product, the axis that it sums over. The size of it
-        is even for int4, two of which are packed along it into a byte.
+      axis: along which scales are shared; for a product, the axis that it sums over. For int4 its size
+        must be even: two values along it are packed into a byte.
       group_size: values along `axis` that share a scale (kernels take 32, 64 or 128); it divides the
         size of the axis. By default one scale serves the whole axis: for [D, F], one a channel. A pair,
         for axis -2, is of the sides of a block that shares a scale: (128, 128) as DeepSeek-V3 has them.
         With a given `scale` the last group may be smaller.
       per_tensor: one scale for all of x.
-      symmetric: whether 0 stands for 0. float8 is always symmetric.
+      symmetric: whether there is no zero point, so that code 0 stands for 0. float8 is always symmetric.
       scale: given instead of chosen, positive and finite (in a compiled program others become NaN, and
         make their groups NaN): a scalar, or an array of x's rank that has along
         `axis` as many entries as groups, of axis -2 also along the last one, and elsewhere x's size
         or 1.
       zero_point: with `scale`, for int8 and int4; an integer in the dtype's range, of the scale's
         shape or a scalar.
-      layout: how the numbers lie in memory: "rows" as x has them; "columns" with what a product sums
-        over contiguous, as the kernels of `quantized_matmul` read weights [..., D, F] of axis -2, where
-        for int4 128 divides D.
+      layout: order of the numbers in memory: "rows" as x has them; "columns" with the summed axis
+        contiguous, as the kernels of `quantized_matmul` read weights [..., D, F] of axis -2; for int4
+        128 must then divide D.
 
     Returns:
       A `QuantizedArray`.
@@ -171,8 +171,8 @@ def fake_quantize(
         \mathrm{d}x &= \begin{cases} \mathrm{d}y & \text{where } x \text{ is rounded} \\
             0 & \text{where it is clipped to the range of the dtype} \end{cases}
 
-    For training under the rounding that inference will have. Scales that are chosen clip nothing, so
-    that the gradient passes everywhere; a given `scale` clips. Scales are constants: no gradient
+    For training with the rounding of inference. Chosen scales clip nothing, so that the gradient passes
+    everywhere; a given `scale` may clip. Scales are constants: no gradient
     flows to or through them.
 
     Args:
@@ -384,7 +384,7 @@ def _given_sides(op: str, axis: int, group_size: Any) -> int | tuple[int, int] |
 def _runs(
     op: str, x: jax.Array, axis: int, group_size: int | tuple[int, int] | None
 ) -> tuple[int, int | None]:
-    """Returns the number of groups along the axis and, of blocks, along the last axis, else None."""
+    """Returns the number of groups along the axis and, for blocks, along the last axis (else None)."""
     if group_size is None:
         return 1, None
     sizes = tuple(group_size) if isinstance(group_size, tuple | list) else (group_size,)

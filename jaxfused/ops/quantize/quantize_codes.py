@@ -91,7 +91,8 @@ def _e2m1(x: jax.Array) -> jax.Array:
 def _powers(largest: jax.Array, dtype: Any) -> jax.Array:
     """Returns each group's E8M0 scale: the least power of two that puts its largest magnitude below 7.
 
-    E2M1 rounds that to 6 at most. Scales are limited so that 6 times a scale is finite in x's `dtype`.
+    Below 7, E2M1 rounds to 6 at most. Scales are limited so that 6 times a scale is finite in x's
+    `dtype`.
     """
     mantissa, exponent = jnp.frexp(largest)
     power = exponent - 3 + (mantissa >= 0.875)
