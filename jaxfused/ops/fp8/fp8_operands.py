@@ -211,7 +211,7 @@ class _Quantize(OneByOne):
     observes: bool
     matrices: int
     returns_scale: bool
-    """True if the kernel returns the scale. False for sharded matrices: devices' scales would be summed."""
+    """True if the kernel returns the scale. False if sharded: it would be summed over devices."""
     pads: bool
     """True if zeros pad each row. False for sharded matrices: zeros would lie between the shards."""
     from_end: bool
