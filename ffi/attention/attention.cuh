@@ -67,7 +67,7 @@ struct AttentionArgs {
            dropout_seeds == nullptr;
   }
   // Whether a soft cap or a bias follows the scaling, or the scale is not positive. Otherwise the
-  // scaling is part of the exponential.
+  // scaling is done in the argument of the exponential (see multiplier).
   __host__ __device__ bool transforms() const {
     return soft_cap != 0.0f || bias.data != nullptr || scale <= 0.0f;
   }

@@ -59,7 +59,7 @@ struct Head {
   int rows;
   int size;
 
-  // Returns the address of `column` in any row, which may lie beyond the last row.
+  // Returns the address of a value; `row` may lie beyond the last row.
   __device__ __forceinline__ T* at(int row, int column) const {
     // The offset takes one multiplication, because the bytes of a row fit an int.
     constexpr int kBytes = sizeof(T);
