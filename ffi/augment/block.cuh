@@ -76,7 +76,7 @@ __device__ __forceinline__ void run(const Shared<kChannels>& shared, int first, 
   }
 }
 
-// Returns the operation of the image's step that needs statistics, or kIdentity.
+// Returns the operation of the image's step that needs statistics, or kIdentity if there is none.
 template <int kChannels>
 __device__ __forceinline__ int statistical(const Args& args, const Shared<kChannels>& shared) {
   for (int step = 0; step < args.steps; ++step) {

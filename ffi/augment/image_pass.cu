@@ -106,8 +106,8 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
   if (is_upright) {
     const double reach = (args->interpolation == kBicubic ? 2.0 : 1.0) * args->widest;
     const int64_t taps = static_cast<int64_t>(std::ceil(std::min(2.0 * reach, 64.0)));
-    // The image's step per pixel of the result exceeds the kernel's radius only without
-    // antialiasing.
+    // Most pixels of the image per pixel of the result. With antialiasing they are at most the
+    // interpolation kernel's radius, `widest`.
     const double step = std::min(std::max(1.25, double{args->widest}), 64.0);
     const auto span = [&](int64_t size) {
       return static_cast<int64_t>(std::ceil((size - 1) * step)) + taps + 1;
