@@ -64,8 +64,8 @@ __device__ __forceinline__ void add_places(const float* places, int warps,
   }
 }
 
-// Sums one or two values at a time over a team. The order of the additions is fixed, so every
-// thread gets the same bits in every run.
+// Sums one or two values at a time over the threads of a team. The order of the additions is fixed,
+// so every thread gets the same bits in every run.
 class TeamSum {
   // Floats of one sum: two values with a float per warp, for at most kMaxTeamWarps / 2 teams.
   static constexpr int kTurn = 2 * kMaxTeamWarps * kMaxTeamWarps / 2;

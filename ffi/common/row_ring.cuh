@@ -35,7 +35,7 @@ class RowRing {
       sources_[stream] = sources[stream];
       if (sources[stream] != nullptr) streams_ = stream + 1;
     }
-    // The rows of a unit are adjacent in shared memory, and so are its streams and stages.
+    // A unit's shared memory is contiguous, as [stage, matrix, row].
     slot_values_ = slot_values(walk.height, column.features(), kVec, kShifted);
     slots_ = static_cast<T*>(shared) +
              static_cast<int64_t>(walk.unit) * stages * streams_ * slot_values_;
