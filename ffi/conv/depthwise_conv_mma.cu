@@ -75,7 +75,7 @@ struct Tiling {
   // Bytes between rows, padding after each block's rows, and bytes between images in a plane.
   int row_pitch, pad, image_pitch;
 
-  // Returns the quads (four columns) of a tile's input, with the padding that completes matrices.
+  // Returns the quads (four columns) of a tile's input, rounded up to whole 8 x 8 matrices.
   __host__ __device__ int quads_in() const { return images * rows * (row_pitch / 8); }
 };
 
