@@ -857,7 +857,8 @@ struct FewTerms {
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < kMost; ++c) {
-      // Guards classes beyond the last one, which would be NaN if all logits are -inf.
+      // Classes beyond the last one get exp2(-inf) = 0. Their logits of -inf would give NaN if all
+      // logits of the pixel are -inf.
       const float distance = c < args.classes ? exponentials[c] - most : -INFINITY;
       exponentials[c] = exp2_fast(distance * kLog2e);
       sum += exponentials[c];
