@@ -24,7 +24,8 @@ struct ForwardArgs {
   float* variance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  // Means and squared deviations: [images, slices, groups]; in one pass [images, groups, slices].
+  // Means and squared deviations, [images, slices, groups], or [images, groups, slices] in a single
+  // pass.
   float2* partials;
   const float2* parts;  // moments that the second pass merges, [images, plan.parts, groups]
   float epsilon;
