@@ -246,7 +246,8 @@ __global__ void __launch_bounds__(kLeafThreads)
 constexpr int kMomentThreads = 1024;
 
 // Updates the second moments of a matrix's rows and columns from their sums of squares, and sums
-// the moments of rows or of columns, whose mean divides their product. Each matrix has a block.
+// the moments of the rows or of the columns: their mean divides the product of a row's moment and a
+// column's. Each matrix has a block.
 __global__ void __launch_bounds__(kMomentThreads)
     update_moments(const __grid_constant__ FactoredArgs args) {
   const FactoredScalars s = *reinterpret_cast<const FactoredScalars*>(args.scalars);
@@ -301,7 +302,8 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
         [&](int, int row, const float (&values)[kLeafVec]) {
 #pragma unroll
           for (int j = 0; j < kLeafVec; ++j) {
-            // In this order: the square of both factors' product could overflow or underflow.
+            // The gradient is multiplied by one factor after the other: the square of the product
+            // of both factors could overflow or underflow.
             const float update = values[j] * inverse_rows[row] * inverse_columns[j];
             sum += update * update;
           }
