@@ -49,7 +49,8 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
 
 // Converts a thread's 8 weights of a chunk to T, which represents each of them exactly.
 //
-// `Offset` is subtracted afterwards: the zero point plus the bias that the bit trick adds.
+// `Offset` is subtracted after the conversion: the zero point plus the number that the conversion
+// by bits adds.
 template <typename T, Weights kWeights>
 struct Converter;
 
@@ -162,7 +163,7 @@ struct WarpWeights {
     return row * kRowBytes + ((copy / 2) ^ (row & 3)) * 32 + copy % 2 * 16;
   }
 
-  // Starts to copy 16 rows from byte `start` on; zeros replace what does not exist.
+  // Starts to copy 16 rows from byte `start` on; values beyond the matrix are replaced by zeros.
   static __device__ __forceinline__ void copy(uint32_t shared, const uint8_t* values, int64_t rows,
                                               int64_t row_bytes, int64_t start, int lane) {
     const int copy = lane % kRowCopies;
