@@ -237,8 +237,8 @@ class Row {
     return fmaf(fabsf(logit), -0x1p-22f, logit);
   }
 
-  // Lists all words whose scores exceed `lowest`, and some others. Words with logits below
-  // `least_logit` are left out, unless kAll.
+  // Lists all words whose scores exceed `lowest`, and some others, because only a bound on the
+  // score is compared. Words with logits below `least_logit` are left out, unless kAll.
   template <bool kAll>
   __device__ __forceinline__ void list_words(float least_logit, float lowest) {
     if (is_listed_) {
