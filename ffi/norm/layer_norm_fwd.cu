@@ -786,8 +786,8 @@ ForwardPlan plan_forward(const ForwardArgs& args, int elements) {
   }
 }
 
-// Fewest threads of a team whose blocks take short runs of rows: every block reloads the
-// parameters, which takes too long for rows of fewer threads.
+// Fewest threads of a team of several warps for which blocks take short runs of rows, if there is
+// no residual. For smaller teams, reloading the parameters in every block takes too long.
 constexpr int kWideTeam = 128;
 
 // Returns ForwardArgs::run in rows per team, for matrices larger than L2. Blocks that each take a
