@@ -133,9 +133,10 @@ def _in_order(
     logits: Logits,
     multiprocessors: int,
 ) -> tuple[Any, ...]:
-    """Returns the configs of the family expected to be faster, then the best of the other.
+    """Returns the configs of the faster of two families, then the best of the other family.
 
-    Kernels that split the keys read less, or occupy more SMs, only if queries are few.
+    `whole` are kernels in which a CTA reads all keys of its queries, `splits` those that split the keys
+    over CTAs. These read less, or occupy more SMs, only if queries are few.
     """
     whole_time, split_time = (
         expected(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)

@@ -152,8 +152,9 @@ def prepare(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (log-sum-exp in base 2, delta, dbias, dsinks), with which each backward starts.
 
-    dbias is None also for a bias that differs between keys, as its gradient takes a kernel. Kernels read
-    log-sum-exp and delta of the queries in whole blocks, so both are padded to multiples of `blocks`.
+    dbias is None without a bias, and for one that differs between keys, whose gradient takes a kernel.
+    Kernels read log-sum-exp and delta of the queries in whole blocks, so both are padded to multiples of
+    `blocks`.
     """
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)

@@ -78,7 +78,7 @@ def bias_gradient(
     out_shape = (*own[:2], own[2] * BIAS_GRADIENT_TILE[0], own[3] * BIAS_GRADIENT_TILE[1])
     dbias = plgpu.kernel(
         run,
-        # If all queries share a row of the bias, XLA adds up the sums of the tiles.
+        # If all queries share a row of the bias, XLA adds up the sums of the query tiles.
         out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32 if bias_shape[2] == 1 else dtype),
         grid=own,
         grid_names=("b", "n", "t", "s"),
@@ -92,7 +92,7 @@ def bias_gradient(
 
 
 class _References(NamedTuple):
-    """References to all arrays and buffers that a CTA reads and writes."""
+    """References to the arrays in global memory and the buffers that a CTA reads and writes."""
 
     arrays: tuple[Any, ...]
     """Q, K, V and dO in global memory."""

@@ -88,7 +88,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[KeyG
 
 
 def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> KeyGradientConfig:
-    """Returns the best guess without measurements."""
+    """Returns the first of `candidates`: the best guess without measurements."""
     return candidates(shape, logits, multiprocessors)[0]
 
 
@@ -317,7 +317,7 @@ class _KeyGradients:
     # --- shared by the consumers of both kernels --------------------------------------------------
 
     def begin(self, cta: Cta, part: Any) -> None:
-        """Prepares a warpgroup that owns part number `part` of the keys of each tile."""
+        """Sets a warpgroup's registers, and frees the stages of its 64 keys (`part`) and of queries."""
         plgpu.set_max_registers(registers(self.config.warpgroups)[0], action="increase")
         keys = self.keys(cta)
         for stage in range(self.config.tile_stages):
@@ -326,16 +326,17 @@ class _KeyGradients:
             ring.release_all()
 
     def own(self, cta: Cta) -> jax.Array:
-        """Returns the warpgroup's index through a barrier that keeps the compiler from hoisting its use.
+        """Returns the warpgroup's index behind an optimization barrier.
 
-        Without it, addresses would be computed before the loop and occupy registers throughout.
+        Without the barrier, addresses computed from the index would be hoisted out of the loop over
+        blocks, and occupy registers throughout it.
         """
         return lax.optimization_barrier(cta.wg_idx)
 
     def all_visits(
         self, cta: Cta, at: KeyPlace, step: jax.Array, visit: Callable[[_Visit], None]
     ) -> jax.Array:
-        """Calls `visit` for each block of queries that the mask allows; returns the step after them."""
+        """Calls `visit` for each block of queries in the tile's list; returns the next block's step."""
         rows, group = self.config.query_block, self.tiles.group
 
         def of_block(g, visits, first, i, _):
@@ -375,7 +376,7 @@ class _KeyGradients:
         return queries.slot(visit.step), douts.slot(visit.step)
 
     def release(self, cta: Cta, visit: _Visit) -> None:
-        """Marks the pipeline stages of a visited block as free, for the producer to fill."""
+        """Frees the pipeline stages of a visited block of queries, for the producer to fill."""
         # The fence orders the producer's next copies after this thread's reads of log-sum-exp and
         # delta.
         plgpu.commit_smem()
@@ -616,7 +617,7 @@ class _SplitGradients(_KeyGradients):
 
         columns = self.value if gives_values else self.head
         gradient, end = pl.run_scoped(accumulate, columns.accumulators())
-        # The other warpgroup's products may still be reading K or V.
+        # The gradients overwrite K and V, which the other warpgroup's products may still read.
         plgpu.barrier_arrive(cta.memory["kv_read"])
         plgpu.barrier_wait(cta.memory["kv_read"])
         write = self.write_value if gives_values else self.write_key

@@ -62,7 +62,7 @@ class QueryGradientConfig:
     own_lists: bool = False
     """True if each consumer visits its own range of a mask object's list of key blocks (`OwnLists`)."""
     shares: int = 1
-    """Parts into which the longest lists are divided, for different SMs; needs `own_lists`."""
+    """Shares into which the longest lists are divided, for different CTAs; needs `own_lists`."""
 
     @property
     def query_block(self) -> int:
@@ -77,7 +77,7 @@ class QueryGradientConfig:
         )
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Returns the bytes of shared memory, with a reserve for barriers."""
+        """Returns a CTA's bytes of shared memory, with a reserve for barriers."""
         head, value = self.columns(shape)
         outputs = 2 if self.separate_output else 1
         count = outputs * head.bytes(self.query_block) + value.bytes(self.query_block)
@@ -139,7 +139,7 @@ def candidates(
 
 
 def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> QueryGradientConfig:
-    """Returns the best guess without measurements."""
+    """Returns the first of `candidates`: the best guess without measurements."""
     return candidates(shape, logits, multiprocessors)[0]
 
 
@@ -309,7 +309,7 @@ class _QueryGradient:
             for ring, heads in ((keys, k_heads), (values, v_heads)):
                 ring.fill(ring.slot(step + i), heads, at.batch_idx, start, key_head)
 
-        # The first consumer's queries are copied first, so that it can start as soon as they arrive.
+        # The first consumer's queries are copied first, so that it starts before the others.
         copy_queries(0)
         copy_pair(0, None)
         for consumer in range(1, self.config.consumers):
@@ -470,7 +470,7 @@ class _QueryGradient:
                 write()
 
     def write_zeros(self, cta: Cta, rows: _Rows) -> None:
-        """Stores zeros as the logits' gradient in the blocks that the rows do not visit."""
+        """Stores zeros as the logits' gradient in blocks of keys that the rows do not visit."""
         block = self.config.key_block
 
         def write(i, _):
@@ -480,7 +480,7 @@ class _QueryGradient:
 
         blocks = self.padded_logits[3] // block
         if not isinstance(rows.visits, Visits):
-            # In the blocks of the list, each thread later overwrites the zeros that it wrote itself.
+            # A visited block is overwritten later, each element by the thread that wrote its zero.
             lax.fori_loop(0, blocks, write, None)
             return
         lax.fori_loop(0, rows.at.first, write, None)
@@ -503,7 +503,7 @@ class _QueryGradient:
             write()
 
     def write(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
-        """Stores the gradient of the tile's rows, or of a share of their keys."""
+        """Stores dQ of this warpgroup's rows, over all keys or over a share of them."""
         # Without a cap, the scale is multiplied into dQ once at the end instead of into every tile of
         # dS.
         scale = self.logits.scale if self.logits.soft_cap is None else 1.0

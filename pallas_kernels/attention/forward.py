@@ -55,7 +55,7 @@ class ForwardConfig:
     own_lists: bool = False
     """True if each consumer visits its own range of a mask object's list of key blocks (`OwnLists`)."""
     shares: int = 1
-    """Parts into which the longest lists are divided, for different SMs; needs `own_lists`."""
+    """Shares into which the longest lists are divided, for different CTAs; needs `own_lists`."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -92,7 +92,7 @@ class ForwardConfig:
         return self.separate_output or head != value
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Returns the bytes of shared memory, with a reserve for barriers."""
+        """Returns a CTA's bytes of shared memory, with a reserve for barriers."""
         head, value = self.columns(shape)
         count = head.bytes(self.query_block)
         count += self.stages * (head.bytes(self.key_block) + value.bytes(self.key_block))
@@ -157,7 +157,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
         # Larger tiles of queries visit blocks that most of their rows do not attend to.
         legal.sort(key=lambda config: config.query_block > 128)
     if logits.has_functions and logits.mask.pattern is None and legal[0].consumers > 1:
-        # While one consumer evaluates a function, tensor cores work for the others.
+        # While one of three consumers evaluates a function, tensor cores multiply for two.
         legal.sort(key=lambda config: config.consumers != 3)
     if logits.pads_keys(legal[0].key_block):
         narrow = replace(legal[0], key_block=WGMMA_ROWS, stages=2 * legal[0].stages)
@@ -173,7 +173,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
 def _with_own_lists(
     config: ForwardConfig, shape: Shape, logits: Logits, multiprocessors: int
 ) -> ForwardConfig:
-    """Returns the config with own lists, and blocks of 64 keys, of which fewer are partial."""
+    """Returns the config with `own_lists`, and blocks of 64 keys, of which fewer are partial."""
     stages = config.stages * config.key_block // WGMMA_ROWS
     config = replace(config, own_lists=True, key_block=WGMMA_ROWS, stages=stages)
     shares = shares_for(
@@ -200,7 +200,7 @@ def _heads_together(
 
 
 def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> ForwardConfig:
-    """Returns the best guess without measurements."""
+    """Returns the first of `candidates`: the best guess without measurements."""
     return candidates(shape, logits, multiprocessors)[0]
 
 
@@ -330,7 +330,7 @@ class _Forward:
 
         count = at.stop - at.first
         last = at.block(0)
-        # The first consumer's queries are copied first, so that it can start as soon as they arrive.
+        # The first consumer's queries are copied first, so that it starts before the others.
         copy_queries(0)
         copy_block(keys, k_heads, last, keys.slot(step))
         for consumer in range(1, self.config.consumers):
@@ -393,7 +393,7 @@ class _Forward:
         return step + visits.remaining
 
     def skip(self, cta: Cta, at: Place, step: jax.Array, i: jax.Array, _: None) -> None:
-        """Skips a block that only other consumers' rows reach."""
+        """Releases the stages of a block of keys to which no row of this consumer attends."""
         _, keys, values = self.rings(cta)
         slot = keys.slot(step + i)
         keys.wait(slot)
@@ -405,7 +405,7 @@ class _Forward:
         values.release(slot)
 
     def clear_values(self, cta: Cta, at: Place, block: jax.Array, slot: jax.Array) -> None:
-        """Sets values of a block beyond the keys' length to zero; all consumers must call it."""
+        """Sets values of a block beyond the keys' length to zero; has a barrier of all consumers."""
         if not self.logits.mask.has_key_lengths:
             return
         end = at.extent.key_length - block * self.config.key_block

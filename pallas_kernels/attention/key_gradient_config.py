@@ -37,7 +37,7 @@ class KeyGradientConfig:
     """True if each warpgroup visits its own range of a mask object's list of query blocks (`OwnLists`).
     Split roles do not use this option."""
     shares: int = 1
-    """Parts into which the longest lists are divided, for different SMs; needs `own_lists`."""
+    """Shares into which the longest lists are divided, for different CTAs; needs `own_lists`."""
 
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 3):
@@ -81,7 +81,7 @@ class KeyGradientConfig:
         return head, value
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Returns the bytes of shared memory, with a reserve for barriers."""
+        """Returns a CTA's bytes of shared memory, with a reserve for barriers."""
         head, value = self.columns(shape)
         rows, keys = self.query_block, self.key_slots * WGMMA_ROWS
         count = head.bytes(self.query_stages * rows) + value.bytes(self.dout_stages * rows)

@@ -96,7 +96,7 @@ class Operands(NamedTuple):
             return pad(array, {i: n for i, n in blocks.items() if array.shape[i] != 1})
 
         def pad_read(array):
-            """Pads by repeating the last values: a function may be NaN for others, such as 0."""
+            """Pads by repeating the last values: a function may return NaN for a padding of 0."""
             blocks = ((2, query_block), (3, key_block))
             missing = {axis: -array.shape[axis] % block for axis, block in blocks}
             widths = [(0, 0)] * 2 + [
@@ -166,9 +166,9 @@ class Tile:
     transposed: bool = False
     layout: Any = plgpu.Layout.WGMMA
     bits: "Bits | OwnBits | list[jax.Array] | jax.Array | None" = None
-    """Mask bits of the pattern, or the words of bits that are already loaded; None without one."""
+    """Mask bits of the pattern, or their words in registers; None without a pattern."""
     early: tuple[tuple[Any, jax.Array], ...] = ()
-    """Pairs of an array's reference and the part of it that is already loaded."""
+    """Pairs of an array's reference in global memory and its values for this tile in registers."""
 
     @property
     def query_axis(self) -> int:
@@ -258,9 +258,9 @@ class Tile:
     def allowed_by_bits(self) -> jax.Array:
         """Returns whether the pattern allows each element.
 
-        A row's bits are in words of 32 columns. A thread's columns differ from each other by known
-        multiples of 8, so the compiler knows which word holds a column, and all but 3 bits of its place
-        in the word.
+        A row's bits are in words of 32 columns. A thread's columns differ from each other by multiples
+        of 8 that are known at compile time. So are the word of a column, and all but the lowest 3 bits
+        of its bit index in the word.
         """
         words = self._words()
         _, columns = self.shape
@@ -308,7 +308,7 @@ class Logits:
     score: TileFunction | None = None
     """Function that changes each logit after cap and bias; it reads the first of `Operands.reads`."""
     allows: TileFunction | None = None
-    """Function that forbids further elements; it reads the other `Operands.reads`."""
+    """Function that forbids further elements; it reads those `Operands.reads` that `score` does not."""
 
     @property
     def needs_registers(self) -> bool:
@@ -395,7 +395,7 @@ class Logits:
         return lax.cond(is_partial, of(True), of(False), products)
 
     def capped(self, products: jax.Array) -> jax.Array:
-        """Returns the logits before bias and mask, in base e."""
+        """Returns the logits before bias and mask, in base e, from products Q K^T."""
         if self.soft_cap is None:
             return products * self.scale
         return self.soft_cap * _tanh(products * (self.scale / self.soft_cap))
@@ -410,7 +410,7 @@ class Logits:
         return operands.reads[: 0 if self.score is None else self.score.reads]
 
     def scores(self, products: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
-        """Returns the logits after cap and bias, the argument of the function of the score."""
+        """Returns the logits after cap and bias, base e: the first argument of the function `score`."""
         x = self.capped(products)
         if self.has_bias:
             x = x + tile.matrix(operands.bias).astype(jnp.float32)
@@ -431,7 +431,7 @@ class Logits:
         return scores + lax.broadcast_in_dim(by_key, tile.shape, [axis])
 
     def shift(self, tile: Tile, operands: Operands) -> jax.Array | None:
-        """Returns the part of each query's logits, in base 2, that `logits` leaves out, or None."""
+        """Returns a term per query, in base 2, that `logits` leaves out of `score`'s result, or None."""
         if self.score is None:
             return None
         separated = self.score.separated(tile, self.score_reads(operands), self.limits)

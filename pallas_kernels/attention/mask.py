@@ -94,7 +94,7 @@ class BlockMask:
 
     @property
     def has_left_edge(self) -> bool:
-        """True if the first visited blocks may be partial; if not, full_start equals start."""
+        """True if the first visited blocks may be partial; if False, full_start equals start."""
         is_listed = self.pattern is not None
         return is_listed or self.window is not None or self.has_segments or self.forbids_anywhere
 

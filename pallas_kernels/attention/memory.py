@@ -109,7 +109,7 @@ class Columns:
         return [plgpu.ACC((WGMMA_ROWS, width), jnp.float32) for width in self.widths]
 
     def zeros(self) -> list[jax.Array]:
-        """Returns the zeros that these accumulators start with."""
+        """Returns zeros in registers for `accumulators`, one array for each block."""
         return [
             plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
             for width in self.widths
@@ -154,7 +154,7 @@ class Matrix(NamedTuple):
     @classmethod
     def of(cls, memory: Any, *index: Any) -> "Matrix":
         """Returns the matrix at a leading index of the buffers that `Columns.memory` describes."""
-        # A block has one reference that WGMMA and TMA share, or one for each.
+        # A block has one reference for both WGMMA and TMA, or one for each of them.
         blocks = [tuple(block) for block in memory]
         operands, copied = tuple(b[0] for b in blocks), tuple(b[-1] for b in blocks)
         if index:

@@ -118,7 +118,7 @@ class _Merge(MergedRows):
 
         def copy(i):
             slot = lax.rem(i, jnp.int32(_SLOTS))
-            # Traced indices, unlike static ones, may lie beyond the end of an array.
+            # JAX refuses static indices beyond the end of an array, but not traced ones.
             parts = pl.ds(first + i * _TOGETHER, _TOGETHER)
             columns = pl.ds(chunk * self.columns, self.columns)
             place = outs_gmem.at[parts, pl.ds(start, WARPS), columns]

@@ -149,7 +149,7 @@ class _Merge(MergedRows):
         # Rows beyond the last query are those of the next head or zeros, and are not used.
         first = lax.rem(head, group) * shape.query_count + start
         rows = pl.ds(first, WARPS)
-        # Traced indices, unlike static ones, may lie beyond the end of an array.
+        # JAX refuses static indices beyond the end of an array, but not traced ones.
         every = pl.ds(chunk * 0, self.splits)
         columns = pl.ds(chunk * self.columns, self.columns)
         plgpu.copy_gmem_to_smem(outs_gmem.at[pair, every, rows, columns], outs_smem, full)

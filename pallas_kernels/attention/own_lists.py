@@ -107,7 +107,7 @@ _TILE = 128
 """Queries and keys of a tile of two consumers, and of the blocks without own lists."""
 _SHARES = (1, 2, 4, 8)
 HEADS_TOGETHER = 16
-"""Heads whose tiles are scheduled together: the longest lists of all of them come first."""
+"""Heads whose tiles are scheduled together, longest lists first."""
 
 
 def helps(mask: BlockMask) -> bool:
@@ -128,10 +128,10 @@ def shares_for(
     multiprocessors: int,
     transposed: bool = False,
 ) -> int:
-    """Returns the fewest shares whose longest list is at most a quarter of an SM's mean visits.
+    """Returns the fewest shares of which none has over a quarter of the mean visits per SM.
 
-    `heads` are all query heads of the batch, or key heads if `transposed`; the others are arguments of
-    `own_lists`.
+    `heads` is the number of query heads of all batch entries, or of key heads if `transposed`. The other
+    parameters are those of `own_lists`.
     """
     assert mask.pattern is not None
     costs = own_lists(mask.pattern, query_block, key_block, parts, transposed).costs
@@ -142,7 +142,8 @@ def shares_for(
 def _order(kinds: np.ndarray) -> np.ndarray:
     """Returns the blocks that a tile visits, in the order of its list, from kinds [parts, blocks].
 
-    Tiles visit a list from its end on and mask the first visit in any case, so partial blocks come last.
+    Consumers visit a list from its end on, and mask the first block even if it is full: partial blocks
+    come last.
     """
     needs = kinds >= 0
     visited = np.flatnonzero(needs.any(axis=0))
@@ -153,7 +154,7 @@ def _order(kinds: np.ndarray) -> np.ndarray:
 
 
 def _share(count: int, share: int, shares: int) -> tuple[int, int]:
-    """Returns the entries [start, stop) of a share from 1, or of a whole list (0)."""
+    """Returns the entries [start, stop) of share number `share`, from 1, or of a whole list (0)."""
     if share == 0:
         return 0, count
     return (share - 1) * count // shares, share * count // shares

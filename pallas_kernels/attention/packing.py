@@ -44,7 +44,7 @@ class Packing:
     def queries(self, array: jax.Array) -> jax.Array:
         """Returns an array [B, T, N, H] as [B * K, rows, 1, H], unchanged if `group` is 1.
 
-        `place` indexes the result. No data move if there is one query.
+        `place` returns indices into the result. With one query it is a reshape, without a copy.
         """
         if self.group == 1:
             return array
@@ -112,7 +112,7 @@ class Packing:
     def query(self, row: jax.Array) -> jax.Array:
         """Returns the query index of each row of a key head."""
         if self.query_count == 1:
-            # A 0 that Mosaic does not fold: it finds no register layout for constants in dropout.
+            # A traced 0: Mosaic finds no register layout for a constant index in dropout.
             return jnp.minimum(row, 0)
         return row if self.group == 1 else lax.rem(row, jnp.int32(self.query_count))
 

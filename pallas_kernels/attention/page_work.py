@@ -78,7 +78,7 @@ class Division:
         return Plan(starts, jnp.minimum(first, batch - 1))
 
     def quota(self, total: jax.Array) -> jax.Array:
-        """Returns the number of blocks that each CTA processes, given that of all blocks."""
+        """Returns the number of blocks of keys of each CTA, given the number of all blocks."""
         return lax.div(total + (self.ctas - 1), jnp.int32(self.ctas))
 
     def work(self, plan: Plan, cta: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +102,7 @@ class Division:
         return Place(sequence, lax.div(within, blocks), lax.rem(within, blocks), blocks)
 
     def parts(self, plan: Plan, sequence: jax.Array, unit: jax.Array) -> tuple[Index, Index]:
-        """Returns the range [start, stop) of the indices of a unit's parts; a kernel calls this."""
+        """Returns the range [start, stop) of the numbers of a unit's parts; a kernel calls this."""
         number = sequence * self.units + unit
         if self.is_whole:
             return 2 * number, 2 * number + 1

@@ -180,7 +180,7 @@ class PagedConfig:
         return query, head, Columns.of(sizes.value_size, copied, self.key_block)
 
     def shared_bytes(self, sizes: Sizes) -> int:
-        """Returns the bytes of shared memory, with a reserve for barriers."""
+        """Returns a CTA's bytes of shared memory, with a reserve for barriers."""
         query, head, value = self.columns(sizes)
         kept = self.stages * self.key_block
         if sizes.has_scales:
@@ -191,13 +191,13 @@ class PagedConfig:
         return count + 2 * _columns_of_output(sizes).bytes(WGMMA_ROWS) + BARRIER_BYTES
 
     def fits(self, sizes: Sizes) -> bool:
-        # Each CTA of an SM takes one allocation unit in addition to the memory that it may use.
+        # CUDA reserves one allocation unit of shared memory for each CTA of an SM.
         room = (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // self.ctas_per_multiprocessor
         return sizes.fits(self.key_block) and self.shared_bytes(sizes) <= room - ALLOCATION_BYTES
 
 
 def _columns_of_output(sizes: Sizes) -> Columns:
-    """Returns the layout of the float32 output, whose swizzles have half the columns of 16-bit ones."""
+    """Returns the layout of the float32 output, whose blocks have at most 32 columns (128 bytes)."""
     return Columns.in_blocks(sizes.value_size, memory.SWIZZLED_COLUMNS // 2)
 
 
@@ -284,12 +284,12 @@ class _Cta(NamedTuple):
     plan: Plan
     operands: Operands
     results: tuple[Any, Any]
-    """Outputs of all parts and their log-sum-exp in global memory."""
+    """Output and log-sum-exp over each part of the keys, in global memory."""
     shared: dict[str, Any]
     """Buffers of shared memory and barriers, by name."""
 
     def full(self, name: str, slot: Any) -> Any:
-        """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
+        """Returns the barrier on which the copies to pipeline stage `slot` of "k" or "v" arrive."""
         return self.shared[f"{name}_full"].at[slot]
 
 
@@ -306,7 +306,7 @@ class _Rows(NamedTuple):
     batch_idx: jax.Array
     key_head: jax.Array
     start: jax.Array
-    """Index of the first row."""
+    """Index of the first row of the tile of 64, among all rows of the key head."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ class _Paged:
 
     @property
     def part_rows(self) -> int:
-        """Rows of a part that are written; the rest of a tile of 64 rows is padding."""
+        """Rows of a part that are written to global memory; other rows of a tile are padding."""
         return min(WGMMA_ROWS, self.packing.rows)
 
     def memory(self) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class _Paged:
         queries.fill(cta.queries, batch_idx, start, head_idx, cta.shared["q_full"])
 
     def ahead(self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array) -> Place:
-        """Returns the place of block `number`, which is copied next, limited to the CTA's last block."""
+        """Returns the `Place` of block `number`, or of the CTA's last block if that comes earlier."""
         return self.division.place(cta.plan, jnp.minimum(number, work.stop - 1), sequence)
 
     def copy(self, name: str, cta: _Cta, work: _Work, i: int | jax.Array, place: Place) -> None:
@@ -455,7 +455,7 @@ class _Paged:
     def page(
         self, cta: _Cta, extent: Extent, sequence: jax.Array, token: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the page that holds a token, and the token's place in the page.
+        """Returns the page that holds a token, and the token's index in the page.
 
         A token past the sequence's end gets a page beyond the pool, from which copies read zeros.
         """
@@ -484,7 +484,7 @@ class _Paged:
         first = 0
         for copied in matrix.copied:
             count, width = copied.shape
-            # Traced indices, unlike static ones, may lie beyond the end of an array.
+            # JAX refuses static indices beyond the end of an array, but not traced ones.
             rows, columns = pl.ds(row, count), pl.ds(row * 0 + first, width)
             index = (page, rows, head, columns)
             if self.sizes.layout == "KPSH":
@@ -549,7 +549,10 @@ class _Paged:
     def visit(
         self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array, ahead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes the part that begins at block `number`; returns the next call's last 3 arguments."""
+        """Computes the part that begins at block `number`.
+
+        Returns the first block of the next part, its sequence, and that of the block copied last.
+        """
         place = self.division.place(cta.plan, number, sequence)
         count = jnp.minimum(place.blocks - place.block, work.stop - number)
         plgpu.barrier_wait(cta.shared["q_full"])
@@ -670,7 +673,7 @@ class _Paged:
         staged.write(Heads(out_gmem), part, part * 0, part * 0)
 
     def narrow(self, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Cuts a product's blocks of columns into the narrower blocks of the output's memory."""
+        """Cuts a product's blocks of columns into those of `out_smem`, 32 columns of float32."""
         pieces = []
         for block in blocks:
             for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):

@@ -28,7 +28,7 @@ def registers(consumers: int) -> tuple[int, int]:
 
 
 class Cta(NamedTuple):
-    """References and traced numbers of a CTA, for one of its warpgroups."""
+    """Arrays, buffers and traced numbers of a CTA, as one of its warpgroups uses them."""
 
     arrays: tuple[Any, ...]
     """Arrays in global memory that the kernel reads."""
@@ -96,7 +96,7 @@ def skip_step(rings: Sequence[Ring], first: jax.Array, i: jax.Array, _: None) ->
 
 
 class Role(NamedTuple):
-    """Warpgroups of every CTA that do the same work."""
+    """Warpgroups that run the same code in every CTA, such as the producer or the consumers."""
 
     warpgroups: range
     run: Callable[[Cta], None]

@@ -27,7 +27,7 @@ def result_of_shares(
 
 
 def store_share(gmem: Any, place: tuple[Any, ...], blocks: Sequence[jax.Array]) -> None:
-    """Stores a warpgroup's rows in blocks of columns at `place`, (batch, head, share, rows)."""
+    """Stores a warpgroup's blocks of columns in `gmem` at (batch, head, share, rows), `place`."""
     column = 0
     for block in blocks:
         gmem[(*place, pl.ds(column, block.shape[1]))] = block

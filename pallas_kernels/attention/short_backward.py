@@ -397,11 +397,11 @@ class _ShortBackward:
                 lax.rem(step, jnp.int32(self.steps)),
             )
             pl.when(within == self.steps - 1)(lambda: cta.arrive("key_read"))
-            # With one key slot the next keys are copied when this head is done, else at its start.
+            # With one key slot the next keys are copied after this item's last step, else at its first.
             copies = within == (0 if self.config.key_slots > 1 else self.steps - 1)
             pl.when(copies & (item + 1 < cta.items))(lambda: self.copy_keys(cta, item + 1))
 
-        # The producer waits for every arrival, so that none happens after the CTA has ended.
+        # The producer waits for every arrival, so that no warpgroup arrives after the CTA has ended.
         for slot in range(self.config.query_slots):
             cta.wait("query_free", slot)
         if self.config.key_slots == 1:
@@ -532,7 +532,7 @@ class _ShortBackward:
             self.free_keys(cta, slot)
 
     def free_keys(self, cta: _Cta, slot: int) -> None:
-        """Releases the memory of keys, once the results that replaced them have been copied."""
+        """Releases the K and V of a slot, once dK and dV, which replaced them, have been copied out."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         cta.arrive("key_free", slot)
 
@@ -609,8 +609,8 @@ class _ShortBackward:
         x = logits.logits(s, logits_tile, operands, extent, masked)
         p = jnp.exp2(x * logits.multiplier - lse2)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
-        # From here on P is rounded, unless a bias needs its gradient. Without the barrier the compiler
-        # would keep P in float32, and for lack of registers all products would wait for each other.
+        # From here on P is rounded, unless the gradient of a bias is computed from it. Without the
+        # barrier the compiler would hold P in float32, and for lack of registers serialise the WGMMAs.
         rounded = lax.optimization_barrier(p.astype(self.dtype))
         weights = rounded if cta.dlogits is None else p
         kept = rounded if kept is None else lax.optimization_barrier(kept.astype(self.dtype))

@@ -46,7 +46,7 @@ _VECTOR = plgpu.Layout.WGMMA.reduce(1)
 
 @dataclass(frozen=True)
 class ShortForwardConfig:
-    """Distribution of heads over the GPU."""
+    """Division of heads among CTAs and their warpgroups (workers)."""
 
     workers: int
     """Warpgroups of a CTA, each with heads and shared memory of its own."""
@@ -56,7 +56,7 @@ class ShortForwardConfig:
 
 
 def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
-    """Returns the number of warpgroups of an SM whose heads fit into shared memory, one head each."""
+    """Returns how many workers, with one head each, fit into an SM's shared memory."""
     head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
     count = head.bytes(ceil_to(key_count, 8)) + value.bytes(ceil_to(key_count, WGMMA_ROWS))
     count += head.bytes(_QUERY_SLOTS * WGMMA_ROWS)
@@ -91,7 +91,7 @@ def candidates(shape: Shape, multiprocessors: int) -> tuple[ShortForwardConfig, 
 
 
 def default_config(shape: Shape, multiprocessors: int) -> ShortForwardConfig:
-    """Returns the best guess without measurements."""
+    """Returns the first of `candidates`: the best guess without measurements."""
     return candidates(shape, multiprocessors)[0]
 
 
@@ -413,7 +413,7 @@ class _ShortForward:
         if worker.operands.query_lengths is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_VECTOR)
             empty = empty | (at.start + row >= query_length)
-        # The copies of the previous step's results have had this whole step to finish.
+        # The copies of the previous step's results overlapped this step's products.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         lse_smem = worker.shared["lse_smem"].at[worker.wg_idx]
         lse = (maximum + jnp.log2(total)) * (1 / LOG2E)
@@ -434,5 +434,5 @@ class _ShortForward:
 
 
 def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts one number for each row over the columns of `shape`."""
+    """Broadcasts a vector with one number per row over the columns of a tile of `shape`."""
     return lax.broadcast_in_dim(vector, shape, [0])

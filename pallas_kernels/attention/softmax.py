@@ -44,7 +44,7 @@ class Weighted(NamedTuple):
     """Weights of the block's values, in the dtype of the operands."""
     softmax: Softmax
     decay: jax.Array
-    """Factor that rescales the sums of earlier blocks."""
+    """Factor of each row by which the sums over earlier blocks are rescaled."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Weighing:
         decay = jnp.exp2(softmax.maximum - maximum)
         of_block = maximum if shift is None else maximum - shift
         weights = jnp.exp2(_times(x, logits.multiplier) - across(of_block, products.shape))
-        # A thread sums its columns, which are 8 apart, here; sums across threads come at the end.
+        # Each thread adds its own columns, 8 apart; the sums of a row's threads are added at the end.
         total = softmax.total * across(decay, softmax.total.shape)
         columns = range(0, products.shape[1], 8)
         total += functools.reduce(operator.add, [weights[:, c : c + 8] for c in columns])
@@ -88,7 +88,7 @@ class Weighing:
 
 
 def across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts one number for each row over the columns of `shape`."""
+    """Broadcasts a vector with one number per row over the columns of a tile of `shape`."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 

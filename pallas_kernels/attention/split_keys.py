@@ -35,7 +35,7 @@ class KeySplits:
     """Division of the work: each CTA has 64 rows and one part of the keys."""
 
     splits: int
-    """Parts into which the blocks of keys are split."""
+    """Parts into which a head's blocks of keys are split, one for each CTA."""
     key_block: int = 64
     stages: int = 2
     """Pipeline stages of K, and also of V: blocks of keys that shared memory holds."""
@@ -63,20 +63,20 @@ class SplitForwardConfig(KeySplits):
         )
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Returns the bytes of shared memory, with a reserve for barriers."""
+        """Returns a CTA's bytes of shared memory, with a reserve for barriers."""
         head, value = self.columns(shape)
         count = head.bytes(WGMMA_ROWS + self.stages * self.key_block)
         count += value.bytes(self.stages * self.key_block)
         return count + 2 * _columns_of_output(shape).bytes(WGMMA_ROWS) + BARRIER_BYTES
 
     def fits(self, shape: Shape) -> bool:
-        # Each CTA of an SM takes one allocation unit in addition to the memory that it may use.
+        # CUDA reserves one allocation unit of shared memory for each CTA of an SM.
         room = (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // self.ctas_per_multiprocessor
         return self.shared_bytes(shape) <= room - ALLOCATION_BYTES
 
 
 def _columns_of_output(shape: Shape) -> Columns:
-    """Returns the layout of the float32 output, whose swizzles have half the columns of 16-bit ones."""
+    """Returns the layout of the float32 output, whose blocks have at most 32 columns (128 bytes)."""
     return Columns.in_blocks(shape.value_size, memory.SWIZZLED_COLUMNS // 2)
 
 
@@ -122,7 +122,7 @@ def numbers_of_splits(
     places = config.ctas_per_multiprocessor * max(1, multiprocessors)
     blocks = -(-visited_keys(shape, logits) // config.key_block)
     most = max(1, min(MOST_SPLITS, blocks))
-    # Starting and ending a CTA takes about as long as `fixed` blocks.
+    # Starting and ending a CTA takes about as long as visiting `fixed` blocks of keys.
     fixed = 3
 
     def cost(splits: int) -> int:
@@ -183,25 +183,25 @@ class Cta(NamedTuple):
     """Q in rows, K and V in global memory."""
     operands: Operands
     results: tuple[Any, Any]
-    """Outputs of all parts and their log-sum-exp in global memory."""
+    """Output and log-sum-exp over each part of the keys, in global memory."""
     shared: dict[str, Any]
     """Buffers of shared memory and barriers, by name."""
 
     def full(self, name: str, slot: Any) -> Any:
-        """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
+        """Returns the barrier on which the copies to pipeline stage `slot` of "k" or "v" arrive."""
         return self.shared[f"{name}_full"].at[slot]
 
 
 class Part(NamedTuple):
-    """Task of a CTA: some rows, and a part of their blocks of keys."""
+    """Task of a CTA: 64 rows of a key head, and one part of the blocks of keys that they visit."""
 
     batch_idx: jax.Array
     key_head: jax.Array
     split: jax.Array
     start: jax.Array
-    """Index of the first row."""
+    """Index of the first row of the tile of 64, among all rows of the key head."""
     first: jax.Array
-    """First visited block of keys; [first, first + count) are visited in order."""
+    """Index of the first visited block of keys; [first, first + count) are visited in order."""
     count: jax.Array
     full_start: Index
     """First block without masking; the blocks of keys [full_start, full_stop) need none."""
@@ -325,7 +325,7 @@ class SplitForward:
     ) -> tuple[list[jax.Array], Softmax]:
         """Adds a block of keys to the output and to the softmax."""
         block, slot = self.config.key_block, self.slot(i)
-        # The queries arrive once; waiting for them again in later visits would never end.
+        # The queries arrive once: a second wait for their barrier would never end.
         pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
         plgpu.barrier_wait(cta.full("k", slot))
 
@@ -391,7 +391,7 @@ class SplitForward:
         plgpu.wait_smem_to_gmem(0)
 
     def pieces(self, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Cuts a product's blocks of columns into the narrower blocks of the output's memory."""
+        """Cuts a product's blocks of columns into those of `out_smem`, 32 columns of float32."""
         pieces = []
         for block in blocks:
             for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):

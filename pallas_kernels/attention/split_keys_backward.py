@@ -55,7 +55,7 @@ class SplitBackwardConfig:
     """Division of the work: each CTA has a tile of rows of a key head and one part of the keys."""
 
     splits: int
-    """Parts into which the blocks of keys are split."""
+    """Parts into which a head's blocks of keys are split, one for each CTA."""
     stages: int = 2
     """Pipeline stages of K and V: blocks of keys that shared memory holds."""
     ctas_per_multiprocessor: int = 2
@@ -67,14 +67,14 @@ class SplitBackwardConfig:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Returns the bytes of shared memory, with a reserve for barriers and vectors."""
+        """Returns a CTA's bytes of shared memory, with a reserve for barriers and vectors."""
         rows = WGMMA_ROWS + self.stages * _KEY_BLOCK
         count = sum(columns.bytes(rows) for columns in _columns(shape))
         tile = 2 * _KEY_BLOCK * WGMMA_ROWS
         return count + tile + 2 * ALLOCATION_BYTES + BARRIER_BYTES
 
     def fits(self, shape: Shape) -> bool:
-        # Each CTA of an SM takes one allocation unit in addition to the memory that it may use.
+        # CUDA reserves one allocation unit of shared memory for each CTA of an SM.
         room = (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // self.ctas_per_multiprocessor
         return self.shared_bytes(shape) <= room - ALLOCATION_BYTES
 
@@ -109,7 +109,7 @@ def candidates(
         tasks = shape.batch * shape.key_heads * Packing.of(shape).tiles
         places = config.ctas_per_multiprocessor * max(1, multiprocessors)
         blocks = -(-visited_keys(shape, logits) // _KEY_BLOCK)
-        # Starting and ending a CTA takes about as long as `fixed` blocks.
+        # Starting and ending a CTA takes about as long as visiting `fixed` blocks of keys.
         fixed = 3
         best = min(
             range(1, max(1, min(places, blocks)) + 1),
@@ -215,7 +215,7 @@ class _Cta(NamedTuple):
     """Buffers of shared memory and barriers, by name."""
 
     def full(self, name: str, slot: Any) -> Any:
-        """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
+        """Returns the barrier on which the copies to pipeline stage `slot` of "k" or "v" arrive."""
         return self.shared[f"{name}_full"].at[slot]
 
     def matrix(self, name: str, *index: Any) -> Matrix:
@@ -224,15 +224,15 @@ class _Cta(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Task of a CTA: some rows, and a part of their blocks of keys."""
+    """Task of a CTA: 64 rows of a key head, and one part of the blocks of keys that they visit."""
 
     batch_idx: jax.Array
     key_head: jax.Array
     split: jax.Array
     start: jax.Array
-    """Index of the first row."""
+    """Index of the first row of the tile of 64, among all rows of the key head."""
     first: jax.Array
-    """First visited block of keys; [first, first + count) are visited in order."""
+    """Index of the first visited block of keys; [first, first + count) are visited in order."""
     count: jax.Array
     skipped: tuple[jax.Array, jax.Array]
     """Range, among the blocks that no query attends to, in which this CTA writes zero gradients."""
@@ -314,7 +314,7 @@ class _SplitBackward:
         extent = cta.operands.extent(self.logits.mask, batch_idx)
         queries = self.packing.query_range(start, WGMMA_ROWS)
         blocks = self.logits.mask.key_blocks(queries, _KEY_BLOCK, extent)
-        # The visited blocks and the others are each divided evenly among the parts.
+        # Visited blocks, and blocks to which no query attends, are each divided evenly among the CTAs.
         visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
         skipped = -(-self.shape.key_count // _KEY_BLOCK) - visited
 
@@ -391,7 +391,7 @@ class _SplitBackward:
         slot = self.slot(i)
         keys, values = cta.matrix("k", slot), cta.matrix("v", slot)
         queries, dout = Matrix.of(cta.shared["q_smem"]), Matrix.of(cta.shared["do_smem"])
-        # The queries arrive once; waiting for them again in later visits would never end.
+        # The queries arrive once: a second wait for their barrier would never end.
         pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
 
         def logits_products(s_acc):
@@ -431,13 +431,13 @@ class _SplitBackward:
         if self.is_fused:
             factor = 1.0 / self.logits.keep_probability
             self.write(cta, part, i, values, 2, kept, dout, factor)
-        # Wait for the product that reads the keys, so that dK or other keys may replace them.
+        # Wait for the product dS K, which reads the keys: dK or later keys overwrite them.
         memory.load_accumulators(dq_accs)
         if not self.is_fused:
             self.copy_block(cta, part, i + self.config.stages)
             return
         self.write(cta, part, i, keys, 1, ds, queries, self.scale)
-        # Wait until the previous visit's gradients are copied out, so that new keys may replace them.
+        # Wait until the previous visit's dK and dV are copied out: later keys and values overwrite them.
         plgpu.wait_smem_to_gmem(self.head.count + self.value.count, wait_read_only=True)
         pl.when(i > 0)(lambda: self.copy_block(cta, part, i - 1 + self.config.stages))
 
@@ -485,7 +485,7 @@ class _SplitBackward:
         right: Matrix,
         factor: float,
     ) -> None:
-        """Multiplies left by right into dK or dV of a block, and writes it through the memory `place`.
+        """Writes left @ right, dK or dV of a block, to global memory through shared memory `place`.
 
         Products are computed for as many columns at a time as fit into the registers.
         """
@@ -505,8 +505,8 @@ class _SplitBackward:
         place.write(Heads(cta.results[result]), part.batch_idx, start, part.key_head)
 
     def write_queries(self, cta: _Cta, part: _Part, dquery: list[jax.Array]) -> None:
-        """Writes this part of dQ, clipped to the existing rows, through the memory of the keys."""
-        # The last gradients may still be being copied out from this memory.
+        """Writes this CTA's float32 part of dQ, clipped to existing rows, through the memory of K."""
+        # Copies of dK may still read this memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sums = [tuple(block)[2:] for block in cta.shared["k_smem"]]
         number = (part.batch_idx * self.shape.key_heads + part.key_head) * self.config.splits

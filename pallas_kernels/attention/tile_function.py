@@ -33,7 +33,7 @@ _CALLS = frozenset(
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_)))
 _HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
 _EXACT = 2**23
-"""Bound below which integers are exact in float32, and fit the last bits of its mantissa."""
+"""Bound below which integers are exact in float32, and fit into its 23 mantissa bits."""
 
 
 def why_not_on_tiles(eqn: Any) -> str | None:
@@ -161,7 +161,7 @@ _DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
 
 
 class Part(NamedTuple):
-    """A number for each row (axis 0), each column (1), each element (0, 1) of a tile, or one for all."""
+    """Values that vary along no axis of a tile, its rows (0), its columns (1), or both (0, 1)."""
 
     array: Any
     axes: tuple[int, ...]
@@ -183,7 +183,7 @@ class TileFunction:
     """Program from scalars (score, query, key, *reads) to one; without the score if not `of_score`."""
     of_score: bool
     wanted: tuple[bool, ...] = ()
-    """True for each array read that gets a gradient."""
+    """Whether each array that the function reads gets a gradient."""
     is_additive: bool = False
     """True if the result is the score plus a term that does not depend on it."""
 
@@ -361,7 +361,7 @@ def _positions(tile: Any, axis: int, limit: int) -> Any:
     """Returns the indices of queries (axis 0) or keys (axis 1), clamped to the last one."""
     numbers = tile.numbers(axis)
     if limit % tile.shape[axis ^ tile.query_axis]:
-        # Beyond the last query or key a function may return NaN, and masking keeps it: 0 * NaN is NaN.
+        # Beyond the last query or key a function may return NaN, which a weight of 0 does not remove.
         numbers = jnp.minimum(numbers, limit - 1)
     return numbers
 
@@ -437,7 +437,7 @@ class _Values:
         return Part(part.array.astype(dtype), part.axes)
 
     def applied(self, eqn: Any, parts: Sequence[Part]) -> Part:
-        """Returns an equation's result for parts, broadcast to every axis along which one varies."""
+        """Returns an equation's result for operands `parts`, broadcast to all axes of any of them."""
         axes = tuple(sorted({axis for part in parts for axis in part.axes}))
         arrays = [part.over(axes, self.shape) for part in parts]
         name, params = eqn.primitive.name, eqn.params
@@ -501,7 +501,7 @@ class _Values:
         return any(self.leads_to(given, score) for given in self.equations[var].invars)
 
     def separate(self, var: Any, tile: Any, query: Any, key: Any) -> Separated | None:
-        """Returns a variable as a sum of a term of the query and a term of the key, or None."""
+        """Returns a variable as a sum of terms of the query and of the key; None if inseparable."""
         if var is query or var is key:
             axis = 0 if var is query else 1
             part = functools.partial(_from_first_query, tile, axis)
@@ -617,7 +617,7 @@ def _negative(part: Part) -> Part:
 def _from_first_query(tile: Any, axis: int) -> Part:
     """Returns the indices of queries or keys in float32, counted from the tile's first query.
 
-    The last 3 bits of a column's number differ between threads, and the compiler knows the others.
+    Only the last 3 bits of a column's number depend on the thread: the rest is converted when compiled.
     """
     dimension = axis ^ tile.query_axis
     start = (tile.query_start, tile.key_start)[axis] - tile.query_start

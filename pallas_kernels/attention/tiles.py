@@ -32,8 +32,8 @@ class Place(NamedTuple):
     key_blocks: Callable[[Index, Index], Blocks]
     """Function from a range of the tile's queries to the blocks of keys that they attend to."""
     first: jax.Array
-    """Range [first, stop) of blocks of keys, or of rows of `entries` if the mask has lists. The tile
-    visits it from its end to its start."""
+    """Range [first, stop) of blocks of keys, or of rows of `entries` if the mask has lists. The tile's
+    loop goes from the last one to the first."""
     stop: jax.Array
     entries: Any = None
     """The tile's list, int32: in each row a block of keys and the index of its mask bits; or None."""
@@ -169,7 +169,7 @@ class QueryTiles:
     parts: int = 0
     """Consumers of a tile if each has a range of its own of the tile's list (`OwnLists`); else 0."""
     shares: int = 1
-    """Parts into which the longest lists are divided, for different CTAs; used with `parts`."""
+    """Shares into which the longest lists are divided, for different CTAs; used with `parts`."""
 
     @property
     def count(self) -> int:
@@ -253,7 +253,7 @@ class QueryTiles:
         return self.mask.key_blocks((start, start + self.rows), self.key_block, extent, within)
 
     def place(self, number: jax.Array, operands: Operands, tables: Tables) -> Place:
-        """Returns where tile `number`, (batch * heads + head) * count + tile, lies; kernels call it."""
+        """Returns the `Place` of tile number (batch * heads + head) * count + tile, in a kernel."""
         mask, block = self.mask, self.key_block
         batch_head = lax.div(number, jnp.int32(self.count))
         batch_idx = lax.div(batch_head, jnp.int32(self.heads))
@@ -286,7 +286,7 @@ class QueryTiles:
         return Place(batch_idx, head_idx, start, extent, key_blocks, first, stop)
 
     def visits(self, at: Place, start: jax.Array, rows: int) -> Visits | ListedVisits | OwnVisits:
-        """Returns the loop over keys for `rows` queries of the tile `at`, from query `start` on."""
+        """Returns the loop over blocks of keys for `rows` queries of tile `at`, from `start` on."""
         if at.ranges is not None:
             part = lax.div(start - at.start, jnp.int32(rows))
             return OwnVisits(at, part, at.ranges[2 + 2 * part], at.ranges[3 + 2 * part])
@@ -322,7 +322,7 @@ class KeyPlace(NamedTuple):
     visits: Callable[[Index], "QueryVisits"]
     """Function from a visited head's number, from 0, to the loop over that head's blocks of queries."""
     share: jax.Array | None = None
-    """Number of the tile's share, from 1 over all divided tiles; 0 for a whole tile; or None."""
+    """Number of the list share, from 1 over all divided tiles; 0: whole tile; None: no lists."""
 
 
 class QueryVisits(NamedTuple):
@@ -415,7 +415,7 @@ class KeyTiles:
     parts: int = 0
     """Warpgroups of a tile if each has a range of its own of the tile's list (`OwnLists`); else 0."""
     list_shares: int = 1
-    """Parts into which only the longest lists are divided, for different CTAs; used with `parts`."""
+    """Shares into which only the longest lists are divided, for different CTAs; used with `parts`."""
 
     @property
     def count(self) -> int:
@@ -505,7 +505,7 @@ class KeyTiles:
         return schedule(self.costs, heads, heads_together, multiprocessors)
 
     def longest(self, batch: int, heads_together: int, multiprocessors: int) -> int:
-        """Returns the work of the busiest CTA, in visited queries."""
+        """Returns the work of the CTA with the most work, in visited queries."""
         heads = batch * self.key_heads * self.shares
         if heads * self.count > _EVEN * multiprocessors:
             return heads * sum(self.costs) // multiprocessors + max(self.costs) // 2
@@ -515,7 +515,7 @@ class KeyTiles:
         return int(np.sum(costs * is_tile, axis=1).max())
 
     def place(self, number: jax.Array, operands: Operands, tables: Tables) -> KeyPlace:
-        """Returns the place of tile number (batch * shared heads + shared head) * count + tile.
+        """Returns the `KeyPlace` of tile number (batch * shared heads + shared head) * count + tile.
 
         A share of a key head is shared head number (key head * shares + share). Kernels call this.
         """

@@ -65,7 +65,7 @@ class WideForwardConfig(KeySplits):
         return Columns.of(shape.head_size, lengths), value
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Returns the bytes of shared memory, with a reserve for barriers."""
+        """Returns a CTA's bytes of shared memory, with a reserve for barriers."""
         head, value = self.columns(shape)
         count = head.bytes(WGMMA_ROWS + self.stages * self.key_block)
         return count + _HALVES * value.bytes(self.stages * self.key_block) + BARRIER_BYTES
@@ -192,7 +192,7 @@ class _WideForward(SplitForward):
         return part.batch_idx, start, lax.div(part.key_head, jnp.int32(self.sharing))
 
     def copy_keys(self, cta: Cta, part: Part, i: int | jax.Array) -> None:
-        """Starts the copy of the keys of visit i, if there is one; the first warpgroup does it."""
+        """Starts the copy of the keys of visit i, if there is such a visit, in the first warpgroup."""
         slot = self.slot(i)
 
         @pl.when((i < part.count) & (lax.axis_index("wg") == 0))
@@ -230,7 +230,7 @@ class _WideForward(SplitForward):
     ) -> tuple[list[jax.Array], Softmax]:
         """Adds a block of keys to this warpgroup's columns of the output, and to the softmax."""
         block, slot, buffer = self.config.key_block, self.slot(i), self.values_buffer(i)
-        # The queries arrive once; waiting for them again in later visits would never end.
+        # The queries arrive once: a second wait for their barrier would never end.
         pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
         plgpu.barrier_wait(cta.full("k", slot))
 
@@ -259,7 +259,7 @@ class _WideForward(SplitForward):
     # --- results ----------------------------------------------------------------------------------
 
     def write(self, cta: Cta, part: Part, out: list[jax.Array], softmax: Softmax) -> None:
-        """Stores this warpgroup's columns over this part of the keys; the first one stores the lse."""
+        """Stores this warpgroup's columns of the output; the first warpgroup also stores the lse."""
         total = jnp.sum(softmax.total, axis=1)
         empty = total == 0.0
         numerator = 1.0 / self.logits.keep_probability

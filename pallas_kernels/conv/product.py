@@ -210,7 +210,7 @@ class ConvProduct(Product):
             self._copy_weights(ring, b_gmem, step.k_idx, slot, step.n_idx, full)
 
     def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
-        """Returns the indices of a step's first weight along the window's axes, and its first channel.
+        """Returns a K step's first weight, as indices along the window's axes, and its first channel.
 
         K steps go over all weights of the window before the next channels, so that pixels that several
         weights read are still in the L2.

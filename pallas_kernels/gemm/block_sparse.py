@@ -63,9 +63,9 @@ class Shape(NamedTuple):
 
 
 _TILES = {64: ((128, 64), (64, 64)), 128: ((128, 128), (64, 128))}
-"""Rows and columns of a warpgroup's tile, keyed by block size; two warpgroups have the same columns."""
+"""Rows and columns of a warpgroup's tile, by block size; a CTA's two warpgroups share the columns."""
 _STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
-"""Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
+"""Pipeline stages, and epilogue buffers for results; earlier pairs win ties of predicted time."""
 _BANDS = (8, 16)
 
 
@@ -187,7 +187,7 @@ def _tiles(
     multiprocessors: int,
     out_dtype: Any,
 ) -> Epilogue:
-    """Returns the product with an epilogue that stores the sums as they are."""
+    """Returns the product with an epilogue that rounds the sums and stores them."""
     product = _BlockSparseProduct(
         m=shape.rows,
         n=shape.n,

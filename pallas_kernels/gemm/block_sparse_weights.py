@@ -30,7 +30,7 @@ _TILE_M = 64
 _TILES = {64: (192, 128, 256, 64), 128: (256, 128)}
 """Columns of a warpgroup's tile, keyed by block size."""
 _STAGES = ((4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
-"""Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
+"""Pipeline stages, and epilogue buffers for results; earlier pairs win ties of predicted time."""
 
 
 def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
@@ -132,7 +132,7 @@ def block_sparse_weights(
 def _tiles(
     work: Shape, dtype: Any, config: MatmulConfig, multiprocessors: int, out_dtype: Any
 ) -> Any:
-    """Returns the product with an epilogue that stores the sums as they are."""
+    """Returns the product with an epilogue that rounds the sums and stores them."""
     product = _BlockSparseWeights(
         m=work.rows,
         n=config.tile_n,

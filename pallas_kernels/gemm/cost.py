@@ -266,7 +266,7 @@ def few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> int:
 def few_rows(
     work: Work, config: FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
 ) -> float:
-    """Microseconds of the product with its epilogue in the small-M kernel."""
+    """Returns the predicted microseconds of the product with its epilogue, in the small-M kernel."""
     rows = math.ceil(work.m / 8) * 8
     width = work.products * config.tile_n
     columns = math.ceil(work.n / config.tile_n)

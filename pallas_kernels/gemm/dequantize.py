@@ -24,8 +24,8 @@ BLOCK = 128
 """Elements along K in a block of int4 weights, whose words are stored together.
 
 Of every 16 elements along K, thread t of four holds four for a WGMMA: 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
-A word has those of two such runs, the four even ones in its low half and the odd ones in its high half,
-8 added to each. The four words of a thread for 128 elements are adjacent, 16 bytes.
+A 32-bit word has a thread's elements of two such runs, each plus 8: those of even index in its low half,
+those of odd index in its high half. The four words of a thread for 128 elements are adjacent, 16 bytes.
 """
 ADDED_TO_BYTES, ADDED_TO_WORDS = 128, 8
 """Offsets that are added to int8 and int4 numbers to make them unsigned."""
@@ -199,8 +199,8 @@ def _floats_of_codes(
 ) -> Any:
     """Emits the code of `from_codes` when a kernel is lowered; returns the registers of floats.
 
-    Of every 16 codes along K, thread t of four reads the bytes t and t + 4 of 8. The 16 bytes in which
-    they lie are swizzled by a row's second and third bit.
+    Of every 16 codes along K, thread t of four reads the bytes t and t + 4 of 8. Units of 16 bytes are
+    swizzled by bits 1 and 2 of the row's index.
     """
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
     registers = _Registers(shape, (), scales)
@@ -237,7 +237,7 @@ def _floats_of_e2m1(byte: Any, element_type: Any) -> Any:
     The exponents differ by a constant, so one product with a power of two makes the number, exactly.
     """
     is_bfloat = element_type == ir.BF16Type.get()
-    low = 6 if is_bfloat else 9  # the place of the mantissa's bit
+    low = 6 if is_bfloat else 9  # bit index of the mantissa's bit
     name, factor = ("bf16x2", 0x7E807E80) if is_bfloat else ("f16x2", 0x74007400)
     high = low + 12  # the second code begins four bits higher, in the half word sixteen bits higher
     sizes = arith.muli(byte, _word(1 << low | 1 << high))
@@ -290,7 +290,7 @@ class _Registers:
         self._registers[place] = mgpu.utils.bitcast(floats, of)
 
     def _of_part(self, numbers: Sequence[Any], place: tuple[int, ...]) -> Any:
-        """Returns the register with a row's shift or scale for the columns at a place."""
+        """Returns the register with the shift or scale of a row for the columns of register `place`."""
         tile, column, *rest = place
         part = column * len(numbers) // self._registers.shape[1]
         return numbers[part].registers[tile, 0, *rest]

@@ -167,7 +167,7 @@ def layer(
       options: static options, such as which of the three are returned.
       functions: the activations, as kernels or XLA compute them.
 
-    The maxima are those of each row in each of P parts of the columns.
+    The maxima are those of each row in each of P columns of tiles.
     """
     out_dtype, narrow_dtype = options.out_dtype, options.narrow_dtype
 
@@ -214,7 +214,7 @@ def hidden_gradient(
 ) -> FusedProduct:
     """Returns the gradient of a hidden layer's preactivations, from scales * dy @ w^T.
 
-    The results are dz, dup if there is an `up`, and maxima [P, M] over P parts of the columns.
+    The results are dz, dup if there is an `up`, and row maxima [P, M] of each of P columns of tiles.
 
     Args:
       dy: [M, K].
@@ -252,9 +252,9 @@ def hidden_gradient(
 def hidden_gradient_by_slope(
     dy: jax.Array, w: jax.Array, scales: Scales, slope: jax.Array, *, dtype: Any, maximise: bool
 ) -> FusedProduct:
-    """Returns dz = scales * dy @ w^T * slope [M, N] and the maxima [P, M] of its rows' magnitudes.
+    """Returns dz = scales * dy @ w^T * slope [M, N], and row maxima [P, M] of its magnitudes.
 
-    The arguments are those of `hidden_gradient`, but in place of z:
+    P is the number of columns of tiles. Arguments as in `hidden_gradient`, but in place of z and up:
 
     Args:
       slope: [M, N], the activation's derivative, whose own scale is one of `scales`; columns beyond N

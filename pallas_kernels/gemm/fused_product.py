@@ -1,8 +1,8 @@
 """The description of a matrix product for Hopper whose epilogue is a traced Python function.
 
-XLA's bare products are good, but bias, activation, residual, an activation's derivative and the sums of
+XLA's products alone are fast, but bias, activation, residual, an activation's derivative and the sums of
 a bias gradient often take further kernels. Here they are a function of the float32 accumulators and
-of named operands, traced into the kernel.
+of named operands, traced into the product's kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class FusedProduct:
     of `QuantizedTile.copy`: [N, K] with `b_transposed`, where the epilogue applies scales of whole
     columns; else [K, N], where N is `b_columns`, with scales of groups along N and a `MatmulConfig`."""
     b_columns: int = 0
-    """Number of columns N, if it cannot be read from b's shape; else 0."""
+    """Number of columns N, if b's shape does not tell it (padded or quantised b); else 0."""
 
     # --- its shapes -------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 GRAIN = 8
 """Divisor of K and N: rows of 16-bit numbers then begin at multiples of 16 bytes, as TMA requires."""
 MOST_GROUPS = 1024
-"""Largest number of groups; the table of their first rows takes a sum over pairs of groups."""
+"""Largest number of groups: the work for the table of their first rows grows with its square."""
 
 
 def why_unsupported(
@@ -107,7 +107,7 @@ _TILES = ((128, 192, True), (128, 128, True), (64, 256, True), (64, 128, True), 
 """Rows and columns of a warpgroup's tile, and True if the warpgroups have different tiles
 (ping-pong)."""
 _STAGES = ((4, 2), (5, 2), (6, 2), (4, 1), (5, 1), (3, 1))
-"""Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
+"""Pipeline stages, and epilogue buffers for results; earlier pairs win ties of predicted time."""
 _BANDS = (8, 16)
 
 
@@ -249,11 +249,11 @@ def _tiles(
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupedProduct(Product):
-    """Static parameters of a launch, and the tiles of each group."""
+    """Static parameters of a grouped launch, and where each group's tiles are."""
 
     group_count: int
     groups: Groups | None = None
-    """Rows and tiles of each group, known inside a kernel; None outside of it."""
+    """Rows and tiles of each group, which only the device knows; None outside of a kernel."""
 
     @property
     def tile_grid(self) -> tuple[int, int]:

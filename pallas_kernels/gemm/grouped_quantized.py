@@ -154,11 +154,11 @@ def _over_columns(numbers: jax.Array, n: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class GroupedQuantizedTiles(QuantizedTiles):
-    """Static parameters of a launch, and the tiles of each group."""
+    """Static parameters of a grouped launch, and where each group's tiles are."""
 
     group_count: int = 1
     groups: Groups | None = None
-    """Rows and tiles of each group, known inside a kernel; None outside of it."""
+    """Rows and tiles of each group, which only the device knows; None outside of a kernel."""
 
     @property
     def parts(self) -> list[quantized_tiles.Part]:

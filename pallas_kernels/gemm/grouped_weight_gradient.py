@@ -61,7 +61,7 @@ def candidates(
 _TILES = ((64, 256), (64, 192), (128, 192), (128, 128), (64, 128))
 """Rows and columns of a warpgroup's tile; the two warpgroups have adjacent ones."""
 _STAGES = ((3, 4), (4, 2), (3, 2), (5, 2), (4, 1), (3, 1))
-"""Numbers of pipeline stages and of buffers for results; earlier pairs win ties of predicted time."""
+"""Pipeline stages, and epilogue buffers for results; earlier pairs win ties of predicted time."""
 
 
 def predicted_time(
@@ -132,7 +132,7 @@ def _tiles(
     multiprocessors: int,
     out_dtype: Any,
 ) -> Epilogue:
-    """Returns the product with an epilogue that stores the sums as they are."""
+    """Returns the product with an epilogue that rounds the sums and stores them."""
     [width] = work.widths
     product = _GroupedWeightProduct(
         m=work.features,
@@ -155,7 +155,7 @@ class _GroupedWeightProduct(UnevenProduct):
 
     group_count: int
     groups: Groups | None = None
-    """Rows and tiles of each group, known inside a kernel; None outside of it."""
+    """Rows and tiles of each group, which only the device knows; None outside of a kernel."""
 
     @property
     def tile_count(self) -> int:

@@ -1,4 +1,4 @@
-"""linear on the Hopper product: bias, activation and residual in its epilogue."""
+"""linear on the Hopper product of `fused_product`: bias, activation and residual in its epilogue."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def layer(
 
 
 def layer_epilogue(activation: str | None, out_dtype: Any) -> Function:
-    """Returns the epilogue of a layer, also of quantised operands with one scale a row or a column."""
+    """Returns a layer's epilogue, which also applies scales [M] and [N] of quantised operands."""
 
     def epilogue(z, *, x_scale=None, w_scale=None, bias=None, residual=None):
         z = z if x_scale is None else z * x_scale

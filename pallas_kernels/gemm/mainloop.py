@@ -354,7 +354,7 @@ class Consumer:
     def _accumulate(self, sequence_idx, tiles, place, acc_ref):
         """Runs all K steps of a tile; returns accumulators, the stage to free next, and operands' sums.
 
-        The sums are those of `Product.sum_slot`: dbias in wgrad, None elsewhere.
+        The sums are those of `TiledProduct.sum_slot`: the bias gradient in wgrad, else None.
         """
         product, turn = self.product, self.ring.turn
         if product.config.ping_pong:

@@ -18,12 +18,12 @@ class MatmulConfig:
     tile_n: int = 192
     """Columns of a warpgroup's accumulators, split equally among products that share a pass over `a`."""
     stages: int = 4
-    """Pipeline stages: tiles of the operands in flight or in use."""
+    """Pipeline stages: K steps whose operand tiles are in flight or in use."""
     ping_pong: bool = True
     """True if the consumers hold different output tiles; false if they hold halves of one tile of twice
     the height."""
     cluster: int = 1
-    """CTAs of a cluster, with tiles below each other; each multicasts a part of b's tiles to all."""
+    """CTAs of a cluster, with vertically adjacent tiles; each multicasts a part of b's tile."""
     epilogue_columns: int = 64
     """Columns of a chunk, the part of a tile that the epilogue processes at a time."""
     read_slots: int = 1

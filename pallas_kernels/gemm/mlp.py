@@ -127,7 +127,7 @@ def _gated_unit_of_gate(
     activation: str | None,
     save_preactivations: bool,
 ) -> FusedProduct:
-    """Returns a product with the results h and up of `gated_unit`, for a gate computed before."""
+    """Returns the product with results h and up of `gated_unit`, given `gate` [M, F]."""
     multiplied = _multiplied(activation, x.dtype)
 
     def epilogue(up, *, gate, bias=None):
@@ -178,7 +178,7 @@ def gated_forward(
 def gated_forward_candidates(
     work: Work, *, stacked: bool, multiprocessors: int
 ) -> list[MatmulConfig | FewRowsConfig | None]:
-    """Returns configs of both products of `gated_forward` in one pass over x, the default first.
+    """Returns configs of `gated_forward`, both products in one pass over x, the default first.
 
     None, the default where M and D are `_LONG_SUM` or more, means two separate products.
     """

@@ -161,7 +161,7 @@ class _HeadsOfTile:
             pieces = [
                 piece + self._row(bias, start) for piece, start in zip(pieces, starts, strict=True)
             ]
-        # Pieces are rounded here, because that leaves registers for the arithmetic.
+        # Pieces are rounded to 16 bits here, which leaves registers for norm and rotation.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
         store.store_in_turn(
             self._results(pieces),
@@ -216,7 +216,7 @@ class _HeadsOfTile:
         return self.place.wg_idx, number % self.launch.product.config.write_slots
 
     def _send(self, number: int) -> None:
-        """Starts the copy of a result from its buffer to the array with its columns, if any has them."""
+        """Starts the copy of a result to the output array that has its columns, if any has."""
         launch, config = self.launch, self.launch.product.config
         place = self._slot(number)
         _, copies = self.smem["out_smem"]

@@ -217,7 +217,7 @@ def _in_tiles(
     multiprocessors: int,
     config: MatmulConfig,
 ) -> Sequence[jax.Array]:
-    """Computes `forward` with large tiles, in place of the small-M kernel."""
+    """Returns the results of `forward`, computed with large tiles, not by the small-M kernel."""
     m, k = x.shape
     if heads.reorders:
         w = _in_strips(w, heads.size)
@@ -268,7 +268,7 @@ def _in_tiles(
 
 
 def _table(cos: jax.Array, sin: jax.Array, interleaved: bool, dtype: Any, tile_m: int) -> jax.Array:
-    """Returns the table of cosines and sines that the epilogue reads, a row a position."""
+    """Returns the table of cosines and sines that the epilogue reads, a row for each position."""
     period = cos.shape[0]
     table = interleaved_rope.table(cos, sin) if interleaved else jnp.concatenate((cos, sin), axis=1)
     if dtype == ROUNDS_ANGLES:
@@ -287,7 +287,7 @@ def input_gradient(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array]:
-    """Returns the sum over all three of dy [M, heads * H] @ w^T, with w [D, heads * H]."""
+    """Returns dx [M, D]: the sum over queries, keys and values of dy [M, heads * H] @ w^T."""
     product = FusedProduct(
         name="qkv_input_gradient",
         a=tuple(dys),

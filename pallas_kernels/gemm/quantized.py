@@ -292,7 +292,7 @@ def both_work(
 def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs for a product with quantised x, predicted fastest first."""
     if w.groups > 1:
-        # Both accumulators, of a step and of all steps, must fit into the registers.
+        # The sums of one K step and the totals of all steps must both fit into the registers.
         return [
             MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
             for tile_n, stages in ((192, 4), (192, 3), (128, 4), (128, 3), (64, 3))
@@ -538,8 +538,8 @@ def _of_tiles(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 _TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
-"""Rows and columns of accumulators, pipeline stages, and ping-pong. Warpgroups that share a tile need
-half as many weights dequantised for each product."""
+"""Rows and columns of accumulators, pipeline stages, and ping-pong. With two warpgroups on one tile (no
+ping-pong), a dequantised weight is multiplied by twice as many rows."""
 
 
 def _time(work: Work, config: Config, multiprocessors: int) -> float:

@@ -340,13 +340,13 @@ class QuantizedTiles:
         return lax.div(jnp.maximum(left, 0) + (ctas - 1), ctas)
 
     def place(self, part: Part, sequence_idx: Any) -> Place:
-        """Returns the place of this CTA's tile `sequence_idx` of a part."""
+        """Returns the `Place` of this CTA's tile `sequence_idx` in a range of columns (`part`)."""
         item = lax.axis_index("cta") + sequence_idx * self.ctas
         m_idx, n_idx = plgpu.planar_snake(item, self.grid_of(part), 0, self.config.band)
         return Place(m_idx * part.rows, (part.first + n_idx) * self.config.columns)
 
     def of_place(self, ref: Any, place: Place) -> Any:
-        """Returns the part of an array of weights, or of a vector, that a tile reads: here all of it."""
+        """Returns the tile's matrix or vector of those of all groups; without groups, all of `ref`."""
         del place
         return ref
 
@@ -356,7 +356,7 @@ class QuantizedTiles:
         return [self.of_place(ref, place) if i < own else ref for i, ref in enumerate(refs)]
 
     def store_rows(self, source: Any, ref: Any, place: Place, columns: Any) -> None:
-        """Starts the copy of rows of results to the rows of `ref` that begin at a place."""
+        """Starts the copy of `source`, rows of results, to `columns` of `ref` from place.m_start on."""
         rows = pl.ds(place.m_start, source.shape[0])
         plgpu.copy_smem_to_gmem(source, ref.at[rows, columns], commit_group=False)
 
@@ -493,7 +493,7 @@ class _Consumer:
                 x = product.x_rows(memory["x_smem"][0], part, x_slot)
                 plgpu.wgmma(acc, w, x.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                # The WGMMAs of the piece before this one have ended.
+                # The wait leaves this piece's WGMMAs in flight; those of the previous piece have ended.
                 if piece and c.x_stages:
                     self._free(w_slot, x_slot)
                 elif not piece:
@@ -506,7 +506,7 @@ class _Consumer:
         return step
 
     def _free(self, w_slot: Any, x_slot: Any) -> None:
-        """Frees the stage before `x_slot`, or before `w_slot` where x has no stages of its own."""
+        """Frees the stage of x before `x_slot` or, if x shares the stages of w, that before `w_slot`."""
         c = self.product.config
         if c.x_stages:
             before = _before(x_slot, self.product.x_slots)
@@ -547,7 +547,7 @@ class _Consumer:
 
     def _store(self, results: Mapping[str, jax.Array], place: Place, slot: int) -> None:
         """Starts the copies of results [columns, rows]."""
-        # Waits until the earlier copy from this buffer has read it.
+        # Waits until the copy of earlier results has read this buffer.
         plgpu.wait_smem_to_gmem(STORE_SLOTS - 1, wait_read_only=True)
         for name, dtype in self.product.outputs.items():
             turned = plgpu.layout_cast(results[name].astype(dtype), _TURNED)
@@ -561,7 +561,7 @@ class _Consumer:
         plgpu.commit_smem_to_gmem_group()
 
     def _store_zeros(self, place: Place) -> None:
-        """Stores zeros in `STORED_ROWS` rows of the results from a place on, within its group."""
+        """Stores zeros in up to `STORED_ROWS` rows of the results, from `place` to its group's end."""
         shape = (COLUMNS, STORED_ROWS)
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -573,7 +573,7 @@ class _Consumer:
         return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
 
     def _copy_matrices(self, row: Any, n_start: Any) -> None:
-        # Waits until all warps have read the previous chunk.
+        # The commit waits until all warps have read the previous chunk, which is overwritten now.
         plgpu.commit_smem()
         for name, ref in self.matrices.items():
             _, memory = self.memory["matrix_smem"][name]

@@ -307,7 +307,7 @@ class QuantizedTile:
         numbers = plgpu.load(stored, layout=layout)
 
         def piece_of(piece: int, shifts: Sequence[Any], scales: Sequence[Any]) -> jax.Array:
-            # Only bfloat16 has the range of the scales; others are applied in float32 by `_scaled`.
+            # bfloat16 has the range of float32 scales; with float16, `_scaled` applies them in float32.
             narrow = [s.astype(jnp.bfloat16) for s in scales if self.x_dtype == jnp.bfloat16]
             if in_words:
                 w = dequantize.from_words(numbers, shifts, narrow, piece)
@@ -377,7 +377,7 @@ class QuantizedTile:
             self._of_group(memory["zero_point"], slot, group, start, width).astype(jnp.float32)
             for group in range(index * groups, (index + 1) * groups)
         )
-        # bfloat16 holds every integer up to 256.
+        # The sum is exact: bfloat16 holds every integer up to 256.
         return [((z + added) * (-1 / self.unit)).astype(self.x_dtype) for z in zero_points]
 
     def scales(self, memory: Mapping[str, Any], slot: Any, rows: int) -> Iterator[jax.Array]:

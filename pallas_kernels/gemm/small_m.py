@@ -340,7 +340,7 @@ class _Cta:
     summed: Any = None
     """Cluster barrier that says that every CTA has stored its sums."""
     read: Any = None
-    """Cluster barrier that says that every CTA has read all it needs of the others' memory."""
+    """Cluster barrier that says that every CTA has read the sums in other CTAs' shared memory."""
 
     @property
     def config(self) -> FewRowsConfig:
@@ -388,7 +388,7 @@ class _Cta:
             plgpu.barrier_wait(self.vector_full)
         self._each_chunk(self._finish_rows)
         if c.parts > 1:
-            # A CTA may end only after the others have read its shared memory.
+            # A CTA may end only after the other CTAs of its cluster have read its shared memory.
             plgpu.barrier_arrive(self.read)
             plgpu.barrier_wait(self.read)
         plgpu.wait_smem_to_gmem(0)
@@ -542,7 +542,7 @@ class _Cta:
     # --- the epilogue -----------------------------------------------------------------------------
 
     def _each_chunk(self, of_chunk: Callable[[int], None]) -> None:
-        """Calls `of_chunk` for each chunk of rows that this CTA finishes; it may have none."""
+        """Calls `of_chunk` for each chunk of 8 rows that this CTA adds up and stores, if any."""
         for chunk in range(self.product.chunks):
             mine = functools.partial(of_chunk, chunk)
             if self.config.parts == 1:

@@ -115,7 +115,7 @@ class Speeds:
     weights_sum_column: float = 8e-5
     """Time that each column of dy adds to a step, for each 8 of its rows that a warpgroup sums."""
     weights_stored: float = 9.7e-5
-    """Time of each element of a CTA's tile that it stores."""
+    """Time to store each element of a CTA's tile of wgrad."""
     weights_exchange: float = 3.5
     """Time in which the CTAs of a cluster exchange and add their partial sums of a tile."""
     weights_clustered: float = 1.2

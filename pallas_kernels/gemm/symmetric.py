@@ -369,7 +369,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _EpilogueOfTile:
-    """Epilogue of a tile, which is stored in chunks of columns, as it is and transposed."""
+    """Epilogue of a tile, which stores it in chunks of columns, untransposed and transposed."""
 
     launch: _Launch
     others: Sequence[Any]
@@ -474,7 +474,7 @@ class _EpilogueOfTile:
         plgpu.commit_smem_to_gmem_group()
 
     def _stored(self, matrix: Any, row: Any) -> tuple[Any, Any]:
-        """Returns whether the tile, and whether its transpose, is stored; None for always."""
+        """Returns traced conditions to store the tile and to store its transpose; None for always."""
         if not self.launch.product.is_symmetric:
             first_turned = self.launch.first_turned
             if first_turned is None:

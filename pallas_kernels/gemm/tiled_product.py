@@ -115,7 +115,7 @@ class TiledProduct:
 
     @property
     def scales_columns_alike(self) -> bool:
-        """True if columns share a step's scales, which are then few enough to be loaded when needed."""
+        """True if columns share K steps' scales, so few that consumers load them one by one."""
         return self.scaled_columns > 1
 
     @property
@@ -307,7 +307,7 @@ class TiledProduct:
         plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
 
     def after_tiles(self, wg_idx: Any, epilogue_of: Callable[[TilePlace], Any]) -> None:
-        """Stores, in a consumer warpgroup, the parts of the result that belong to no tile."""
+        """Stores, in a consumer warpgroup, rows of the result that no tile has, such as zeros."""
 
     @property
     def rows(self) -> int:

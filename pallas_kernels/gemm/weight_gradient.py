@@ -309,7 +309,7 @@ class _WeightProduct(Product):
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """K steps of each part; the last parts may have fewer, and are filled up with zeros."""
+        """K steps of each split-K part; the last parts may have fewer, and add zeros for the rest."""
         return (pl.cdiv(pl.cdiv(self.ks[0], self.tile_k), self.parts),)
 
     @property
@@ -437,7 +437,7 @@ class _Launch:
 
     @property
     def stored_dtype(self) -> Any:
-        """Dtype that the kernel stores: parts that XLA is still to add are not rounded."""
+        """Dtype that the kernel stores: float32 if XLA still adds partial sums of several clusters."""
         return self.out_dtype if self.product.groups == 1 else jnp.dtype(jnp.float32)
 
     @property
@@ -474,7 +474,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _StoreOfTile:
-    """The epilogue of a warpgroup's tile, which is added to those of its cluster and stored."""
+    """The epilogue of a tile: adds the partial sums of the cluster's CTAs, and stores the total."""
 
     launch: _Launch
     outputs: Sequence[Any]
@@ -542,7 +542,7 @@ class _StoreOfTile:
                 mine = lax.axis_index("cta") == index
                 add = functools.partial(self._add, piece, turn * cluster + index)
                 pl.when((self.place.wg_idx == wg_idx) & mine)(add)
-        # This CTA's pieces stay in place until all CTAs of the cluster have read them.
+        # This CTA's pieces are not overwritten until all CTAs of the cluster have read them.
         self._meet("read")
 
     def _meet(self, name: str) -> None:

@@ -228,7 +228,7 @@ class _ForwardKernel:
 
 @dataclass(frozen=True)
 class _ForwardWarpgroup:
-    """State that a forward warpgroup keeps for all of its tiles."""
+    """A forward warpgroup's arrays, vectors and buffers, the same for all of its tiles."""
 
     kernel: _ForwardKernel
     gmem: Mapping[str, Any]

@@ -232,7 +232,7 @@ class _BackwardKernel:
 
 @dataclass(frozen=True)
 class _BackwardWarpgroup:
-    """State that a backward warpgroup keeps for all of its tiles."""
+    """A backward warpgroup's arrays, vectors and buffers, the same for all of its tiles."""
 
     kernel: _BackwardKernel
     gmem: Mapping[str, Any]

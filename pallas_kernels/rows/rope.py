@@ -24,7 +24,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Config of the steps in which a warp works through the heads of its position."""
+    """Config of a warp's steps, each of which rotates some heads of the warp's position."""
 
     bytes_per_step: int = 128
     """Largest number of bytes that each thread loads in a step."""
@@ -89,7 +89,7 @@ class _Piece:
     vec: int
     """Contiguous features that a lane loads at a time."""
     lanes: int
-    """Lanes that share a head."""
+    """Lanes that hold the features of one head."""
 
     @classmethod
     def choose(cls, width: int, heads: int, itemsize: int) -> "_Piece | None":

@@ -33,7 +33,7 @@ class RowConfig:
     warpgroups: int
     """Warpgroups in a CTA; each has tiles of its own with a row per warp, else they share each row."""
     slots: int
-    """Pipeline stages: tiles that a warpgroup keeps in flight. With 0 a warpgroup loads a single tile,
+    """Pipeline stages: a warpgroup's tiles in flight or in use. With 0 a warpgroup loads a single tile,
     straight from global memory into registers."""
     ctas_per_multiprocessor: int
     """CTAs per SM, each of which computes several tiles; not used with 0 stages."""
@@ -44,7 +44,7 @@ class RowConfig:
     keeps_tile: bool = True
     """True if a tile stays in registers; otherwise each pass reads it from shared memory again."""
     keeps_vectors: bool = True
-    """True if per-feature vectors stay in registers; otherwise each tile reads them from the cache."""
+    """True if per-feature vectors stay in registers; otherwise they are loaded again for each tile."""
 
     def __post_init__(self) -> None:
         for name in ("warpgroups", "ctas_per_multiprocessor", "chunks"):
