@@ -60,7 +60,8 @@ __device__ __forceinline__ void read(const Args& args, const Map& map,
   }
   if (args.interpolation == kBilinear && map.radius(0, args.widest) == 1.0f &&
       map.radius(1, args.widest) == 1.0f) {
-    // Four pixels are enough for bilinear interpolation if all lie in the image and its window.
+    // Four pixels are enough for bilinear interpolation if all lie in the image and the map's
+    // window.
     const float left = floorf(x), top = floorf(y);
     if (left >= fmaxf(map.first(0), 0.0f) && top >= fmaxf(map.first(1), 0.0f) &&
         left + 1.0f <= fminf(map.last(0), map.source(0) - 1.0f) &&

@@ -363,7 +363,7 @@ struct FlatColumns {
   }
 };
 
-// Sums a thread's values in four independent chains of additions.
+// Sums a thread's values in four chains of additions, which do not wait for each other.
 template <int kValues>
 __device__ __forceinline__ float sum_by_chains(const float (&values)[kValues]) {
   float parts[4] = {};

@@ -730,8 +730,8 @@ ffi::Error conv(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weights, f
         Plan<K> plan;
         RETURN_IF_ERROR((plan_conv<T, K>(args.shape, device, &plan)));
         if constexpr (S::kHeight == 7) {
-          // With 49 products per column, idle columns of a strip take long, and many images have 7
-          // * 2^n columns.
+          // With 49 products per output, columns beyond the image waste much time, and the width of
+          // many images is 7 times a power of two.
           using Narrow = Kernel<S::kHeight, S::kWidth, S::kStride, 7>;
           Plan<Narrow> narrow;
           RETURN_IF_ERROR((plan_conv<T, Narrow>(args.shape, device, &narrow)));

@@ -363,7 +363,8 @@ class GradientWalk {
   Piece piece_;
   Weights<kTaps, kVec> weights_;
   Line<T, kVec> x_, dy_, dx_;
-  // Inputs, and gradients of the activation's input, for the last kTaps - 1 and the current steps.
+  // Inputs (window_) and gradients of the activation's input (gradients_) of the last kTaps - 1
+  // steps and of the current ones.
   float window_[kTaps - 1 + kSteps][kVec] = {};
   float gradients_[kTaps - 1 + kSteps][kVec] = {};
   Vector<T, kVec> next_x_[kSteps], next_dy_[kSteps];

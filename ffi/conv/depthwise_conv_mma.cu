@@ -786,8 +786,8 @@ int bits_of(int64_t number) {
   return -1;
 }
 
-// Returns the largest number of 16-byte rows of a matrix that share banks, summed over both halves
-// of a tile.
+// Returns the bank conflicts of reading a tile: the largest number of 16-byte rows in the same
+// banks, for each half of the tile's 16 blocks, and summed over both.
 int conflicts(const Tiling& tiling, int row_step) {
   int found = 0;
   for (int half = 0; half < 2; ++half) {

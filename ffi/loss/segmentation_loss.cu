@@ -1075,7 +1075,8 @@ __global__ void __launch_bounds__(kFewThreads)
 
 // --- launch --------------------------------------------------------------------------------------
 
-// Calls `f` with the lanes of a pixel and the classes of a lane as compile-time constants.
+// Calls `f` with two compile-time constants: how many lanes share a pixel, and how many classes
+// each of these lanes has.
 template <typename F>
 ffi::Error with_lanes(int classes, const F& f) {
   const auto call = [&](auto lanes, auto own) { return f(lanes, own); };

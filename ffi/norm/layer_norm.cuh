@@ -20,7 +20,7 @@ struct NormOptions {
 };
 
 // Operations around the norm. Frequent combinations are compiled separately, because branches at
-// run time cost registers even if they are not taken.
+// run time take registers even if they are not executed.
 enum class Chain {
   kPlain,    // only the norm
   kRelu,     // additions and a relu before the norm, each optional

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   const bool has_residual = kResidual && args.residual != nullptr;
   const bool has_pre_bias = kHasPreBias && (!kResidual || args.pre_bias.data != nullptr);
   const Team team(kWarp ? kWarpSize : args.team_size);
-  // The teams of a block share each copy: consecutive rows, one per team.
+  // Each copy loads `height` consecutive rows, one for each team of the block.
   const int height = args.teams;
   const int first = blockIdx.x * (args.run == 0 ? height : args.run);
   const RowWalk walk(team, height, 0, first, args.run == 0 ? gridDim.x * height : height,
@@ -792,8 +792,8 @@ constexpr int kWideTeam = 128;
 
 // Returns ForwardArgs::run in rows per team, for matrices larger than L2. Blocks that each take a
 // short run keep all SMs busy and the rows in flight close together in memory. But every block
-// reloads the parameters, which costs most if few blocks are resident or if they go to shared
-// memory.
+// reloads the parameters, which takes longest if few blocks are resident or if the parameters are
+// copied to shared memory.
 int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int resident) {
   // A block computes many narrow rows at once, so a short run would be mostly loads of parameters.
   if (args.team_size < kWarpSize) return 0;

@@ -688,7 +688,7 @@ __global__ void __launch_bounds__(kLargestThreads) largest_kernel(LargestArgs ar
   float largest[1] = {__uint_as_float(bits)};
   if constexpr (kBounds) {
     activate(args.activation, largest);
-    // This form of the condition keeps a NaN.
+    // The comparison is false for a NaN, which is kept.
     if (largest[0] < args.least) largest[0] = args.least;
   }
   args.maxima[blockIdx.x] = largest[0];
