@@ -20,7 +20,7 @@ constexpr bool kIsTf32 = std::is_same_v<T, float>;
 template <typename T, int kHead>
 struct Tile {
   static constexpr int kStride = static_cast<int>(sizeof(T)) * kHead;
-  static_assert(kStride % 128 == 0, "the places of a row's chunks are a multiple of 8");
+  static_assert(kStride % 128 == 0, "a row of a tile must be a multiple of 128 bytes");
   static constexpr int kChunkValues = 16 / sizeof(T);
   static constexpr int kChunks = kHead / kChunkValues;
   static __host__ __device__ constexpr int bytes(int rows) { return rows * kStride; }

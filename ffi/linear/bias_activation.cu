@@ -352,10 +352,10 @@ ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, std::string
 // Checks and stores the results with the shape and dtype of `in` and `up`.
 ffi::Error parse_out(const ffi::AnyBuffer& out, const ffi::AnyBuffer& up_out,
                      const ffi::AnyBuffer& in, BiasActivationArgs* args) {
-  RETURN_IF_ERROR(check_like("the first result beside y", out, in));
+  RETURN_IF_ERROR(check_like("the first result after y", out, in));
   args->gate.out = out.untyped_data();
   if (args->up.in != nullptr) {
-    RETURN_IF_ERROR(check_like("the second result beside y", up_out, in));
+    RETURN_IF_ERROR(check_like("the second result after y", up_out, in));
     args->up.out = up_out.untyped_data();
   }
   return ffi::Error::Success();

@@ -586,7 +586,7 @@ ffi::Error parse_sources(const ffi::AnyBuffer* const (&buffers)[kMaxSources], bo
   args->row_pitch = static_cast<int>(padded(args->rows));
   const void* const* data = args->sources.data;
   if (columns > kMaxRows || (gated && (data[1] == nullptr || data[2] != nullptr))) {
-    return ffi::Error::InvalidArgument("there are too many columns, or a gate without its matrix");
+    return ffi::Error::InvalidArgument("too many columns, or not one gated matrix for one gate");
   }
   if (gated) RETURN_IF_ERROR(check_shape("the gated matrix", *buffers[1], {args->rows, columns}));
   return ffi::Error::Success();
@@ -635,7 +635,8 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
   Form form = gated ? Form::kGated : Form::kPlain;
   if (!is_absent(*slope)) {
     if (!has_slope(args.activation)) {
-      return ffi::Error::InvalidArgument("of this activation no byte holds the derivative");
+      return ffi::Error::InvalidArgument(
+          "the derivative of this activation is not stored in 8 bits");
     }
     RETURN_IF_ERROR(check_shape("slope", *slope, {rows, padded(columns)}));
     RETURN_IF_ERROR(check_dtype("slope", *slope, ffi::DataType::S8));
@@ -653,7 +654,8 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
     form = Form::kSums;
   }
   if (gated + (args.slope != nullptr) + (args.sums != nullptr) > 1) {
-    return ffi::Error::InvalidArgument("a gate, a slope and sums exclude each other");
+    return ffi::Error::InvalidArgument(
+        "only one of a gate, an activation's derivative and column sums can be given");
   }
   if (!is_absent(*found)) {
     RETURN_IF_ERROR(check_float32("found", *found, {tiles}));

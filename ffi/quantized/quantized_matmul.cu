@@ -606,7 +606,8 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   const int tile_columns = kWarpRows * args.column_warps / epilogue.products;
   const int64_t column_tiles = (columns + tile_columns - 1) / tile_columns;
   if (column_tiles > 65535 || (args.parts != nullptr && rows > 65535)) {
-    return ffi::Error::InvalidArgument("there are too many columns, or rows of parts");
+    return ffi::Error::InvalidArgument(
+        "more than 65,535 tiles of columns, or rows of partial sums");
   }
   const int results = kWarps * 8 * static_cast<int>(row_tiles) * kWarpRows * 4;
   const Launch launch = {dim3(static_cast<unsigned>((rows + chosen.rows - 1) / chosen.rows),
