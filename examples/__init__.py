@@ -3,7 +3,7 @@
 import importlib.util
 
 _PACKAGES = ("jax", "flax", "optax", "orbax", "matplotlib", "sklearn", "PIL", "tqdm")
-"""The packages that the examples import, most of which the extra "examples" brings."""
+"""Import names of the packages that the examples need; `jaxfused[examples]` installs them."""
 
 if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
     raise SystemExit(

@@ -1,7 +1,7 @@
-"""Chains of `--augment`, and a picture of them: `python -m examples.augmentation --out sheet.png`.
+"""Augmentations that `--augment` selects, and a contact sheet: `python -m examples.augmentation`.
 
-The workers of the examples decode images and cut them to one size; the chain then changes them on the
-device, as a part of the training step.
+Worker processes decode images and cut them to one size; a chain of augmentations then runs on the
+device, inside the jitted training step.
 """
 
 import argparse
@@ -27,7 +27,7 @@ NAMES = tuple(_COLOURS)
 """Names of the chains, which are the values of `--augment`."""
 
 _LARGER = 8 / 7
-"""Ratio of the height of images that workers decode for a chain that crops to the model's height."""
+"""Height of a decoded image over the height of the crop that the model reads."""
 
 
 def add_flag(group: argparse._ArgumentGroup) -> None:
@@ -66,7 +66,7 @@ def of_classes(
 
 
 def of_masks(name: str, *, turn: bool, dtype: str) -> augment.Chain:
-    """Returns the chain for segmentation, which changes crops and their masks.
+    """Returns the chain for segmentation, which moves a crop and its mask alike.
 
     Args:
       name: one of `NAMES`; "light" changes brightness alone, the others deform and rotate crops too.
@@ -127,7 +127,7 @@ def _square(path: Path, side: int) -> np.ndarray:
 def contact_sheet(chain: augment.Chain, images: np.ndarray, columns: int, seed: int) -> np.ndarray:
     """Returns one picture, uint8, with a row for each image: the image, then `columns` draws of a chain.
 
-    Images are [H, W, 3], and the chain's results are values of -1 to 1.
+    `images` is uint8 [N, side, side, 3]; the chain returns values of -1 to 1.
     """
     count, side = len(images), images.shape[1]
     repeated = np.repeat(images, columns, 0)

@@ -23,7 +23,7 @@ def run_command(main: Callable[[], None]) -> None:
         main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output is gone. Without this, Python would fail when it flushes at exit.
+        # The reader of stdout has closed it: Python's flush at exit would raise BrokenPipeError again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(

@@ -14,7 +14,7 @@ from examples.runs import Run
 
 # Flags of one call, which are not saved in config.json.
 _CALL_FLAGS = ("out", "resume", "coordinator", "processes", "process_id", "cpu_devices")
-# Flags of the devices. A program that lacks them may still resume a run that was started with them.
+# Flags of the device mesh. A program without them may resume a run that was started with them.
 _DEVICE_FLAGS = ("mesh", "tensor", "fsdp")
 # Flags that say only where and how a run is carried out; all others define what the run computes.
 _PLACE_FLAGS = (*_CALL_FLAGS, *_DEVICE_FLAGS, "workers", "checkpoint_every", "data")
@@ -71,10 +71,10 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags.
 
-    With --resume, flags that are not passed come from the run, and those that are must agree with it.
-
-    The learning rate and the weight decay have the named optimizer's defaults. The dtype "auto" becomes
-    this device's, so that a run keeps its dtype when it is resumed elsewhere.
+    With --resume, flags that are not passed are read from the run, and a passed flag that defines what
+    the run computes must agree with it. The learning rate and the weight decay have the named
+    optimizer's defaults. The dtype "auto" becomes this device's, so that a run resumed on another
+    device keeps its dtype.
     """
     entry = optimizers.OPTIMIZERS[parser.parse_args(argv).optimizer]
     parser.set_defaults(
@@ -112,7 +112,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
 
 
 def saved_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags in the form that config.json keeps."""
+    """Returns the flags that config.json stores, with paths as strings."""
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()

@@ -93,7 +93,7 @@ def _muon(schedule: optax.Schedule, decay: float) -> FusedTransformation:
         weight_decay_mask=is_decayed,
         adam_b2=0.99,
         muon_weight_dimension_numbers=matrices,
-        consistent_rms=0.2,  # A matrix's steps are then as large as AdamW's.
+        consistent_rms=0.2,  # Scales a matrix's steps to the size of AdamW's.
     )
 
 

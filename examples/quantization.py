@@ -127,8 +127,9 @@ def with_flags(
 ) -> list[jaxfused.QuantizationRule]:
     """Returns the rules, with groups for int4 and the flags' options for int8 inputs.
 
-    Grouped and depthwise convolutions stay in floats: they have few weights, and integers are multiplied
-    no faster there. int4 is stored in pairs, so layers with an odd number of weights stay in floats too.
+    Grouped and depthwise convolutions stay in floats: they have few weights, and their int8 products are
+    no faster than their float products. int4 is stored in pairs, so layers whose outputs sum over an odd
+    number of weights stay in floats too.
     """
     layers = _layers(model)
     result = []
@@ -191,7 +192,7 @@ def _any_of(names: Sequence[str]) -> str:
 
 
 def calls_per_second(call: Callable[[], jax.Array]) -> float:
-    """Returns the calls per second of the fastest of three timings, each with one wait at its end."""
+    """Returns the calls per second in the fastest of three loops, each with one wait at its end."""
     jax.block_until_ready(call())
 
     def seconds(count: int) -> float:

@@ -264,7 +264,7 @@ class Run:
     def finished_writes(self) -> Iterator[None]:
         """Waits at the end until all checkpoints are written, even if an expected error is raised.
 
-        After another error the processes of a run would wait for each other in vain.
+        An unexpected error in one of several processes is raised at once: a write needs all of them.
         """
         try:
             yield

@@ -23,13 +23,13 @@ Shape = tuple[tuple[int, ...], np.dtype]
 
 @dataclass(frozen=True)
 class Source:
-    """Place of a model's array in a checkpoint."""
+    """Where a checkpoint stores an array of a model."""
 
     names: tuple[str, ...]
     """Names of the saved arrays that the array is made of: one, or codes and scales of an 8-bit
     moment."""
     index: int | None = None
-    """Index of the array's layer in the saved stacks; None if they are no stacks."""
+    """Index of the array's layer in the saved stacks; None if the saved arrays are not stacked."""
     is_shared: bool = False
     """True if several arrays of the model are each a copy of the whole saved array."""
 
@@ -60,7 +60,7 @@ def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Shape]) -> dict[str
 
 
 def like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns what Orbax restores a stack of this shape into, sharded like its layer `array`."""
+    """Returns Orbax's restore target of a stack of this shape, sharded like its layer `array`."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.empty(shape, dtype)
     sharding = array.sharding

@@ -51,7 +51,7 @@ def cases(
 
 
 def padded_cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Pads to the next multiple of 64 for cuDNN's attention, which refuses other lengths' gradients."""
+    """Pads the tokens to a multiple of 64: cuDNN's attention refuses gradients of other lengths."""
     length = query.shape[1]
     padding = ((0, 0), (0, -length % 64), (0, 0), (0, 0))
     lengths = jnp.full(len(query), length, jnp.int32)

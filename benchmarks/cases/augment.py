@@ -1,4 +1,4 @@
-"""Two chains of augmentation from uint8 images to bfloat16, forward, with the draws as inputs."""
+"""Two chains of augmentation from uint8 images to bfloat16, forward, with random draws as inputs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -77,7 +77,7 @@ def _images(key: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _one_draw(transform: Callable) -> Callable:
-    """Returns a function that gives all images the first one's draws, copied to the host only once."""
+    """Returns a function that transforms all images by the first's draws, copied to the host once."""
     read: list[list] = []
 
     def run(images, *draws):

@@ -115,6 +115,6 @@ def _case(operation: _Operation, shape: Shape) -> Case:
         flops=2 * pixels * taps * channels * features,
         bars=_bars(operation, shape),
         far_bias=2 if operation.activation == "relu" else None,
-        # The derivative of an activation is taken at a rounded sum, and is rounded itself.
+        # The derivative of an activation reads a rounded preactivation, and is rounded itself.
         error_limit=2e-2 if operation.with_gradient else 1e-2,
     )

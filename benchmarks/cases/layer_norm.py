@@ -27,7 +27,7 @@ def cases(quick: bool = False, shapes: Sequence[tuple[int, int]] | None = None) 
 def _torch_layer_norm(x, scale, bias):
     import torch
 
-    # This is what autocast does: float32 inside, and the compiler fuses the casts.
+    # torch's autocast computes the norm in float32, as here; torch.compile fuses the casts.
     wide = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], scale, bias, _EPSILON)
     return wide.to(x.dtype)
 
@@ -66,7 +66,7 @@ def _liger_rms_norm() -> Function:
 def _tokamax(x, scale, bias=None, *, subtract_mean):
     from tokamax._src.ops.normalization.triton import TritonNormalization
 
-    # tokamax.layer_norm would overwrite x, so XLA would copy x first, which leaves x in the L2.
+    # tokamax.layer_norm overwrites x, so XLA would copy x first, and the kernel would find x in the L2.
     return TritonNormalization(input_output_alias=False)(
         x,
         scale,

@@ -145,7 +145,7 @@ def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
         bars=tuple(bars),
         # tokamax's gradient is XLA's, with the products computed again.
         peers={} if with_gradient else operation.peers,
-        # The derivative of an activation is taken at a rounded sum, and is rounded itself.
+        # The derivative of an activation reads a rounded preactivation, and is rounded itself.
         error_limit=2e-2 if with_gradient else 1e-2,
     )
 

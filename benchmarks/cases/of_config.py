@@ -1,4 +1,4 @@
-"""Builds benchmark cases from configs of the sweep, or from programs of a problem of the fuzz."""
+"""Builds benchmark cases from configs of benchmarks/sweep or problems of benchmarks/fuzz."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -52,7 +52,7 @@ def case(
       bytes: bytes in all, if operands and results do not count once each; None if they do.
       flops: operations of the forward's products.
       backward: operations of the backward's products for each of the forward's.
-      bars: what ours must reach.
+      bars: ratios to a peer's time, or rates, that ours must reach.
       peers: further functions in JAX.
       torch_peers: further functions that import what a torch peer needs and return it.
       far_bias: index of a bias before a relu whose values are moved far from 0, so that rounding does

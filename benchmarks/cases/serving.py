@@ -38,7 +38,7 @@ SHAPES: tuple[Sizes, ...] = tuple(
 QUICK_SHAPES = SHAPES[:3]
 _MOST_SPLITS = 32
 _LARGE, _SMALL = 128e6, 32e6
-"""Bytes that a case moves: its target ratios differ from `_LARGE` on, and below `_SMALL`."""
+"""Bytes that a case reads and writes: its bars differ from `_LARGE` on, and below `_SMALL`."""
 
 
 def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) -> list[Case]:
@@ -135,7 +135,7 @@ def _jax_pages(query, key, value, lengths, *pages):
 def _flash_attn3(query, key, value, lengths, *pages):
     from flash_attn3_jax import flash_mha_with_kvcache
 
-    # By default the keys of a sequence and head are not split; this many parts fill 132 SMs.
+    # flash_attn3 does not split a head's keys by default; with this many splits CTAs fill 132 SMs.
     parts = max(1, min(_MOST_SPLITS, 132 // (key.shape[0] * key.shape[2])))
     return flash_mha_with_kvcache(query, key, value, cache_seqlens=lengths, num_splits=parts)
 

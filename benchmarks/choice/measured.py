@@ -27,7 +27,10 @@ _SLOWER = 1.05
 
 
 class Judged(NamedTuple):
-    """A measured kernel call: times of the implementations chosen now and then, over the fastest's."""
+    """A measured kernel call: times of the implementations chosen now, and when recorded (`then`).
+
+    Both times are divided by that of the fastest implementation.
+    """
 
     now: float
     then: float

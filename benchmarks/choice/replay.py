@@ -1,6 +1,6 @@
 """`python -m benchmarks.choice.replay`: estimates how changed choices of kernels affect recorded sweeps.
 
-`--out FILE` traces the recorded cases as for an H200, without a GPU, and writes what runs each stage.
+`--out FILE` traces recorded cases as for an H200, without a GPU, and writes each stage's implementation.
 `--before FILE` traces them again and compares: a case whose stages all run as before has a ratio of 1.
 Cases that change between kernels and XLA are judged by recorded times, ours for kernels and stock's for
 XLA; ratios of the rest are unknown. A ratio is the time before over the time now: below 1 the change

@@ -37,7 +37,7 @@ Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 class Place(NamedTuple):
-    """Place of a definition: its module, and its name there, with its class before a dot."""
+    """A definition's module, and its name there: CLASS.METHOD for a method."""
 
     module: str
     name: str

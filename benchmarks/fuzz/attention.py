@@ -32,7 +32,7 @@ def draw_attention(draw: Draw) -> Options:
         # Decoding: one token or a few, with many keys before them.
         queries, keys = draw.pick((1, 1, 1, 2, 8, 64)), length(draw, 32768)
     key_heads, group = draw.pick((1, 1, 2, 3, 4, 8)), draw.pick((1, 1, 1, 2, 3, 4, 7, 8))
-    # Fewer heads, and then fewer tokens, keep the logits within bounds.
+    # Heads, then tokens, are reduced until there are at most `_MOST_LOGITS` logits.
     while key_heads * group * queries * keys > _MOST_LOGITS:
         key_heads, group = 1, max(1, group // 2)
         queries = min(queries, max(700, _MOST_LOGITS // 32768))
@@ -88,8 +88,8 @@ _PLAIN: Options = dict(
     offset=None,
     mask_object=None,
 )
-"""Values of options that a printed case may leave out. Queries and keys have separate segments, and a
-sequence may have no keys."""
+"""Values of options that a printed case may leave out. By them, queries and keys have separate segments,
+and a sequence may have no keys."""
 
 _MASK_OBJECTS: dict[str, Callable[[tuple[int, int]], masks.AttentionMask]] = {
     "local and global": lambda shape: masks.LocalMask(shape, (90, 20)) | masks.GlobalMask(shape, 3),
@@ -196,7 +196,7 @@ def _rounded_output_noise(o: Options) -> Any:
 
     The gradient of a logit is p (dp - delta), with delta = sum(dy * y) of a row. Where a row gives all
     of its weight to one key, dp and delta are equal, and only p times the rounding error of y remains.
-    XLA, which keeps dp and the weights, has no such error.
+    XLA's gradient reads dp and the weights in place of y, and has no such error.
     """
     attend = _attend(o | dict(dropout=0.0, residual=False))
     scale = o["head_size"] ** -0.5 if o["scale"] is None else o["scale"]
@@ -220,8 +220,7 @@ def _rounded_output_noise(o: Options) -> Any:
         found = {"q": scale * of_keys.reshape(q.shape), "k": scale * jnp.sqrt(squares)}
         left = (1.0 - weights.sum(-1)) * row
         if "bias" in operands:
-            # The gradient of a bias shared by all keys of a row is the sum over them, which is minus the
-            # sink's.
+            # A bias shared by all keys of a row sums their logits' gradients: minus the sink's gradient.
             shape = operands["bias"].shape
             shared = jnp.maximum(left[..., None], moved.sum(-1, keepdims=True))
             found["bias"] = _over_broadcast(shared if shape[-1:] == (1,) else moved, shape)

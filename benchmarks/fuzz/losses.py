@@ -142,8 +142,8 @@ def _loss(
             of_rows = of_rows / max(1, logits[..., 0].size)
         found = {"result 0": of_rows}
         if cotangents is not None and not is_product:
-            # The gradient is a difference of two numbers up to 1. With only one class these are equal,
-            # and the gradient is their rounding error.
+            # A logit's gradient is the difference of its probability and its label, both up to 1. With
+            # one class these are equal, and the gradient is their rounding error.
             of_row = jnp.max(jnp.abs(cotangents[0]), initial=0.0) * constants.get("weights", 1.0)
             of_row = of_row / (max(1, logits[..., 0].size) if o["reduction"] == "mean" else 1)
             of_row = jnp.broadcast_to(of_row, logits.shape[:-1])[..., None]

@@ -39,7 +39,7 @@ def draw_norm(draw: Draw) -> Options:
     after = activation(draw, 0.25)
     shape = [*rows(draw, max(1, _MOST // width)), width]
     residual = draw.pick(("float32", "bfloat16", "float16")) if draw.chance(0.35) else None
-    # A relu gets a bias before it, which the judge shifts to see how much changes of sign matter.
+    # A relu's input always has a bias: the judge shifts it to find how far rounding at 0 matters.
     return _draw_images(draw, len(shape), residual is not None) | dict(
         shape=shape,
         dtype=draw.pick(DTYPES),
@@ -57,7 +57,7 @@ def draw_norm(draw: Draw) -> Options:
 
 
 def _draw_images(draw: Draw, rank: int, has_residual: bool) -> Options:
-    """Draws the adaLN modulation (its leading axes, None for none, and its parameters) and the gate."""
+    """Draws adaLN modulation and the gate; `image_axes` counts the modulation's leading axes, or is None."""
     adaptive = rank > 2 and draw.chance(0.2)
     gates = ("all images", "each image") if adaptive else ("all images",)
     return dict(
@@ -212,7 +212,7 @@ def group_norm(options: Options) -> Problem:
         )
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """Returns dx's allowed noise: for equal x, dx is rstd times a difference of equal numbers."""
+        """Returns dx's allowed noise: rstd times a difference of numbers that are equal if a group's x are."""
         del constants, results
         if cotangents is None:
             return {}

@@ -55,7 +55,7 @@ def drawn(seed: int, index: int, names: list[str], largest: int | None = None) -
     draw = Draw(seed, f"fuzz {index}", largest)
     name = draw.pick([name for name in names for _ in range(OPERATORS[name].share)])
     options = {"operator": name, "data": draw.between(0, 2**31 - 1)}
-    # Kernels are named explicitly too, because the tuner may choose any that can run.
+    # Some cases name "pallas" or "cuda", because autotuning may choose any kernel that can run.
     options |= dict(implementation=draw.pick((None, None, None, None, "pallas", "cuda")))
     options |= OPERATORS[name].draw(draw)
     # Under vmap either all operands have the batch axis, or only the first.

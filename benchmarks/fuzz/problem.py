@@ -156,7 +156,7 @@ def length(draw: Draw, most: int) -> int:
 
 
 def features(draw: Draw, most: int) -> int:
-    """Draws at least 1, often a multiple of 8 or 64, for which kernels are made."""
+    """Draws a number of features from 1 to `most`, often a multiple of 8 or 64, which kernels need."""
     unit = draw.pick((1, 8, 8, 16, 64, 64, 128))
     return min(most, max(1, draw.size(1, most) // unit) * unit)
 

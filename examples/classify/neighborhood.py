@@ -15,7 +15,7 @@ from examples.vit.model import MODELS, Attention, ViTSize
 
 
 class NeighborhoodSize(NamedTuple):
-    """The shape of a Vision Transformer, and rows and columns of the patches that a patch attends to."""
+    """A Vision Transformer's shape; each patch attends to the nearest `window` x `window` patches."""
 
     vit: ViTSize
     window: int

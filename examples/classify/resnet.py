@@ -31,7 +31,7 @@ class ResNetSize:
     groups: int = 32
     """Groups of channels in each norm."""
     is_small: bool = False
-    """True for small images: the first layer is then 3 x 3 with stride 1, and nothing is pooled."""
+    """True for small images: the first convolution is 3 x 3 with stride 1, and no max pool follows."""
 
 
 # "resnet-digits" learns 8 x 8 digits in a minute or two on two CPU cores.

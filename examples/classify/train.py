@@ -1,6 +1,6 @@
 """Trains a classifier of images: `python -m examples.classify.train`, `--help` for the flags.
 
-The models are ConvNeXts, ResNets, the Vision Transformers of examples/vit, and such ones with
+The models are ConvNeXts, ResNets, the Vision Transformers of examples/vit, and Vision Transformers with
 neighbourhood attention. All have the same flags, pictures and checkpoints. Without --data they learn the
 handwritten digits that scikit-learn ships, on any CPU in a few minutes; with `--data DIR` the images in
 DIR/train/CLASS and DIR/val/CLASS, or DIR/CLASS.
@@ -64,7 +64,7 @@ def create(
         return _with_neighborhoods(args, channels=channels, classes=classes, placement=placement)
     refused = dict(dropout=args.dropout, unroll=args.unroll)
     if name in RESNETS:
-        # With --data, the default of drop_path belongs to other models and is no error here.
+        # With --data, --drop-path has a default for the other models, which a ResNet ignores.
         refused |= dict(drop_path=args.drop_path if args.data is None else 0.0)
     for flag, value in refused.items():
         if value:

@@ -45,7 +45,7 @@ class Choice:
     """One of the answers to a request: makes pieces of its tokens.
 
     Args:
-      index: its number.
+      index: number of the choice.
       text: the text that the engine generates.
       asked: the request.
       tokenizer: the model's tokenizer.
@@ -61,11 +61,11 @@ class Choice:
         self._unsent = prompt.decode(errors="replace")
         self._begin = len(self._unsent)
         self.count = 0
-        """Number of tokens so far; after a stop string the engine may add some to the text."""
+        """Number of tokens passed to `add`; after a stop string, `text.tokens` may hold more."""
         self._held: deque[_Token] = deque()
 
     def add(self, token: int | None) -> Piece:
-        """Returns what is final now that the next token has come, or None for the end of the text."""
+        """Returns the text and tokens that `token` makes final; None stands for the end of the text."""
         stream = self._stream
         if token is None:
             new = stream.end()
@@ -118,7 +118,7 @@ class Answer:
         )
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Returns the answer as one object."""
+        """Returns the response object with the whole text of each choice."""
         said = [_Said() for _ in self._choices]
         for piece in pieces:
             one = said[piece.index]
@@ -137,13 +137,13 @@ class Answer:
     async def events(
         self, first: Piece | None, rest: AsyncIterator[Piece | None]
     ) -> AsyncIterator[bytes]:
-        """Yields the answer as server-sent events; for None in place of a piece, a comment.
+        """Yields the answer as server-sent events; a piece that is None becomes the comment ": ping".
 
         An error is sent as an event, and the connection is then aborted, so that no client takes the
         text as complete.
         """
         try:
-            # The official client requires that the choices begin in order.
+            # OpenAI's client requires that the first events of the choices come in order of index.
             if self._is_chat:
                 for choice in self._choices:
                     empty = Piece(choice.index, "", [], None)
@@ -161,7 +161,7 @@ class Answer:
             raise
 
     def _of(self, piece: Piece | None) -> list[bytes]:
-        """Returns the events of a piece; the end of a choice is an event of its own."""
+        """Returns the server-sent events of a piece; its finish reason is an event of its own."""
         if piece is None:
             return [b": ping\n\n"]
         events = []
@@ -181,7 +181,7 @@ class Answer:
         return self._head | dict(object=kind, choices=choices) | usage
 
     def _choice(self, piece: Piece, **content: Any) -> dict[str, Any]:
-        """Returns a choice, with `content` in a conversation and with its text otherwise."""
+        """Returns a choice's JSON object: it holds `content` in a chat, else the piece's text."""
         log_probs = None
         if self._asked.log_probs is not None and (piece.tokens or piece.finish is None):
             log_probs = (_of_chat if self._is_chat else _of_completion)(piece.tokens)
@@ -222,7 +222,7 @@ def texts_of(asked: Request, prompts: Sequence[Sequence[int]], most: Sequence[in
 
 
 def error_of(status: int, message: str) -> dict[str, Any]:
-    """Returns the object that describes an error."""
+    """Returns the error object of OpenAI's API for an HTTP status."""
     kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
     return dict(message=message, type=kind, param=None, code=status)
 

@@ -78,8 +78,7 @@ def say(
             print(answer[-1], end="", flush=True)
     answer.append(stream.end())
     print(answer[-1])
-    # The first two tokens are left out of the rate: before them the programs of the prompt and of a step
-    # are compiled.
+    # The rate leaves out the first two tokens, whose times include compiling prefill and decode.
     rate = (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else 0
     print(
         f"{len(prompt)} tokens read and {len(times)} written, the first after {times[0] - begin:.2f} s,"

@@ -31,7 +31,7 @@ class Mixture(NamedTuple):
     alpha: float
     """Factor of the gate inside the logistic function."""
     limit: float
-    """Bounds of the clipping: the gate's largest value, and the other factor's largest magnitude."""
+    """Upper bound of the gate, and bound of the magnitude of the factor that the gate multiplies."""
 
 
 class Routed(NamedTuple):
@@ -101,8 +101,8 @@ class Family:
     features: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Config` that all models of the family share."""
     every: int | None = None
-    """Period of the layers, of which all but the last have a window, for files without layer_types; None
-    for families without a period."""
+    """Layers in a period, of which all but the last have a window; read where a file has no layer_types.
+    None for families without a period."""
     more: frozenset[str] = frozenset()
     """Keys that only this family has."""
 
@@ -216,7 +216,7 @@ FAMILIES: Mapping[str, Family] = {
         features=_GEMMA_FEATURES,
         every=2,
     ),
-    # Files of models with images omit many keys that have default values.
+    # Gemma 3 files with an image part omit many keys, whose defaults are these.
     "gemma3_text": Family(
         dict(
             _GEMMA,
@@ -276,7 +276,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
     """
     name = config.get("model_type")
     if name == "gemma3" and "text_config" in config:
-        # The image part is ignored: this is the language model inside.
+        # text_config describes the language model; the image encoder is not loaded.
         return read_config({"model_type": "gemma3_text", **config["text_config"]})
     if name not in FAMILIES:
         raise ExampleError(
@@ -415,7 +415,7 @@ def _rope(
     config: Mapping[str, Any], layer: int, windows: tuple[int | None, ...], head_size: int
 ) -> Rope | None:
     kind = _FULL if windows[layer] is None else _SLIDING
-    # The file's layer_types may list windows that another key switches off.
+    # The file's layer_types may list windows that use_sliding_window switches off.
     config = dict(config, layer_types=[_FULL if w is None else _SLIDING for w in windows])
     try:
         options = jaxfused.rope_from_config(

@@ -37,7 +37,7 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     finish: Literal["stop", "length", "cancelled"] | None = None
     known: int = 0
-    """Number of tokens of the prompt that were not prefilled, because other texts' pages held them."""
+    """Tokens of the prompt that were not prefilled: other texts' pages held their keys and values."""
     has_log_probs: bool = False
     """True if the log-probabilities of its tokens are wanted."""
     log_probs: list["TokenLogProbs"] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Text:
 
 
 class TokenLogProbs(NamedTuple):
-    """Log-probabilities at one place of a text, with logit_bias, without penalties and temperature."""
+    """Log-probabilities of one generated token, after logit_bias, before penalties and temperature."""
 
     chosen: float
     """Log-probability of the text's token."""
@@ -96,8 +96,8 @@ class Engine:
       chunk: tokens of a prompt that are prefilled at once.
       pages: pages of the pool; None for as many as `slots` texts of `length` tokens fill.
       page_size: tokens of a page.
-      batch_invariant: whether a text's tokens are bit for bit those that it has alone. Pages for a
-        whole text are then reserved at its start, so that texts wait and are never preempted. Only whole
+      batch_invariant: whether a text's tokens are bit for bit those that it gets in a batch of its own.
+        Pages for a whole text are then reserved at its start, so that it is never preempted. Only whole
         chunks of prompts are shared, attention does not divide a head's keys among SMs, and every step
         computes penalties and log-probabilities, so that there is one program. Other `slots` or another
         `chunk` may give other bits.
@@ -215,14 +215,15 @@ class Engine:
         except jaxfused.OutOfPages:
             self._allocator.free(slot)
             return None
-        # Each other text may soon need one more page; without these, this text would be preempted.
+        # Each running text may need a page for its next token; were none free, this newest text would
+        # be preempted.
         if self._allocator.available < others and not self._batch_invariant:
             self._allocator.free(slot)
             return None
         return slot
 
     def _find_pages(self, slot: _Slot) -> None:
-        """Gives a slot the pages for its prefill, those of other texts that begin alike among them."""
+        """Gives a slot the pages for its prefill; pages of texts with the same prefix are shared."""
         text = slot.text
         known = self._allocator.start(slot, slot.begin)
         whole = len(slot.begin)
@@ -248,7 +249,8 @@ class Engine:
             return
         i, slot = min(unread, key=lambda each: each[1].number)
         if slot.read == slot.shared:
-            # Texts that came at the same time, as several answers to a prompt do, may have filled pages.
+            # Texts admitted at the same time, such as several answers to one prompt, may meanwhile have
+            # filled pages that this slot can share.
             self._allocator.free(slot)
             self._find_pages(slot)
         part = np.asarray(slot.begin[slot.read : slot.read + self._chunk], np.int32)
@@ -319,7 +321,7 @@ class Engine:
 
     def _wanted(self, slots: Sequence[_Slot]) -> dict[str, bool]:
         """Returns a program's flags: whether any slot changes logits, or asks for log-probabilities."""
-        # Other flags are another program, whose bits may differ.
+        # Other flags compile another program, whose bits may differ: batch invariance needs one.
         is_fixed = self._batch_invariant
         return dict(
             changes_logits=is_fixed or any(slot.text.sampling.changes_logits for slot in slots),
@@ -349,7 +351,7 @@ class Engine:
                 self._release(text)
 
     def _record(self, slot: _Slot) -> None:
-        """Tells the allocator which tokens a slot's pages hold, as far as the host has them."""
+        """Reports to the allocator the tokens in a slot's pages, as far as the host has read them."""
         text, done = slot.text, slot.recorded
         start = len(text.prompt)
         answered = text.tokens[max(done - start, 0) : max(slot.read - start, 0)]
@@ -373,7 +375,7 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> None:
     """Checks that a model of this vocabulary has all tokens of a prompt.
 
     Raises:
-      ExampleError: it has not.
+      ExampleError: a token is negative or not below `vocabulary`.
     """
     if prompt and not 0 <= min(prompt) <= max(prompt) < vocabulary:
         raise ExampleError(

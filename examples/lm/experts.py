@@ -15,7 +15,7 @@ class Experts(nnx.Module):
     the odd columns of one product with a bias; g is clipped from above, u on both sides.
 
     Args:
-      features: of tokens.
+      features: width of a token's vector.
       hidden: features inside an MLP.
       mixture: number of experts, and their activation.
       dtype: of the computation.

@@ -32,8 +32,8 @@ _FAMILIES = {
 _PERMUTED = ("llama", "smollm3")
 """Architectures whose files store rows of q and k as interleaved pairs for rope, not as two halves."""
 _LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
-"""Architecture and number of layers of the models of 27 B parameters. Their attention scale is that of a
-head size of width / heads, which no key says."""
+"""Architecture and number of layers of the models of 27 B parameters. Their attention scale is
+(width / heads) ** -0.5, which no key of the file states."""
 
 _KEYS = {
     "block_count": "num_hidden_layers",

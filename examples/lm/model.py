@@ -19,7 +19,7 @@ from examples.multi_gpu import layers as sharded
 from examples.multi_gpu.metadata import names
 
 Cache = tuple[jaxfused.KVCache | Pages, ...]
-"""Keys and values of the tokens read so far, for each layer."""
+"""Keys and values of the tokens read so far, one entry a layer."""
 Reduction = Literal["mean", "sum", "none"]
 Tables = tuple[jax.Array, jax.Array]
 """Cosines and sines of rope, each [tokens, rotary_dim / 2], or with a batch axis first."""
@@ -98,16 +98,17 @@ class LanguageModel(nnx.Module):
         rows: Rows | None = None,
         balances: list[jax.Array] | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns the features [B, T, width] of tokens [B, T], and the cache that holds them too.
+        """Returns the features [B, T, width] of tokens [B, T], and the cache with their keys and values.
 
         Args:
           tokens: integers below the vocabulary's size.
           positions: place of each token in its text, [B, T]; by default they follow the cache's tokens.
-          segments: document of each token, [B, T], whose tokens alone it attends to. Not with a cache.
+          segments: number of each token's document, [B, T]: attention is within a document. Not with a
+            cache.
           cache: keys and values of earlier tokens.
           counts: number of real tokens among the T, [B], before the padding; for a `KVCache`.
           sequences: index of each sequence in a `KVCache`, [B]; by default all in order.
-          rows: the texts to which the T tokens belong, for a cache of pages; B is 1.
+          rows: the text of each of the T tokens and its pages, where the cache is `Pages`; B is then 1.
           balances: a list to which each layer's experts append the loss that balances their load.
         """
         if rows is not None:
@@ -132,7 +133,7 @@ class LanguageModel(nnx.Module):
         gathers = cache is None and config.layers is not None
         batched = (True, True, jnp.ndim(positions) == 2, *(True,) * 5)
 
-        # By this jit, equal blocks are traced and differentiated once.
+        # This jit is a cache: blocks of equal structure are traced and differentiated once.
         @functools.partial(jax.jit, static_argnums=0)
         def run(graphdef, state, *arguments):
             def call(state, *arguments):
@@ -140,7 +141,7 @@ class LanguageModel(nnx.Module):
 
             if not gathers:
                 return call(state, *arguments)
-            # Float8 is made of the parameters as they are stored.
+            # With "fp8" a layer rounds the stored parameters to float8, without a cast to `self.dtype`.
             dtype = self.dtype if self.precision is None else None
             return sharded.run_layer(call, state, *arguments, batched=batched, dtype=dtype)
 
@@ -301,9 +302,9 @@ class Block(nnx.Module):
         sequences: jax.Array | None,
         rows: Rows | None,
     ) -> tuple[jax.Array, jax.Array, jaxfused.KVCache | Pages | None, jax.Array | None]:
-        """Returns the next (stream, branch), both [B, T, width], and the cache with these tokens.
+        """Returns the next (stream, branch), both [B, T, width], the cache with these tokens, a loss.
 
-        The last result is the loss that balances the experts of a `jaxfused.nnx.MoE`.
+        The loss balances the experts of a `jaxfused.nnx.MoE`; None for other MLPs.
         """
         y, stream = self.norm1(branch, residual=stream)
         query, key, value = self._qkv(y, tables)

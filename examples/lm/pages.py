@@ -20,7 +20,7 @@ class Rows:
     starts: jax.Array
     """First row of each text, and the end of the last, [texts + 1]."""
     positions: jax.Array
-    """Place of each row in its text, [rows]."""
+    """Position of each row's token in its text, [rows]."""
     batch_invariant: bool = field(default=False, metadata={"static": True})
     """True if no text's result may depend on the other texts."""
 
@@ -44,7 +44,7 @@ class Pages:
         head_size: int,
         dtype: jax.typing.DTypeLike,
     ) -> "Pages":
-        # Two arrays, because both are donated.
+        # Keys and values are two arrays, because both are donated: one buffer cannot be donated twice.
         shape = (pages, page_size, key_heads, head_size)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 

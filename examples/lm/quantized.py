@@ -1,4 +1,4 @@
-"""Quantised layers of a checkpoint as one kernel: queries, keys and values are one layer here."""
+"""Concatenates a checkpoint's quantised q, k and v layers into the one kernel that the model has."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def quantized_kernel(layers: Sequence[QuantizedLayer | None]) -> jaxfused.Quanti
 
 
 def _form(array: jaxfused.QuantizedArray) -> tuple[Any, ...]:
-    """Returns what arrays must have in common to be concatenated."""
+    """Returns the shapes, dtypes and formats that arrays must share to be concatenated."""
     parts = (array.values, array.scale, array.zero_point, array.offset)
     dtypes = tuple(None if part is None else part.dtype for part in parts)
     static = array.axis, array.layout, array.group_size, array.codebook

@@ -47,7 +47,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 _MOST_STOPS = 16
 _MOST_ANSWERS = 128
 _OF_MESSAGES = frozenset({"content", "name", "role"})
-"""Fields of a message. A name does not change the answer."""
+"""Fields of a message; "name" is accepted and not read."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -238,7 +238,7 @@ def _messages(value: Any) -> list[dict[str, str]]:
                 f"messages[{i}] must be an object whose role is one of {', '.join(_ROLES)}, but is"
                 f" {str(message)[:80]}."
             )
-        # Answers that a client sends back have further fields, which are empty.
+        # Earlier answers that a client sends back have further fields, which are empty.
         if others := sorted(k for k in message.keys() - _OF_MESSAGES if message[k]):
             raise ExampleError(
                 f"messages[{i}] has {others[0]!r}, which this server does not do; leave it out."

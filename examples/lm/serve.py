@@ -151,7 +151,7 @@ class Server:
         return room if asked.most is None else asked.most
 
     async def _pieces(self, choices: Sequence[Choice]) -> AsyncIterator[Piece | None]:
-        """Yields the answers in pieces, and None when a stream should send a comment."""
+        """Yields the pieces of all choices, and None after `patience` seconds without a token."""
         of_text = {choice.text: choice for choice in choices}
         events = self._worker.tokens(list(of_text), patience=self._patience)
         try:

@@ -43,8 +43,8 @@ def _size(
 
 
 # "lm-byte" learns in five minutes on two CPU cores. In "lm-moe" a token takes two of eight experts,
-# which together have as many hidden features as the MLP of "lm-byte". The others are named by their
-# blocks' parameters; the largest has the shape of many models of one billion.
+# whose hidden features add up to those of the MLP of "lm-byte". The others are named by the number of
+# parameters in their blocks.
 MODELS = {
     "lm-byte": _size(width=128, depth=4, heads=4, key_heads=2, hidden=384),
     "lm-moe": _size(
@@ -65,10 +65,9 @@ def config_of(name: str, *, vocabulary: int) -> Config:
 def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (tokens, labels, segments, positions), [B, T] each, of rows [B, T + 1] of packed text.
 
-    If devices share a sequence, all four are in the order that divides causal attention evenly.
-
-    A token attends to tokens of its own document, and its position counts from the document's start. The
-    last token of a document has label -1, because the next document does not follow from it.
+    If devices share a sequence, all four are in `zigzag` order, by which causal attention is equal work
+    on each. A token attends to tokens of its own document, and its position counts from the document's
+    start. The last token of a document has label -1, because the next document does not follow from it.
     """
     tokens, labels = text[:, :-1].astype(jnp.int32), text[:, 1:].astype(jnp.int32)
     is_start = tokens == START
@@ -83,11 +82,11 @@ def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 
 _BALANCE = 0.01
-"""Factor of the loss that balances experts, which is added to the cross-entropy."""
+"""Factor of the load-balancing loss of the experts, which is added to the cross-entropy."""
 
 
 def make_loss(graphdef: nnx.GraphDef) -> Callable[[Any, Any, jax.Array], jax.Array]:
-    """Returns a function (params, batch, key) -> the mean cross-entropy of a token, in nats."""
+    """Returns a function (params, batch, key) -> mean cross-entropy in nats, plus any balancing loss."""
 
     def loss_of(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         del key
@@ -102,7 +101,7 @@ def make_loss(graphdef: nnx.GraphDef) -> Callable[[Any, Any, jax.Array], jax.Arr
 
 
 def make_sums(graphdef: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
-    """Returns a function (params, text) -> [B, 2]: each row's sum of cross-entropies, and of tokens."""
+    """Returns a function (params, text) -> [B, 2]: a row's summed cross-entropy and count of labels."""
 
     def sums(params: Any, text: jax.Array) -> jax.Array:
         model: LanguageModel = nnx.merge(graphdef, params)

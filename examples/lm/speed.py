@@ -96,7 +96,7 @@ def random_model(config: Config, dtype: str, form: str) -> LanguageModel:
 def bytes_of_a_step(model: LanguageModel, size: int, args: argparse.Namespace) -> int:
     """Returns the bytes that a step has to read: weights, and the keys and values of all texts."""
     config = model.config
-    # A step reads only a few rows of the embedding, unless this is the head too.
+    # A step reads one row of the embedding a text, unless the embedding is the head too.
     embedding = model.embed.embedding[...]
     weights = size - (0 if config.is_tied else embedding.nbytes)
     of_token = (

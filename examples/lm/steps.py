@@ -19,7 +19,7 @@ from examples.lm.model import LanguageModel
 from examples.lm.pages import Pages, Rows
 
 MOST_LOG_PROBS = 20
-"""Number of the likeliest tokens whose log-probabilities a text may have."""
+"""Largest number of likeliest tokens whose log-probabilities a request may ask for."""
 MOST_BIASES = 300
 """Largest number of tokens that a text may have a bias for."""
 
@@ -48,7 +48,7 @@ class Sampling:
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the options as arrays of fixed shapes, by name."""
         numbers = {name: value for name, value in vars(self).items() if name != "bias"}
-        # Unused places have a token outside of the vocabulary, whose addition is dropped.
+        # Unused entries hold a token outside of the vocabulary, which the scatter drops.
         tokens = np.full(MOST_BIASES, np.iinfo(np.int32).max, np.int32)
         biases = np.zeros(MOST_BIASES, np.float32)
         tokens[: len(self.bias)], biases[: len(self.bias)] = [*self.bias], [*self.bias.values()]
@@ -69,7 +69,7 @@ class State:
     last: jax.Array
     """Last token of each text, [slots], whose keys and values are not in the pages yet."""
     history: jax.Array
-    """Prompt and answer so far, [slots, length]; -1 in unused places."""
+    """Tokens of prompt and answer so far, [slots, length]; -1 after them."""
     answers: jax.Array
     """Number of tokens in the history that belong to the answer, [slots]."""
     options: dict[str, jax.Array]
@@ -105,8 +105,8 @@ def programs(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the compiled `_prefill` and `_decode` of models of this structure.
 
-    The structure is no argument of the programs, because hashing it would take longer than a step of a
-    small model.
+    The structure is bound by `partial`: as a static argument of jit it would be hashed at every call,
+    which takes longer than a step of a small model.
     """
     options = dict(donate_argnums=1, static_argnames=("changes_logits", "log_probs"))
     return tuple(
@@ -163,7 +163,7 @@ def _prefill(
     row = jax.tree.map(lambda a: a[slot], replace(state, pages=()))
     drawn, scores = _draw(row, logits, changes_logits, log_probs)
     slots = len(state.last)
-    # The host reads row `slot`, as after `_decode`, so the result is repeated for all slots.
+    # The host reads entry `slot`, as after `_decode`, so the scores are broadcast over the slots.
     scores = jax.tree.map(lambda a: jnp.broadcast_to(a, (slots, *a.shape)), scores)
     return *_with_tokens(state, slot, drawn, is_last, end), scores
 
@@ -179,7 +179,10 @@ def _decode(
     changes_logits: bool,
     log_probs: bool,
 ) -> tuple[State, jax.Array, jaxfused.LogProbs | None]:
-    """Feeds in each slot's last token, which `lengths` count (0 in idle slots), and samples the next."""
+    """Feeds in each slot's last token and samples the next.
+
+    `lengths` [slots] count the tokens of each text, the last one included; 0 in idle slots.
+    """
     model = nnx.merge(graphdef, params)
     slots = jnp.arange(len(lengths), dtype=jnp.int32)
     starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
@@ -195,7 +198,7 @@ def _with_tokens(
 ) -> tuple[State, jax.Array]:
     """Adds sampled tokens to one slot, or to all active slots; returns (state, last tokens).
 
-    The last tokens are a result of their own, since the state is donated to the next program.
+    The last tokens are returned apart from the state, which is donated to the next program.
     """
     place = jnp.where(active, place, state.history.shape[1])
     last = state.last.at[slot].set(jnp.where(active, drawn, state.last[slot]))

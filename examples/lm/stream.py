@@ -1,4 +1,4 @@
-"""Converts tokens to text as they arrive: whole characters, and no part of a stop string."""
+"""Converts tokens to text as they arrive, in whole characters and without stop strings."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 class Stream:
     r"""Turns the bytes of tokens into text.
 
-    A possible beginning of a stop string is held back until the next token decides. A character that the
-    bytes leave unfinished becomes U+FFFD at the end.
+    Text that may begin a stop string is held back until later bytes decide. An incomplete UTF-8
+    character at the end of the text becomes U+FFFD.
 
     Args:
       stops: strings at which the text ends; they are no part of it.
@@ -36,7 +36,7 @@ class Stream:
         return len(self._held)
 
     def add(self, data: bytes) -> str:
-        """Returns the text that is final now that these bytes have arrived."""
+        """Returns the text that became final with these bytes."""
         return self._text(self._decoder.decode(data), is_last=False)
 
     def end(self) -> str:

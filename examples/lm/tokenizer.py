@@ -35,7 +35,7 @@ class Tokenizer:
     ends: frozenset[int]
     """Tokens that end a text."""
     first: int | None = None
-    """Token that is put before a text that is no conversation; None for none."""
+    """Token that `encode` puts before a text; None for none. Chat templates write their own."""
     template: str | None = None
     """Chat template, in Jinja; None if the model has none."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -54,7 +54,7 @@ class Tokenizer:
                 f"a model's directory must hold a readable tokenizer.json, but {path} is not ({error});"
                 " pass the directory of a downloaded checkpoint."
             ) from error
-        # A file may hold the truncation and padding of the last call before it was saved.
+        # tokenizer.json may hold the truncation and padding of the last call before it was saved.
         rules.no_truncation()
         rules.no_padding()
         files = ("config.json", "generation_config.json", "tokenizer_config.json")
@@ -144,7 +144,7 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """Returns the UTF-8 bytes that a token adds to a text; none for control tokens."""
-        # A model may have more tokens than its tokenizer, to fill up the embedding.
+        # The embedding may be padded: it then has more rows than the tokenizer has tokens.
         return self._bytes[token] if token < len(self._bytes) else b""
 
     @functools.cached_property
@@ -175,7 +175,7 @@ class Tokenizer:
 
 
 class ByteTokenizer:
-    """The tokens of `examples.lm.train`: bytes, and one that stands between texts."""
+    """The tokens of `examples.lm.train`: bytes, and START before each document."""
 
     ends = frozenset({START})
     template = None

@@ -1,7 +1,7 @@
 """Parameters of a `LanguageModel` from a checkpoint with the names of Hugging Face transformers.
 
-The checkpoint stores linear layers as [out, in], with queries, keys and values separate; here kernels
-are [in, out], and one kernel has the columns of all three.
+The checkpoint stores linear layers as [out, in], with queries, keys and values separate; the model's
+kernels are [in, out], and one kernel has the columns of queries, keys and values.
 """
 
 import json
@@ -62,7 +62,7 @@ _COMPUTED = ("rotary_emb.inv_freq",)
 def load_model(
     directory: Path, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike | None = None
 ) -> LanguageModel:
-    """Returns the model of a directory with config.json and *.safetensors, as its publisher made it.
+    """Returns the model of a downloaded directory with config.json and *.safetensors.
 
     Args:
       directory: of the files.
@@ -91,8 +91,8 @@ def assemble(
 ) -> LanguageModel:
     """Returns a model with the arrays of a checkpoint, which are read one by one.
 
-    Quantised linear layers of the blocks stay so if those that are concatenated here share a format;
-    others are dequantised.
+    Quantised linear layers of the blocks stay quantised, except for queries, keys and values of
+    different formats: these are dequantised, because the model has one kernel for them.
 
     Raises:
       ExampleError: an array is missing, has another shape, or has no place in the model.
@@ -115,7 +115,7 @@ def assemble(
 
     def parameter(path: tuple[Any, ...], shape: Any) -> jax.Array | jaxfused.QuantizedArray:
         if isinstance(shape, jax.Array):
-            return shape  # A part of a quantised kernel.
+            return shape  # An array of a quantised kernel, which `with_kernels` has put there.
         whole = jax.tree_util.keystr(path, simple=True, separator=".")
         names = _names(whole, config)
         used.update(names)
@@ -144,7 +144,7 @@ def open_safetensors(directory: Path) -> dict[str, Read]:
 
 
 def _read(read: Callable[[Path], Mapping[str, Any]], directory: Path) -> Mapping[str, Any]:
-    """Returns what `read` finds in the directory; its errors become an ExampleError."""
+    """Returns the tensors that `read` loads from a directory; its errors become an ExampleError."""
     try:
         return read(directory)
     except (OSError, ValueError) as error:
@@ -240,7 +240,7 @@ def _parameter(
 
 
 def _joined(parts: list[np.ndarray | jax.Array], is_kernel: bool, dtype: Any) -> jax.Array:
-    """Concatenates parts [out, in] and transposes them to a kernel [in, out]; joins vectors."""
+    """Concatenates arrays along axis 0; kernels [out, in] are then transposed to [in, out]."""
     # The array is copied, because memory-mapped data changes with the file.
     array = jnp.array(parts[0]) if len(parts) == 1 else jnp.concatenate(parts)
     return (array.T if is_kernel else array).astype(dtype)

@@ -32,7 +32,7 @@ class _Ticket:
         try:
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
         except RuntimeError:
-            return  # The loop is closed, so nothing waits for the token.
+            return  # The event loop is closed, so no coroutine waits for the token.
 
 
 class Worker:
@@ -80,8 +80,8 @@ class Worker:
     ) -> AsyncIterator[tuple[Text, int | None] | None]:
         """Yields each text with each of its tokens, and with None at its end.
 
-        Also yields None alone whenever nothing came for `patience` seconds. A caller that stops early,
-        or is cancelled, ends the texts; `end` ends one of them.
+        Yields None in place of a pair after each `patience` seconds without a token. A caller that stops
+        early, or is cancelled, ends the texts; `end` ends one of them.
 
         Raises:
           FullError: there are too many texts.

@@ -22,8 +22,8 @@ from examples.flags import whole
 _SECONDS = 120
 """Seconds that a process waits for the others at the start."""
 HEARTBEAT_SECONDS = 30
-"""Seconds without a heartbeat after which a process counts as dead. The others end within a minute,
-because JAX takes up to as long again to notify them."""
+"""Seconds without a heartbeat after which a process counts as dead. JAX takes up to as long again to
+notify the others, so that they end within a minute."""
 LOST = (
     "error: the processes of a run go on together, but another one has ended or does not answer (what"
     " it printed, and the lines above, may say why); start all of them again with --resume, or fewer of"
@@ -99,9 +99,9 @@ if b"Aborted" in sys.stdin.buffer.read():
 
 
 def _explain_aborts() -> None:
-    """Starts a small process that prints an explanation if JAX aborts this one, which then cannot.
+    """Starts a watcher process that prints an explanation if JAX aborts this process.
 
-    Python's faulthandler writes to that process only when this one crashes, not when it exits.
+    Python's faulthandler writes to the watcher only when this process crashes, not when it exits.
     """
     watcher = subprocess.Popen(
         [sys.executable, "-c", _WATCHER, LOST], stdin=subprocess.PIPE, start_new_session=True
@@ -115,7 +115,7 @@ def _end_at_once(
 ) -> None:
     """Prints an uncaught error and ends the process, so that the other processes notice at once.
 
-    Python's own exit would first wait for all processes.
+    Without `os._exit`, Python would first wait for the other processes at exit.
     """
     if any(word in str(error).lower() for word in _COLLECTIVES):
         print(f"{kind.__name__}: {' '.join(str(error).split())[:300]}\n{LOST}", file=sys.stderr)

@@ -30,7 +30,7 @@ _LAYERS_GATHER = contextvars.ContextVar("layers_gather", default=False)
 
 @contextlib.contextmanager
 def layers_gather(is_so: bool) -> Iterator[None]:
-    """Says, for `run_layer` within, whether parameters of layers are still split over fsdp."""
+    """Sets, within its block, whether `run_layer` all-gathers a layer's parameters over fsdp."""
     token = _LAYERS_GATHER.set(is_so)
     try:
         yield
@@ -45,14 +45,14 @@ def run_layer(
     batched: Sequence[bool],
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Any:
-    """Returns `f(state, *arrays)` for a layer's state; the layer gathers its own parameters if need be.
+    """Returns `f(state, *arrays)` of a layer; within `layers_gather` its parameters are all-gathered.
 
     Args:
-      f: maps the rows of a batch each by itself.
-      state: the parameters, as Flax has them with the names of their axes.
+      f: function whose result for a batch entry depends on that entry alone.
+      state: the parameters in Flax's containers, with the names of their axes.
       arrays: trees of arrays.
-      batched: for each of `arrays` whether its first axis is that of the batch, as results have it.
-      dtype: that to which `f` casts the parameters before anything else; None if it does not.
+      batched: for each of `arrays`, whether its first axis is the batch; that of all results is.
+      dtype: dtype to which `f` casts all parameters first; None if it casts none.
     """
     if not _LAYERS_GATHER.get():
         return f(state, *arrays)
@@ -73,7 +73,7 @@ def run_layer(
 
 
 def split_tokens(array: jax.Array) -> jax.Array:
-    """Returns an array [B, T, ...], split between the devices that share the batch and its tokens."""
+    """Returns an array [B, T, ...], with B sharded over data and fsdp, and T over context."""
     if sizes().get("context", 1) == 1:
         return array
     return lax.with_sharding_constraint(array, spec(("batch", "length"), array.shape[:2], sizes()))
@@ -82,8 +82,8 @@ def split_tokens(array: jax.Array) -> jax.Array:
 def zigzag(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns arrays [B, T] in `jaxfused.zigzag_order`, which gives devices equal causal work.
 
-    Causal `self_attention` expects this order of the tokens and of their positions. Without a context
-    axis the order stays.
+    Causal `self_attention` expects tokens and their positions in this order. Without a context axis
+    the arrays are returned unchanged.
     """
     devices = sizes().get("context", 1)
     if devices == 1:
@@ -136,7 +136,7 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """Returns the cross-entropy of labels [B, T] by features [B, T, D] and a head [D, V].
 
-    Devices between which the vocabulary is split compute only the logits of their own part of it.
+    Where the vocabulary is split over devices, each computes only the logits of its columns of the head.
     """
     loss = functools.partial(
         jaxfused.linear_softmax_cross_entropy, ignore_index=ignore_index, **options

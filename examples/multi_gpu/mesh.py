@@ -1,8 +1,8 @@
 """A training on a mesh of devices: data, fully sharded (FSDP), context and tensor parallel in one.
 
 The step is that of one device. Only its arrays are placed, as `examples.multi_gpu.rules` says, and XLA
-splits the work accordingly. Parameters and their optimizer state are stored in parts; a step gathers a
-parameter that is split over fsdp where a layer reads it, and again in the backward pass.
+splits the work accordingly. Parameters and their optimizer state are stored sharded; a step all-gathers
+a parameter that is split over fsdp where a layer reads it, and again in the backward pass.
 
 Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053; Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019,
@@ -39,9 +39,9 @@ class OnMesh(OneDevice):
       sizes: sizes of the mesh's axes by name; one may be -1, for the remaining devices.
       rules: mesh axes by name of an array's axis; `flax.linen.logical_axis_rules` take precedence.
       absent: devices to compile for that are not here; parameters and states are shapes then.
-      layers: name of the model's container of layers that run by `examples.multi_gpu.layers.run_layer`
-        and so gather their own parameters, one layer after the other, if no axis but data and fsdp has
-        several devices. Other parameters are gathered whenever XLA likes.
+      layers: name of the model's list of layers that run by `examples.multi_gpu.layers.run_layer`. If
+        only the axes data and fsdp have several devices, each of these layers all-gathers its own
+        parameters; when other parameters are gathered is XLA's choice.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class OnMesh(OneDevice):
         """Checks that the devices can share a model's heads and tokens.
 
         Raises:
-          ExampleError: they cannot.
+          ExampleError: the mesh's axes do not divide the heads or the tokens.
         """
         tensor, context = self.mesh.shape["tensor"], self.mesh.shape["context"]
         if heads % tensor:
@@ -143,7 +143,8 @@ class OnMesh(OneDevice):
             with layers_gather(self.layers is not None):
                 return loss_of(self._gathered(params), batch, key)
 
-        # The backward gathers parameters again, so that they are never all in memory at once.
+        # The backward pass all-gathers parameters again in place of saving them, so that they are never
+        # all in memory at once.
         def value_and_grad(params: Any, batch: Batch, key: jax.Array) -> Any:
             shapes = [
                 leaf.shape for path, leaf in with_paths(params) if self._is_gathered_here(path)
@@ -190,7 +191,7 @@ class OnMesh(OneDevice):
         return spec(names, shape, self.mesh.shape, rules)
 
     def _gathered(self, params: Any) -> Any:
-        """Returns the parameters as layers read them, all-gathered over fsdp."""
+        """Returns the parameters all-gathered over fsdp, except those of `self.layers`."""
 
         def gathered(path: Path, param: jax.Array) -> jax.Array:
             stored = self._stored.get(path, P())

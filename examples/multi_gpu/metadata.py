@@ -32,7 +32,7 @@ def with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
 
 
 def is_named(leaf: Any) -> bool:
-    """Returns whether a leaf is a container that may have names of axes next to its array."""
+    """Returns whether a leaf is a Flax container of an array and its metadata, such as axis names."""
     return isinstance(leaf, nnx.Variable | _Box)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from examples.errors import ExampleError
 
 AXES = ("data", "fsdp", "context", "tensor")
-"""Axes of the mesh, in order of devices: those along the last, tensor, are on one host if they fit.
+"""Axes of the mesh, outermost first: devices along the last, tensor, are on one host if they fit.
 
 data: splits each batch; every device has all parameters.
 fsdp: splits each batch and each parameter, which is all-gathered where a layer reads it.

@@ -114,7 +114,7 @@ class DeepLabV3(nnx.Module):
         )
 
     def _features(self, images: jax.Array) -> list[jax.Array]:
-        """Returns the result of each stage."""
+        """Returns the result [B, h, w, C] of each stage, of its own size h x w."""
         x = jaxfused.max_pool(self.stem(images), 3, strides=2, padding=((1, 1), (1, 1)))
         seen = []
         for blocks in self.stages:
@@ -124,7 +124,7 @@ class DeepLabV3(nnx.Module):
         return seen
 
     def _context(self, x: jax.Array) -> jax.Array:
-        """Returns the projected concatenation of windows of several dilations and the image's mean."""
+        """Concatenates convolutions of several dilations and the image's mean, and projects them."""
         mean = self.pooled(jaxfused.global_avg_pool(x)[:, None, None])
         parts = [branch(x) for branch in self.branches]
         parts.append(jnp.broadcast_to(mean, (*x.shape[:-1], mean.shape[-1])))
@@ -151,7 +151,7 @@ class Bottleneck(nnx.Module):
 def _layer(
     before: int, width: int, window: int, *, strides: int = 1, dilation: int = 1, **shared
 ) -> jaxfused.nnx.ConvNormAct:
-    """Returns a convolution with its norm and activation, padded as torch pads: alike on both sides."""
+    """Returns a convolution with its norm and activation, padded symmetrically, as torch does."""
     around = dilation * (window - 1) // 2
     return jaxfused.nnx.ConvNormAct(
         before,

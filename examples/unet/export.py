@@ -35,7 +35,7 @@ from examples.unet.train import load_data
 PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
 _CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _LEAST_CHANNELS = 128
-"""Fewest channels of a convolution that is quantised; with fewer, 8 bits are no faster."""
+"""Fewest input and output channels of a quantised convolution; with fewer, 8 bits are no faster."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -147,9 +147,10 @@ def _check_sizes(net: Network, shapes: Sequence[tuple[int, int, int]]) -> None:
 def quantized(
     net: Network, precision: str, batches: Iterable[np.ndarray], *, percentile: float
 ) -> Network:
-    """Returns the network with convolutions in 8 bits, inputs included, where that is faster.
+    """Returns the network with kernels and inputs of its wide convolutions in 8 bits.
 
-    These are the 3 x 3 convolutions over many channels; without any, all convolutions are quantised.
+    Wide are those of windows larger than 1 x 1 and `_LEAST_CHANNELS` or more; if there are none, all
+    convolutions are quantised.
 
     Args:
       net: the network.

@@ -48,7 +48,7 @@ def save_picture(path: Path, predictions: Sequence[tuple[Batch, np.ndarray]]) ->
 
 
 def stretched(image: np.ndarray) -> np.ndarray:
-    """Returns an image stretched from its darkest to its brightest hundredth, so faint cells show."""
+    """Returns an image scaled to 0 at its 1st and 1 at its 99th percentile, so that faint cells show."""
     low, high = np.percentile(image, (1, 99))
     return ((image - low) / max(high - low, 1)).clip(0, 1)
 

@@ -215,7 +215,7 @@ def _windows(shape: Size, size: Size, overlap: float) -> Iterator[Window]:
 
 
 def _parts(length: int, tile: int, overlap: int) -> Iterator[tuple[int, slice]]:
-    """Yields each tile's start along an axis, and the pixels that it classifies: to mid-overlap."""
+    """Yields each tile's first pixel along an axis, and its slice between the middles of overlaps."""
     starts = [*range(0, max(length - tile, 0), tile - overlap), max(length - tile, 0)]
     borders = [(a + tile + b) // 2 for a, b in itertools.pairwise(starts)]
     for start, first, last in zip(starts, [0, *borders], [*borders, length], strict=True):

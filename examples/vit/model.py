@@ -1,8 +1,8 @@
 """The Vision Transformer, in the sizes of its papers, on the fused layers of jaxfused.
 
 Each block returns the residual stream, its last branch's product and that product's bias. The next norm
-adds them: `y, stream = norm(delta, residual=stream, pre_bias=bias)`. Its kernel then sums the bias's
-gradient from values in registers.
+adds them: `y, stream = norm(delta, residual=stream, pre_bias=bias)`. The norm's backward kernel then
+sums the bias's gradient from values that it has in registers.
 
 Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021, https://arxiv.org/abs/2010.11929
 """
@@ -132,8 +132,8 @@ class VisionTransformer(nnx.Module):
         tokens = patches + (pool == "token")
         self.positions = nnx.Param(normal(rngs.params(), (1, tokens, size.width)))
 
-        # The blocks are initialised as a stack, which compiles once. Only a loop runs the stack: without
-        # one, every step would copy the slices of the stack and concatenate the blocks' gradients.
+        # The blocks are initialised as a stack, which compiles once. Without a loop over the stack the
+        # blocks are separate: each step would else copy their slices and concatenate their gradients.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
             return Block(
@@ -204,7 +204,7 @@ class VisionTransformer(nnx.Module):
         return run(carry, self.blocks, keys, drop_path)
 
     def _one_by_one(self, carry: Carry, keys: jax.Array | None, drop_path: jax.Array) -> Carry:
-        # By this jit, equal blocks are traced and differentiated once.
+        # This jit is a cache: blocks of equal structure are traced and differentiated once.
         @functools.partial(jax.jit, static_argnums=0)
         def run(graphdef, state, carry, key, drop_path):
             return nnx.merge(graphdef, state)(*carry, key=key, drop_path=drop_path)
