@@ -81,8 +81,8 @@ TREES: dict[str, Any] = {
         "norm": (2048,),
     },
 }
-"""Shapes of parameters: 86 M in 148 and in 16 arrays, 1 G in 20, for Muon 302 M in 96 matrices, and for
-Adafactor and Muon 787 M in 146 arrays."""
+"""Shapes of parameters, in order: 86 M in 148 arrays, 86 M in 16, 1 G in 20, 302 M in 96 matrices (for
+Muon), and 787 M in 146 arrays (for Adafactor and Muon)."""
 
 
 @dataclass(frozen=True)

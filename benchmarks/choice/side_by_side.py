@@ -101,7 +101,7 @@ def _lower(folder: Path, index: int, line: str) -> None:
 
 def _compare(options: argparse.Namespace, lines: Sequence[str], processes: Sequence[Any]) -> None:
     if cuda_library.why_unavailable() is None:
-        # Modules lowered in other processes call CUDA kernels by names that must be registered.
+        # Modules lowered in other processes call CUDA kernels by names that this process must register.
         cuda_library.register()
         cublaslt.why_unavailable()
     deadline = time.monotonic() + options.seconds

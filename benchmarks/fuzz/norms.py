@@ -57,7 +57,7 @@ def draw_norm(draw: Draw) -> Options:
 
 
 def _draw_images(draw: Draw, rank: int, has_residual: bool) -> Options:
-    """Draws adaLN modulation and the gate; `image_axes` counts the modulation's leading axes, or is None."""
+    """Draws the gate, and adaLN modulation with its number of leading axes; None for no modulation."""
     adaptive = rank > 2 and draw.chance(0.2)
     gates = ("all images", "each image") if adaptive else ("all images",)
     return dict(
@@ -212,7 +212,10 @@ def group_norm(options: Options) -> Problem:
         )
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """Returns dx's allowed noise: rstd times a difference of numbers that are equal if a group's x are."""
+        """Returns dx's allowed noise.
+
+        Where a group's x are equal, dx is rstd times a difference of equal numbers.
+        """
         del constants, results
         if cotangents is None:
             return {}

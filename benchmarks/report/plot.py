@@ -16,7 +16,7 @@ PAGE = results.DIRECTORY / "README.md"
 SWEEP = "sweep"
 """Last word in the names of the sweep's files."""
 
-# Our implementations share one hue and peers are muted, so that ours are found first.
+# Our implementations have one hue, and peers have muted colours, so that ours stand out.
 _COLORS = {
     MIXED: "#0b4f4a",
     "pallas": "#0f766e",

@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 _IMPLEMENTATIONS = {"pallas": "pallas", "cuda": "cuda", "reference": "xla"}
 
 MIXED = "mixed"
-"""Name of implementation=None, which chooses for each kernel call of an operator."""
+"""Name of our default, implementation=None, which chooses an implementation for each kernel call."""
 
 OURS = (MIXED, *_IMPLEMENTATIONS)
 """Our implementations; "reference" is implementation="xla", named so that "xla" can be the peer."""
@@ -110,12 +110,12 @@ def functions(
     cotangents: int,
     truth: Function | None = None,
 ) -> dict[str, Any]:
-    """Returns `truth`, `jax`, `torch` and `differentiable` of a Case, from functions of a forward.
+    """Returns `truth`, `jax`, `torch` and `differentiable` of a Case, from functions of a forward pass.
 
     Args:
       ours: has the keyword implementation= as well.
       differentiable: how many leading operands have a gradient.
-      cotangents: how many of the last inputs are dys; 0 measures the forward alone.
+      cotangents: how many of the last inputs are cotangents (dy); 0 measures the forward alone.
       truth: by default our implementation "xla".
     """
 

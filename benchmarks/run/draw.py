@@ -71,7 +71,7 @@ class Draw:
         return min(width, most)
 
     def batch_and_tokens(self) -> tuple[int, int]:
-        """Draws images and their patches, texts and their tokens, or tokens of a decoder."""
+        """Draws (batch, tokens): of images and patches, of texts, or one token a sequence (decode)."""
         kind = self.pick(("vision",) * 4 + ("text",) * 4 + ("decode",))
         if kind == "vision":
             batch, tokens = self.batch(512), self.pick(VISION_TOKENS)

@@ -1,4 +1,4 @@
-"""Runs the cases of one file: compiles, checks and times; a failure costs one row, not the run."""
+"""Compiles, checks and times the cases of one file; a row records its failure, and the run goes on."""
 
 import itertools
 import os
@@ -126,8 +126,8 @@ def _in_float64(f: Function) -> Function:
 def _distance(output: jax.Array, truth: jax.Array) -> jax.Array:
     """Returns the largest relative error of a row, or of a whole vector; NaN if any value is NaN.
 
-    A row shorter than most is divided by the root mean square of all rows' lengths: the gradient of a
-    query that sees one key is 0.
+    A row's error is divided by its norm, or by the root mean square of all rows' norms if that is
+    larger: the gradient of a query that sees one key is 0.
     """
     axis = -1 if truth.ndim > 1 else None
     difference = jnp.linalg.norm(output.astype(truth.dtype) - truth, axis=axis)
@@ -270,7 +270,7 @@ def _prepare_torch(
 
 
 def _combine(rounds: Sequence[_Row]) -> _Row:
-    """Returns a row of the result: the median of all samples, by the timer that gives less."""
+    """Returns a row of the result: the smaller one of CUPTI's and the events' medians of samples."""
     by_clock: dict[str, list[list[float]]] = {}
     for clock in ("cupti", "events"):
         if all(clock in r for r in rounds):

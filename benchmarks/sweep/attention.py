@@ -1,7 +1,7 @@
 """Attention for the sweep: jaxfused, jax.nn, Flax, cuDNN, and the truth a few heads at a time.
 
-Operands are q, k, v, then those of these that the case has: the bias, the number of valid keys of each
-sequence, and the segment ids, which serve queries and keys alike.
+Operands are q, k, v, and where a case has them, the bias, the number of valid keys of each sequence,
+and the segment ids, which are those of queries and keys alike.
 """
 
 from functools import partial
@@ -119,7 +119,7 @@ def _same_segment(segments: jax.Array) -> jax.Array:
 
 
 def in_pieces(config: Attention, *operands: Any) -> jax.Array:
-    """Runs jax.nn's attention over some key heads and examples at a time, and recomputes the logits.
+    """Runs jax.nn's attention over some key heads and batch entries at a time; recomputes the logits.
 
     In float32 the result is the truth; in the case's dtype it is the low-precision reference, in less
     memory than stock needs.

@@ -115,7 +115,7 @@ class _Sweep:
     def run(self, cases: Sequence[configs.Config]) -> None:
         """Lowers all cases in other processes, and compiles and times them batch by batch."""
         if cuda_library.why_unavailable() is None:
-            # Modules lowered in other processes call CUDA kernels by names that must be registered.
+            # Modules lowered in other processes call CUDA kernels by names that must be registered here.
             cuda_library.register()
             cublaslt.why_unavailable()
         workers = Workers(

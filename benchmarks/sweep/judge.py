@@ -242,7 +242,7 @@ def _ulp(magnitude: float, dtype: Any) -> float:
 
 
 def _time(compiled: Compiled, sets: Sequence[Any], *, seconds: float, on_gpu: bool) -> Entry:
-    """Returns the microseconds of all programs that can run, and the memory that each plans to use."""
+    """Returns the microseconds of all programs that can run, and the bytes that XLA plans for each."""
     programs_by_name: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     sizes: dict[str, int | None] = {}

@@ -36,7 +36,7 @@ class Lowered:
     """The lowered modules of a case."""
 
     shared: Mapping[str, Module]
-    """Modules of INPUTS, TRUTH and YARDSTICK; the last two include gradients."""
+    """Modules of INPUTS, TRUTH and YARDSTICK (low-precision reference), the last two with gradients."""
     by_direction: Mapping[str, Mapping[str, Module]] = field(default_factory=dict)
     """Modules by direction and name: OURS, COMPARE, and "stock <form>" for each form."""
 

@@ -1,4 +1,4 @@
-"""Parts of the programs of all operators: random operands, and the forms of one case."""
+"""What the sweep's operators share: `Programs`, the functions of one case, and random operands."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """Quantised operators of jaxfused and in stock JAX, and the exact results to compare with.
 
 Stock multiplies the same numbers in the forms that XLA has kernels for. The truth of a product is the
-float32 product of the dequantised numbers. Errors of quantised results are counted in steps of their
-format and may be twice stock's, whose rounding alone is off by at most half a step.
+float32 product of the dequantised numbers. Errors of quantised results are counted in steps between
+values of their format, and may be twice stock's, whose own rounding is off by at most half a step.
 """
 
 import math

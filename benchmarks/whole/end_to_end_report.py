@@ -142,7 +142,7 @@ def kernel_table(row: Row, count: int = _TOP_KERNELS) -> tuple[list[str], list[l
 
 
 def print_report(section: Section) -> None:
-    """Prints the kernels of every variant, then the table of all, which stays in view."""
+    """Prints the kernels of every variant, and last the table of all variants."""
     for model in section["models"]:
         for variant, row in model["rows"].items():
             if row.get("kinds"):

@@ -1,7 +1,7 @@
 """Compiles FSDP for absent H200s and counts its memory and bytes: `benchmarks parallel --without-gpu`.
 
-Activations are small at 16 tokens a GPU, so that the peak is that of parameters, gradients, moments and
-what travels. A layer is the difference between two depths.
+Activations are small at 16 tokens a GPU, so that the peak memory is that of parameters, gradients,
+moments and the collectives' buffers. A layer's cost is the difference of programs of two depths.
 """
 
 import dataclasses

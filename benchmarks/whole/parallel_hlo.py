@@ -31,7 +31,8 @@ def received_bytes(hlo: str, devices: int) -> dict[str, float]:
         if match is None or devices == 1:
             continue
         arrays = [_bytes(*array) for array in _ARRAY.findall(match["result"])]
-        # An asynchronous start returns its operands, and then as many results; a sum may leave them out.
+        # An asynchronous start's shape lists operands, then as many results; all-reduce-start may
+        # list results alone.
         with_operands = "-start(" in line and (
             match["kind"] != "all-reduce" or match["result"].startswith("((")
         )

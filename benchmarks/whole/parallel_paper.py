@@ -101,7 +101,7 @@ def data_parallel(
 def fully_sharded(parameters: float, tokens: int, count: int, machine: Machine) -> Row:
     """Estimates an FSDP step of a language model: two all-gathers of parameters, one reduce-scatter.
 
-    Parameters travel in 16 bits and gradients in 32; a GPU also holds those of a layer of 24, whole.
+    Parameters are sent in 16 bits and gradients in 32; a GPU also holds one of 24 layers unsharded.
     """
     compute = 6 * parameters * tokens / machine.flops
     size = 2 * parameters

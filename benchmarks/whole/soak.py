@@ -2,8 +2,8 @@
 
 Clients stream texts over real connections, and some of them misbehave: they disconnect, or send prompts
 that are too long, or malformed JSON. Each text is compared with what the server answers to the same
-request when it is alone. Memory, open files and compiled programs must not grow, and all pages must come
-back.
+request when it is alone. Memory, open files and compiled programs must not grow, and at the end all
+pages must be free.
 """
 
 import argparse
@@ -49,7 +49,7 @@ _STDDEV, _SPREAD = 0.02, 3.6
 
 
 class Symbols:
-    """A tokenizer for random weights: each token is a character of its own, so texts tell all tokens."""
+    """A tokenizer for random weights: each token is a character, so a text determines its tokens."""
 
     ends: frozenset[int] = frozenset()
     template = None
