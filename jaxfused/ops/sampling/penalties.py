@@ -1,4 +1,4 @@
-"""Penalties on tokens that a sequence already has, applied to its logits before anything else."""
+"""Penalties on tokens that a sequence already has, applied to its logits before the temperature."""
 
 import math
 from typing import Any
@@ -89,8 +89,9 @@ def _less_penalties(
     Args:
       tokens: integers [..., L] with all three penalties; those outside 0 to V - 1 are skipped.
       prompt: integers [..., P] with the repetition penalty alone.
-      repetition: [...], divides positive logits and multiplies negative ones, once a token.
-      presence: [...], is subtracted once a token.
+      repetition: [...], divides positive logits and multiplies negative ones, once for each token that
+        occurs.
+      presence: [...], is subtracted once for each token that occurs.
       frequency: [...], is subtracted once for each time that the token occurs.
     """
     z = logits.astype(accumulator_dtype(logits.dtype))

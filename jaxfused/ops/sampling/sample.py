@@ -60,23 +60,23 @@ def sample(
     Args:
       logits: [..., V], any float dtype; V at least 1. -inf excludes a word.
       key: a key of `jax.random.key` or an integer seed, for all rows or an array over their first
-        axes. Rows that share a key differ by their number among these rows. None where every
-        temperature is known to be 0.
-      position: the token's place in its sequence, or the number of the step: with the same key, each
-        position has other noise.
+        axes. Rows that share a key get different noise, by their index among these rows. None where
+        every temperature is known to be 0.
+      position: the token's index in its sequence, or the number of the step. With one key, each
+        position has its own noise.
       temperature: 0 takes the largest logit, of equal ones the lower token, without noise.
       top_k: keeps the k largest logits, of equal ones the lower tokens. 0 and None keep all; so does
         a k above V. (In transformers None stands for 50.)
       top_p: keeps the fewest words, from the largest on, whose probabilities add up to top_p or more.
-        At least one is kept; 1 and None keep all. A sum that is short by a relative 5e-7, as rounding
-        makes it, counts as top_p.
+        At least one is kept; 1 and None keep all. A sum that is smaller by a relative 5e-7, as by
+        rounding, counts as top_p.
       min_p: keeps words with at least min_p times the largest probability. 0 and None keep all.
-      tokens: integers [..., L], the tokens so far, for the penalties. What is not a token, such as
-        padding by -1, is skipped; so an array of one size can serve a growing sequence.
+      tokens: integers [..., L], the tokens so far, for the penalties. Numbers outside 0 to V - 1,
+        such as padding by -1, are skipped, so that an array of fixed size serves a growing sequence.
       prompt: integers [..., P], further tokens, for the repetition penalty alone.
-      repetition_penalty: divides the positive and multiplies the negative logits of tokens that came.
-      presence_penalty: is subtracted from the logits of tokens that came.
-      frequency_penalty: is subtracted from a token's logit as often as it came.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in `tokens` or
+      `prompt`. presence_penalty: is subtracted from the logit of each token that occurs in `tokens`.
+      frequency_penalty: is subtracted from a token's logit as often as it occurs in `tokens`.
       logprobs: also return the log-probability of the chosen token and the `logprobs` largest ones.
       implementation: None for the fastest that can run, or "cuda", "xla".
 

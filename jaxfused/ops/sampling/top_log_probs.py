@@ -44,7 +44,7 @@ def log_probs(
     )
     device = dispatch.current_device(logits)
     missing = {"pallas": NO_PALLAS}
-    # XLA computes many log-probabilities, even if the caller names a kernel.
+    # XLA computes more than MOST log-probabilities, even if the caller names a kernel.
     named = None if count > top_log_probs_cuda.MOST or count == 0 else implementation
     if count == 0 or takes_reference("sample", named, device, logits, missing=missing):
         return LogProbs(*top_log_probs(*operands, count=count))

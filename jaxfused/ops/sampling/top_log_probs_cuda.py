@@ -7,7 +7,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MOST = 64
-"""Largest number of likeliest tokens for which a pass over the row for each is fast enough."""
+"""Largest number of likeliest tokens that the kernel finds, in one pass over the row for each."""
 
 
 def forward(
