@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
     sequences: Any = None
     """Number of sequences of a ragged batch, int32 [1]; None for B."""
     table: Any = None
-    """Page table, int32 [B, n]; None if page b is sequence b's only one."""
+    """Page table, int32 [B, n]; None if sequence b has the single page b."""
     layer: Any = None
     """Index of the layer, int32 []; None for one layer."""
     cos: Any = None
@@ -92,8 +92,8 @@ def forward(
     """Returns the pages with the tokens in them, in the memory of the given ones.
 
     Args:
-      tokens: what is written.
-      pages: where.
+      tokens: the new keys and values, and their positions.
+      pages: the arrays that they are written into.
       kept: dtype of the cached numbers, whose bits the pages hold.
       sequence_tokens: T, the tokens of each sequence; None for a ragged batch.
       layer_pages: pages of a layer, which follow each other; None for all.
@@ -104,7 +104,7 @@ def forward(
     cuda_library.register()
 
     def operand(array: jax.Array | None, dtype: Any) -> jax.Array:
-        # Made like the keys, as in a `jax.shard_map` all operands must vary over the same axes.
+        # Derived from the keys: in a `jax.shard_map` all operands must vary over the same axes.
         return jnp.zeros_like(tokens.key, shape=(0,), dtype=dtype) if array is None else array
 
     dtypes = (pages.key.dtype, pages.key.dtype, jnp.float32, jnp.float32)

@@ -82,7 +82,7 @@ def places(
     if not is_ring:
         is_written &= place < capacity
     else:
-        # If there are more tokens than places, the last tokens stay.
+        # If there are more new tokens than places in the ring, only the last ones are written.
         is_written &= token >= count - capacity
         place = place % capacity
     return jnp.where(is_written, place, capacity + token)
@@ -174,7 +174,7 @@ class Append:
         return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
 
     def estimate(self, device, able, *operands) -> Estimate:
-        """Prefers the faster on an H200 (64 sequences): XLA takes 10 to 12 us in 8 bits, 4 in floats."""
+        """Prefers the kernel in 8 bits: on an H200, XLA takes 10 to 12 us for 64 sequences; floats 4."""
         del device, able
         arrays = Arrays(*operands)
         if arrays.key_scale is None and arrays.cos is None:

@@ -35,15 +35,15 @@ def append_to_pages(
 ) -> Any:
     """Writes the keys and values of new tokens into pages, in place where those are donated.
 
-    The arguments are those of `ragged_paged_attention`, which reads what is written: each sequence's
-    rows are its last tokens, and `kv_lens` counts them. For one new token of each sequence,
+    The arguments are those of `ragged_paged_attention`, which reads these pages: each sequence's
+    rows are its last tokens, and `kv_lens` includes them. For one new token of each sequence,
     `cu_q_lens` is 0, 1, 2, ...
 
     Args:
       kv_pages: [P, S, 2 K, H] with keys at even heads and values at odd ones, or (k_pages, v_pages) in
-        the layout, which may be `QuantizedArray`s with a scale of each token and head: new tokens are
-        then quantised, and by scales that all tokens share (one, or one a head) where pages have such.
-        In plain float8 numbers beyond the largest become the largest.
+        the layout, which may be `QuantizedArray`s: new tokens are then quantised, with a scale of
+        each token and head, or by the pages' scales if all tokens share them (one, or one a head).
+        Values beyond the range of plain float8 saturate.
       key: [tokens, K, H], rotated already.
       value: [tokens, K, V].
       kv_lens: [B] integers, the tokens of each sequence with the new ones.
@@ -54,8 +54,8 @@ def append_to_pages(
       implementation: None for the fastest that can run, or "xla", or "cuda", which is one kernel.
 
     Returns:
-      The pages, as they were given. Tokens whose page is outside the pool, or that have none, are
-      dropped.
+      The pages, as they were given. Tokens whose page id is outside the pool, or missing in the
+      table, are dropped.
 
     Raises:
       ValueError: shapes or dtypes do not fit; floats for pages of plain integers; the named

@@ -14,8 +14,8 @@ def attend(
     """Returns the output [B, T, K, G, V] for keys [B, S, K, H] and values [B, S, K, V] in floats.
 
     Args:
-      arrays: `Arrays` of cache_stages or paged_stages, of which the queries, the lengths, the position
-        of the first query, the counts of queries and the sinks are read.
+      arrays: `Arrays` of cache_stages or paged_stages, of which query, lengths, offset, counts and
+        sinks are read.
       options: `Options` of the same file, of which scale, soft cap and window are read.
       key: the copy of the keys, and `value` that of the values.
       implementation: of `dot_product_attention`.

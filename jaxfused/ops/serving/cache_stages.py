@@ -178,12 +178,12 @@ class InCache:
 
 
 def reads_in_place(arrays: Arrays, options: Options, implementation: str | None) -> bool:
-    """Returns whether the kernel that reads the cache in place can run, and is worth it."""
+    """Returns whether the kernel that reads the cache in place can run, and is expected to be faster."""
     if 0 in (arrays.query.size, arrays.key.size):
         return False
     device = dispatch.current_device(arrays.query, arrays.key)
     stage = InCache(options)
-    # The kernel reads all keys again for each 16 rows, and attention to a copy does not.
+    # The kernel reads all keys once for each 16 rows; attention to a copy reads them less often.
     rows = arrays.query.shape[1] * arrays.query.shape[3]
     if implementation is None and rows > cached_attention_cuda.ROWS_OF_A_READ:
         return False

@@ -115,7 +115,7 @@ def forward(
     )
 
     def operand(array: jax.Array | None, dtype: Any) -> jax.Array:
-        # Made like the query, because in a `jax.shard_map` all operands must vary over the same axes.
+        # Derived from the query: in a `jax.shard_map` all operands must vary over the same axes.
         return jnp.zeros_like(query, shape=(0,), dtype=dtype) if array is None else array
 
     layer = None if cache.layer is None else cache.layer.reshape(1)

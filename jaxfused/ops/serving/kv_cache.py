@@ -46,15 +46,15 @@ class KVCache:
         attended = cache.attend(query, layer=i)
 
     and then once `cache = cache.advance(T)`. Token t of sequence b stands at position lengths[b] + t.
-    Places beyond a sequence's length never count, even if they hold NaN, and later tokens overwrite
+    Values beyond a sequence's length are never used, not even NaN, and later tokens overwrite
     them: to drop tokens, or a sequence, make its length smaller by `dataclasses.replace`.
 
     The cache is a pytree. Where `jax.jit` is given it with `donate_argnums`, and in the carry of
     `lax.scan`, `lax.fori_loop` and `lax.while_loop`, it is written in place and never copied. A scan
     over layers therefore has the whole stack in its carry and passes `layer`; `xs` would be copied.
-    For a prompt, kernels read a copy of the layer's part of a stack; a tuple of caches, one a layer,
-    needs none.
-    Keys and values that are kept in 8 bits have no gradient: train with a cache of floats.
+    For a prompt, kernels read a copy of the layer's slice of a stack; a tuple of caches, one a layer,
+    needs no copy.
+    Keys and values that are stored in 8 bits have no gradient: train with a cache of floats.
 
     Letters: B sequences, S places for each, K key heads, H head size, V head size of the values.
 
@@ -126,8 +126,8 @@ class KVCache:
           layers: L; None for one layer, without that axis.
           dtype: of keys and values. int8, float8_e4m3fn and float8_e5m2 have a scale of each token and
             head, unless scales are given.
-          key_scale: [K] or [L, K], with `value_scale`: a scale of each head, such as a largest magnitude
-            over 448 or 127. What lies beyond is clipped.
+          key_scale: [K] or [L, K], with `value_scale`: a scale of each head, such as its largest
+            magnitude / 448 (float8_e4m3fn) or / 127 (int8). Larger values saturate.
           value_scale: likewise.
           starts: [B], where prompts are padded on the left.
           window: how many tokens a query sees, with its own.
@@ -218,7 +218,7 @@ class KVCache:
         interleaved: bool = False,
         implementation: dispatch.Implementation | None = None,
     ) -> "KVCache":
-        """Returns the cache with T new tokens of each sequence, whose lengths are as before.
+        """Returns the cache with T new tokens of each sequence written; `advance` updates the lengths.
 
         Args:
           key: [B, T, K, H] of any float dtype, rotated already unless `cos` is given; it is rounded or
@@ -230,7 +230,7 @@ class KVCache:
           batch_index: [B'] integers, the sequences of the cache that the B' of `key` and `value` are;
             None for all in order. Each comes at most once among those with new tokens: one that comes
             twice is an error where the numbers can be read (NumPy's, or those of a CPU, outside of jit),
-            and elsewhere it is left open which one's tokens are kept.
+            and elsewhere it is undefined which one's tokens are written.
           cos: [T, R/2] or [B, T, R/2] with `sin`: the keys are rotated here, as `jaxfused.rope` does.
           sin: like `cos`.
           interleaved: as in `jaxfused.rope`.
@@ -319,8 +319,8 @@ class KVCache:
           alibi_slopes: [N]: a key's logit is less by its head's slope times its distance.
           batch_invariant: whether a sequence's output has the same bits whatever the lengths and tokens
             of the other sequences. The kernel that reads the cache in place does not have that.
-          implementation: as there. None and "cuda" read a cache of 8 bits, or a layer of a stack, where
-            it lies, if heads have 64 or 128 columns and up to 16 queries share a key head; other calls
+          implementation: as there. None and "cuda" read a cache of 8 bits, or a layer of a stack,
+            in place, if heads have 64 or 128 features and up to 16 queries share a key head; other calls
             attend to a copy in the query's dtype.
 
         Returns:
@@ -389,7 +389,7 @@ class KVCache:
         )
         sinks = options["sinks"]
         sides = window if isinstance(window, tuple | list) else (window, window)
-        # Arguments that do not fit go to dot_product_attention, whose error names the rule.
+        # Invalid arguments are passed to dot_product_attention, whose error names the rule.
         fits: bool = key_heads > 0 and heads % key_heads == 0 and size == self.key.shape[-1]
         fits &= window is None or all(isinstance(side, int) and side >= 0 for side in sides)
         fits &= scale is None or (isinstance(scale, int | float) and math.isfinite(scale))

@@ -1,4 +1,4 @@
-"""PageAllocator: which pages of a pool belong to which sequence, kept on the host."""
+"""PageAllocator: which pages of a pool belong to which sequence, tracked on the host."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -21,15 +21,15 @@ class _Sequence:
     written: int = 0
     """Number of tokens written to the pages."""
     prefix: int = 0
-    """Number of the prefix that ends with the last full page; 0 for none."""
+    """Id of the prefix that ends with the last full page; 0 for none."""
     tail: list[int] = field(default_factory=list)
     """Tokens of the last page, which is not full."""
 
 
 class PageAllocator:
-    """Gives out the pages of a pool, and finds those that already hold the beginning of a prompt.
+    """Assigns the pages of a pool to sequences, and finds pages that already hold a prompt's beginning.
 
-    It holds no arrays: it says which pages a sequence has, and `append_to_pages`,
+    It has no arrays on the device: it tracks which pages a sequence has, and `append_to_pages`,
     `paged_attention` and `ragged_paged_attention` write and read them. For each request
 
         known = allocator.start(name, prompt)        # tokens that lie in pages of earlier requests
@@ -38,8 +38,8 @@ class PageAllocator:
         allocator.written(name, tokens)              # tokens that the step has appended
         allocator.free(name)
 
-    Full pages that were written stay findable after `free`, until their room is needed: the ones that
-    have been unused the longest go first. Only full pages are shared, so that none is written again.
+    Full pages can be found by later prompts after `free`, until they are needed for other tokens; those
+    unused for longest are evicted first. Only full pages are shared, so that no shared page is written.
 
     Args:
       pages: how many pages the pool has.
@@ -89,7 +89,7 @@ class PageAllocator:
         return len(self._empty) + len(self._unused)
 
     def start(self, name: Hashable, tokens: Sequence[int] = ()) -> int:
-        """Adds a sequence, and returns how many of its first tokens lie in its pages already.
+        """Adds a sequence, and returns how many of its first tokens are in its pages already.
 
         The result is a multiple of the page size, and less than the number of tokens: the last token has
         to be computed again for its logits.
@@ -191,7 +191,7 @@ class PageAllocator:
         return self._sequences[name]
 
     def _remember(self, sequence: _Sequence) -> None:
-        """Makes the page that has become full findable, unless a page with equal tokens already is."""
+        """Registers the page that has become full, unless a page with the same prefix is registered."""
         page = sequence.pages[sequence.written // self.page_size - 1]
         key = (sequence.prefix, tuple(sequence.tail))
         if key not in self._known:

@@ -1,4 +1,4 @@
-"""Writes new tokens into pages, by a kernel that finds each token's place or by XLA's scatters."""
+"""Writes new tokens into pages, by a kernel that looks up each token's page or by XLA's scatters."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -57,38 +57,37 @@ def paged_attention(
     """Attention of each sequence's last tokens to all of its tokens, which lie in pages.
 
     Names, order and layout are those of `jax.experimental.pallas.ops.tpu.paged_attention`, and so is
-    the default scale: queries come scaled. `scale`, `sliding_window`, `sinks` and `layout` are more.
+    the default scale of 1, for queries that are scaled before. The arguments from `scale` on are added.
 
     Args:
       q: [B, N, H], the last token of each sequence; or [B, T, N, H], the last T.
       k_pages: [K, P, S, H], or [P, S, K, H] in the layout "PSKH": P pages of S tokens, of any float
         dtype; or such a `QuantizedArray` with a scale of each token and head.
       v_pages: likewise.
-      lengths: [B] integers, the tokens of each sequence with those of q. 0 gives 0. What its pages hold
-        beyond them never counts, not even NaN.
+      lengths: [B] integers, the tokens of each sequence with those of q. A length of 0 gives an output
+        of 0. Values in the pages beyond a length are never used, not even NaN.
       page_indices: [B, n] integers, the pages of each sequence in order; sequences may share pages.
       attn_logits_soft_cap: keeps the logits within (-cap, cap).
       pages_per_compute_block: has no effect. JAX's function asks for it.
-      scale: of the logits, 1 / sqrt(H) where queries do not come scaled.
+      scale: of the logits; pass 1 / sqrt(H) for queries that are not scaled before.
       sliding_window: how many tokens each token sees, with itself; None for all.
-      sinks: [N], one learned logit a head that takes probability and gives nothing.
+      sinks: [N], one learned logit a head, which adds to the softmax's denominator only.
       tree_mask: [B, T, T] bool, which of the last T tokens each of them sees, itself and its ancestors
         where several continuations are tried at once; all see the tokens before them. Positions, for
         `sliding_window` and ALiBi, count the new tokens that a token sees.
       alibi_slopes: [N]: a key's logit is less by its head's slope times its distance.
       layout: the axes of the pages.
       batch_invariant: whether a sequence's output has the same bits whatever the lengths and tokens of
-        the other sequences. "pallas" then leaves a head's keys to one CTA, which is slower where
-        sequences are few and long, and "cuda" cannot run.
+        the other sequences. "pallas" then has one CTA read all of a head's keys, which is slower for
+        few long sequences, and "cuda" cannot run.
       implementation: as for `jaxfused.dot_product_attention`, which attends to a copy of the pages.
-        Where they lie, "cuda" reads pages of multiples of 8 tokens, in 16 or 8 bits and heads of 64 or
-        128, on GPUs from Ampere on; "pallas" reads pages of 8, 16, 32 or a multiple of 64 tokens on
+        In place, "cuda" reads pages of multiples of 8 tokens, in 16 or 8 bits, with heads of 64 or 128
+        features, on GPUs from Ampere on; "pallas" reads pages of 8, 16, 32 or a multiple of 64 tokens on
         Hopper GPUs; None takes the faster of both that can.
 
     Returns:
-      The output, of q's shape and dtype. No id outside the pool is read, whatever its place in the
-      table: no query sees tokens from a sequence's first such page on. Pages past a sequence's
-      length may have any id.
+      The output, of q's shape and dtype. Ids outside the pool are never read: a sequence
+      ends before its first page with such an id. Pages past a sequence's length may have any id.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -147,7 +146,7 @@ def ragged_paged_attention(
     """Attention of any number of new tokens of each sequence: chunks of prompts, or single tokens.
 
     Names, order and layout are those of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`;
-    `sinks`, pages that are a pair, and their `layout` are more. `append_to_pages` takes the same
+    `sinks`, pages as a pair and their `layout` are added. `append_to_pages` takes the same
     arguments.
 
     Args:
@@ -163,7 +162,7 @@ def ragged_paged_attention(
       soft_cap: keeps the logits within (-cap, cap).
       k_scale: by which the pages' keys are multiplied; v_scale by which the values are.
       v_scale: see above.
-      sinks: [N], one learned logit a head that takes probability and gives nothing.
+      sinks: [N], one learned logit a head, which adds to the softmax's denominator only.
       layout: the axes of a pair of pools.
       batch_invariant: as for `paged_attention`.
       implementation: as for `paged_attention`.
@@ -189,7 +188,7 @@ def ragged_paged_attention(
     op = "ragged_paged_attention"
     q, pools = jnp.asarray(q), pools_of(op, kv_pages, layout)
     kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
-    # Rows are not split over devices: the sequence of a row is known at run time only.
+    # Devices cannot split the rows: the sequence of a row is known only at run time.
     q, *table = with_whole_rows(q, kv_lens, page_indices, cu_q_lens)
     kv_lens, page_indices, cu_q_lens = table
     batch, rows = kv_lens.shape[0], q.shape[0]
@@ -243,7 +242,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:
-    """Divides rows into tiles of `size` rows; there are enough tiles for any lengths."""
+    """Divides rows into tiles of `size` rows; the tiles suffice for sequences of any lengths."""
     batch, rows = kv_lens.shape[0], tokens.position.shape[0]
     tile = jnp.arange((rows + batch * (size - 1)) // size, dtype=jnp.int32)
     counts = jnp.zeros(batch, jnp.int32)
@@ -288,7 +287,7 @@ def _options(
     op: str, given: Options, sinks: Any, queries: jax.Array, implementation: Any
 ) -> Options:
     """Returns the options of the attention after their checks."""
-    # Any implementation passes here; whether it can run depends on the call's shapes, checked later.
+    # This checks the name only; whether the implementation can run depends on shapes, checked later.
     dispatch.choose(op, implementation, dict.fromkeys(("pallas", "cuda", "xla")))
     if given.window is not None:
         check_count(op, "sliding_window", given.window)

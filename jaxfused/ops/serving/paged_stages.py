@@ -22,7 +22,7 @@ from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 
 _PAGE_OF_A_COPY = 64
-"""Smallest page, in tokens, that is copied fast enough for the Pallas kernel not to wait."""
+"""Smallest page, in tokens, that the Pallas kernel copies fast enough not to wait for the copy."""
 
 
 class More(NamedTuple):
@@ -264,7 +264,7 @@ def reads_in_place(
 ) -> bool:
     """Returns whether a kernel reads the pages in place for queries [B, T, N, H].
 
-    If the named one cannot, that implementation of `dot_product_attention` attends to a copy.
+    If the named implementation has no such kernel, its `dot_product_attention` attends to a copy.
     """
     if implementation not in (None, "pallas", "cuda") or 0 in (queries.size, page_indices.size):
         return False
@@ -365,7 +365,7 @@ def _arrays(
 
 
 def _in_arrays(pools: Pools) -> bool:
-    """Returns whether both pools are floats, or have a scale of each token and head."""
+    """Returns whether each of both pools holds floats, or has a scale of each token and head."""
     return all(_has_token_scales(pool) is not None for pool in (pools.key, pools.value))
 
 
@@ -397,7 +397,7 @@ def _in_place_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[jax.Ar
 
 
 def _in_place_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Array) -> Any:
-    """Differentiates attention to a copy of the pages; no server needs fast gradients of pages."""
+    """Differentiates attention to a copy of the pages: serving needs no backward kernel."""
     return gradients_in_xla(options.gathered, arrays, doutput)
 
 

@@ -148,7 +148,7 @@ def is_in_pool(page_indices: jax.Array, pages: int) -> jax.Array:
 
 
 def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
-    """Returns the contents [B, n * S, K, H] of pages [B, n]. An id outside the pool gives any page."""
+    """Returns the contents [B, n * S, K, H] of pages [B, n]. Ids outside the pool are clipped."""
     axis = 1 if layout == "KPSH" else 0
 
     def take(pool: jax.Array) -> jax.Array:
