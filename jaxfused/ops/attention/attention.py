@@ -98,42 +98,42 @@ def dot_product_attention(
       scale: of the logits, finite; by default 1 / sqrt(H). An array that broadcasts to [B, N, T, S],
         such as one of each head [N, 1, 1], gets a gradient, in "xla".
       is_causal: query t, which stands at key p = t + query_offset, attends to keys s <= p.
-      query_seq_lengths: [B] integers; queries beyond give 0. Above T they mean T, below 0 they mean 0.
+      query_seq_lengths: [B] integers, clipped to the range 0 to T; queries beyond them give 0.
       key_value_seq_lengths: [B] integers, likewise; keys beyond are masked.
       local_window_size: (left, right), or one number for both: p - left <= s <= p + right.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla", "cudnn". None
-        does not choose cuDNN, whose gradients may differ from run to run.
+        never chooses cuDNN, whose gradients may differ from run to run.
       return_residual: whether to return the log-sum-exp too, as JAX does: in the key's dtype, and no
         gradient flows into it.
       query_offset: where the first query stands among the keys, for `is_causal` and
         `local_window_size`: a number or [B] integers, of any sign; None, as in JAX, for 0 also where T
-        and S differ. "bottom_right" has the last query stand at the last key: it is the number of keys
-        less that of queries, both by their lengths. So do new tokens whose keys end a cache.
+        and S differ. "bottom_right" puts the last query at the last key: the number of keys minus that
+        of queries, both by their lengths. It is for new tokens whose keys are the last of a cache.
       return_lse: whether to return the log-sum-exp too, in float32 (float64 with "xla" of float64), with
-        its gradient. Attention over a part of the keys is merged with that over another part by it.
+        its gradient. It serves to merge attention over two parts of the keys.
       logits_soft_cap: keeps the logits before bias within (-cap, cap); finite and above 0.
       query_segment_ids: [B, T] or [T] integers, with key_value_segment_ids: a query attends to keys
         of its own segment.
       key_value_segment_ids: [B, S] or [S] integers.
-      sinks: [N], one learned logit a head that takes probability and gives nothing.
+      sinks: [N], one learned logit a head, which adds to the softmax's denominator only.
       dropout_rate: the fraction of probabilities to drop, to the nearest 1/65536; the others are
         divided by the fraction that is kept.
-      dropout_key: a `jax.random` key, needed where dropout_rate > 0. What is kept depends on the
-        key and on (b, n, t, s) alone, by `jaxfused.runtime.dropout.keep`, and is the same in
-        every implementation. Under `shard_map` or `pmap` fold the device's index into the key.
+      dropout_key: a `jax.random` key, needed where dropout_rate > 0. Which probabilities are kept
+        depends only on the key and on (b, n, t, s), by `jaxfused.runtime.dropout.keep`, and is the
+        same in every implementation. Under `shard_map` or `pmap` fold the device's index into the key.
       score_mod: a function (score, b, h, q, k) of a logit, after cap and bias and before the mask, and
-        its place: the batch entry, the query head, where the query stands among the keys (its index
-        plus `query_offset`), and the key. It is traced for scalars, may index arrays that it closes
+        its indices: batch entry, query head, position of the query among the keys (its index plus
+        `query_offset`), and key. It is traced for scalars, may index arrays that it closes
         over, and these get gradients.
-      mask_mod: a function (b, h, q, k) of the same places: whether the query attends to the key.
+      mask_mod: a function (b, h, q, k) of the same indices: whether the query attends to the key.
 
     Returns:
       The output, [B, T, N, V] or [T, N, V], of the query's dtype. With `return_residual` or
       `return_lse` also the log-sum-exp of L (and the sink), [B, T, N] or [T, N]; where a query attends
       to nothing, -0.7 times the largest float32.
 
-      Of integers the result is of integers too, and as in JAX so are the probabilities that multiply
-      the values: those below 1 are 0.
+      For integer inputs the result has integers, and as in JAX the probabilities are cast to integers
+      before they multiply the values: those below 1 become 0.
 
     Raises:
       ValueError: shapes or dtypes do not fit, a function does not trace, or the named implementation

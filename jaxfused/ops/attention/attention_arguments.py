@@ -66,10 +66,10 @@ def mask_of(
     mask_mod: IndexFunction | None = None,
     divides: bool = False,
 ) -> tuple[Mask, IndexFunction | None]:
-    """Returns all limits of attention as one Mask, and what is left of mask_mod, or None.
+    """Returns all limits of attention as one Mask, and the rest of mask_mod that it lacks, or None.
 
     A mask_mod of constants that is the same for all batch entries becomes a part of the Mask. If
-    `divides`, so do those conditions of another mask_mod by which kernels can skip blocks of keys.
+    `divides`, so do the conditions of any mask_mod by which kernels can skip blocks of keys.
     """
     op = "dot_product_attention"
     batch, query_length, heads, _ = query.shape
@@ -143,7 +143,7 @@ class Limits(NamedTuple):
     def with_conditions(
         self, found: Conditions, at: Places
     ) -> tuple["Limits", IndexFunction | None]:
-        """Returns the limits tightened by a mask_mod, and what is left of the mask_mod, or None.
+        """Returns the limits tightened by a mask_mod, and the rest of the mask_mod, or None.
 
         Args:
           found: the conditions that the mask_mod was divided into.
@@ -332,7 +332,7 @@ def _in_64_bits(number: Any) -> np.int64:
 
 
 def _limited(offset: Any, queries: int, keys: int, window: tuple[int, int]) -> Any:
-    """Returns offsets clipped to near the keys; with the `_shortened` window the mask is the same.
+    """Returns offsets clipped to a range near the keys; with `_shortened` windows masks are the same.
 
     A query beyond the keys moves towards them by as much as its window is shortened.
     """

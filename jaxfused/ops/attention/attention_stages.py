@@ -50,7 +50,7 @@ class Options:
     score: TileFunction | None = None
     """Function (score_mod) of each logit after soft cap and bias; it reads the first `Arrays.reads`."""
     allows: TileFunction | None = None
-    """Function (mask_mod) of which keys a query may attend to; it reads the other `Arrays.reads`."""
+    """Function (mask_mod), True where a query attends to a key; it reads the other `Arrays.reads`."""
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
@@ -363,7 +363,7 @@ class Backward:
     options: Options
     own_bias: bool = False
     """True if devices split the bias as they split queries, so that no gradient is summed over devices.
-    dbias may then have the bias's dtype; else it is float32, in which devices add their parts."""
+    dbias may then have the bias's dtype; else it is float32, in which it is summed over devices."""
 
     @property
     def name(self) -> str:
@@ -446,7 +446,8 @@ class Backward:
                 query, key, value, cuda_operands, *saved, cuda_options
             )
         else:
-            # Keys and values beyond the lengths are ignored by the forward kernels, but not by these.
+            # Unlike the forward kernels, these multiply by keys and values beyond the lengths, which
+            # may be NaN.
             key, value = attention_xla.cleared_beyond(optional.key_lengths, key, value)
             gradients = pallas_attention.backward(
                 query,

@@ -91,7 +91,7 @@ def attention_by_seeds(
     else:
         output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
     output = output.reshape(batch, query_count, heads, value.shape[-1])
-    # The output is 0 there already; its cotangent may be NaN.
+    # Beyond the query lengths the output is 0 already, but its cotangent may be NaN.
     [output] = cleared_beyond(mask.query_lengths, output)
     return output.astype(query.dtype), lse.transpose(0, 2, 1)
 
@@ -99,7 +99,7 @@ def attention_by_seeds(
 def cleared_beyond(lengths: jax.Array | None, *arrays: jax.Array) -> list[jax.Array]:
     """Returns arrays [B, T, ...] with zeros beyond the lengths [B], if there are lengths.
 
-    What lies there may be NaN, and a probability of 0 times NaN is NaN.
+    Values there may be NaN, and a probability of 0 times NaN is NaN.
     """
     if lengths is None:
         return list(arrays)
@@ -151,7 +151,7 @@ def _softmax(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (probabilities, log-sum-exp) of logits [B, N, T, S]; fully masked rows have probability 0.
 
-    A sink [N] is one more logit in every row of its head, with a probability that is dropped. No
+    A sink [N] is one more logit in every row of its head, whose probability is not returned. No
     intermediate is infinite for finite arguments, because `jax_debug_infs` would report it.
     """
     lowest = float(jnp.finfo(logits.dtype).min)

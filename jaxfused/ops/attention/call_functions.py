@@ -37,7 +37,7 @@ class CallFunctions:
 
     @property
     def has_long_rows(self) -> bool:
-        """True if a call of this size runs the kernels that can evaluate functions in any case."""
+        """True if the kernels that run a call of this size can evaluate functions (see _FEW_QUERIES)."""
         return self.sizes[2] >= _FEW_QUERIES and self.sizes[3] > _FEW_KEYS
 
     def of_score(

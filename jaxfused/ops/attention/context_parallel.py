@@ -1,4 +1,4 @@
-"""context_parallel_attention: attention over a sequence that several devices share."""
+"""context_parallel_attention: attention over a sequence that is split over devices."""
 
 import functools
 from collections.abc import Callable
@@ -50,21 +50,22 @@ def context_parallel_attention(
     over all T tokens, where T is that of one device times the size n of the axis. Results and gradients
     are those of one device up to rounding, and repeat bit for bit.
 
-    How keys and values reach the queries, in bytes that a device receives in the forward pass, for
-    tokens L = T / n of a device, N query heads and K key heads of H numbers:
+    Methods, with the numbers that a device receives in the forward pass, for L = T / n tokens of a
+    device, N query heads and K key heads of H features:
 
     - "all_gather": 2 (n - 1) L K H numbers; each device then holds all keys and values, and no more
       than its own queries. The gradients of keys and values return by a reduce-scatter in float32.
-    - "ring": as many, one device's part at a time, while the part before is attended to. A device
-      holds two parts of keys and values, and the backward pass computes the forward pass again. In the
-      "contiguous" layout a window that ends at the query or before stops the ring where it ends: after
-      1 of 7 parts, if a device has as many tokens as the window.
+    - "ring": as many, one device's keys and values at a time, while a device attends to those received
+      before. It holds two devices' keys and values, and the backward pass recomputes the forward pass.
+      In the "contiguous" layout a window that ends at the query or before ends the ring early: after 1
+      of 7 hops, if a device has as many tokens as the window.
     - "all_to_all": 2 (N + K) L H (n - 1) / n; each device attends with N / n heads over all tokens. The
       size of the axis must divide K.
 
     A causal mask leaves the first device of a "contiguous" layout less to do than the last, except by
-    "all_to_all". In the "zigzag" layout device i holds parts i and 2 n - 1 - i of 2 n, and all have as
-    much to do: put tokens and their positions in the order of `zigzag_order` where a batch is made.
+    "all_to_all". In the "zigzag" layout device i has parts i and 2 n - 1 - i of 2 n equal parts of the
+    sequence, and all devices compute equally much: put tokens and their positions in the order of
+    `zigzag_order` where a batch is made.
 
     Args:
       query: [B, T, N, H], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over
@@ -80,10 +81,10 @@ def context_parallel_attention(
         elsewhere.
       scale: of the logits; by default 1 / sqrt(H).
       is_causal: a token attends to itself and those before it.
-      local_window_size: (left, right), or one number for both: keys this near to a query count.
+      local_window_size: (left, right), or one number for both: keys at most this far from a query.
       logits_soft_cap: keeps the logits within (-cap, cap).
       segment_ids: [B, T] integers; a token attends to those of its own segment.
-      sinks: [N], one learned logit a head that takes probability and gives nothing.
+      sinks: [N], one learned logit a head, which adds to the softmax's denominator only.
       implementation: of `dot_product_attention`.
 
     Returns:
@@ -130,10 +131,11 @@ def context_parallel_attention(
 
 @python_numbers
 def zigzag_order(length: int, devices: int) -> np.ndarray:
-    """Returns which token stands at each place of the zigzag layout: int [length].
+    """Returns the token at each position of the zigzag layout: int [length].
 
-    Device i of n gets parts i and 2 n - 1 - i of 2 n equal ones, so that under a causal mask all have
-    as much to do. `x[:, zigzag_order(T, n)]` has the order, and `x[:, numpy.argsort(order)]` undoes it.
+    Device i of n gets parts i and 2 n - 1 - i of 2 n equal ones, so that under a causal mask all
+    compute equally much. `x[:, zigzag_order(T, n)]` has the order, and `x[:, numpy.argsort(order)]`
+    undoes it.
 
     Args:
       length: tokens of a sequence, a multiple of 2 `devices`.
@@ -494,7 +496,7 @@ def _around(options: _Options, step: Callable[..., Any], state, key, value, segm
 
     def body(carry, hop):
         state, parts, moving = carry
-        # The next hop's parts do not wait for this one's attention: XLA may send them meanwhile.
+        # The next hop's arrays do not depend on this hop's attention: XLA may send them meanwhile.
         parts, moving = passed_on(parts), passed_on(moving)
         state, moving = step(state, (own - hop) % size, *parts, moving)
         return (state, parts, moving), None
@@ -510,7 +512,7 @@ def _around(options: _Options, step: Callable[..., Any], state, key, value, segm
 
 
 def _reach(options: _Options, tokens: int) -> int:
-    """Returns after how many hops of a ring no device attends to the keys that would arrive."""
+    """Returns the number of hops of a ring after which keys that arrive are in no query's window."""
     last = lax.axis_size(options.axis_name) - 1
     window = options.window
     if options.layout != "contiguous" or window is None:

@@ -38,7 +38,7 @@ class IndexFunction:
 
     program: ClosedJaxpr
     function: Callable[..., Any] | None = field(default=None, repr=False)
-    """The caller's function; None for a program that was made from other functions."""
+    """The caller's function; None for a program that this package made of other functions."""
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], dtype: Any) -> "IndexFunction":

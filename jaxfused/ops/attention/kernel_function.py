@@ -1,9 +1,9 @@
 """score_mod and mask_mod, divided into what kernels evaluate and what XLA computes before them.
 
-Kernels evaluate what depends on the score, or on the query and the key together. What depends on the
-batch entry and the head, and on at most one of query and key, is computed by XLA and read by the kernel,
-a number for each. So are numbers that kernels cannot compute, such as elements of a table by relative
-positions, if they do not depend on the score.
+Kernels evaluate terms that depend on the score, or on the query and the key together. Terms of the batch
+entry, the head and at most one of query and key are computed by XLA, as arrays that the kernel reads. So
+are numbers that kernels cannot compute, such as elements of a table by relative positions, if they do
+not depend on the score.
 """
 
 import functools

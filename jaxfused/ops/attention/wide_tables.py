@@ -1,7 +1,7 @@
-"""Tables of 16 bits that a score_mod reads: their gradients are added up in float32.
+"""16-bit tables that a score_mod indexes: their gradients are summed in float32.
 
-An element of a table may be read for every query and key, so that JAX's gradient of the reading adds up
-very many numbers, in the table's dtype.
+An element may be read for every query and key, and JAX would sum all their cotangents in the table's
+dtype.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
 
 
 def with_wide_tables(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the program of float32 tables, whose elements are rounded again once they are read."""
+    """Returns the program with float32 tables, whose elements are rounded to 16 bits once read."""
     if not any(const.dtype in _HALVES for const in program.consts):
         return program
     program = inlined(program, CALLS)

@@ -1,7 +1,7 @@
 """Masks in blocks: which tiles of queries and keys are empty, full or partial, and their bits.
 
-Preparation evaluates the bounds of every tile once, and the elements of a tile only if its bounds leave
-its kind open. Equal tiles are stored once: a causal mask has one partial tile, however long it is.
+Preparation evaluates the bounds of every tile once, and the elements of a tile only if its bounds do
+not decide its kind. Equal tiles are stored once: a causal mask has one partial tile, however long it is.
 """
 
 import functools
@@ -73,7 +73,7 @@ def _looked_at(
     key_block: int,
     indices: dict[bytes, int],
 ) -> np.ndarray:
-    """Returns the kinds of the tiles of one row, found by evaluating their elements."""
+    """Returns the kinds of tiles of one row of tiles, by evaluating their elements."""
     queries, keys = mask.shape
     query = np.minimum(first_query + np.arange(query_block), queries - 1)
     key = columns[:, None] * key_block + np.arange(key_block)

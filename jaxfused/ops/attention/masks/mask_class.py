@@ -1,4 +1,4 @@
-"""AttentionMask: an object, known before any array is, that says which queries attend to which keys.
+"""AttentionMask: an object, known at tracing, that says which queries attend to which keys.
 
 A mask states its rule twice: `allowed` for every query and key, and `bounds` for whole tiles, so that a
 mask of a long sequence is prepared without visiting all of its elements.
@@ -45,7 +45,7 @@ class AttentionMask:
 
     Masks of one shape are combined by `&`, `|` and `~`. They are hashable and equal where their contents
     are, so that they may be static arguments of `jax.jit`. `mask[queries, keys]` gives an array of bool,
-    and `print(mask)` a picture with the share of blocks that attention visits.
+    and `print(mask)` a picture with the fraction of blocks that attention visits.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class AttentionMask:
         return (self,)
 
     def visited_share(self, query_block: int = 128, key_block: int = 128) -> float:
-        """Returns the share of blocks of queries and keys in which some query attends to some key."""
+        """Returns the fraction of blocks of queries and keys in which some query attends to some key."""
         from jaxfused.ops.attention.masks.blocks import prepare
 
         for name, block in {"query_block": query_block, "key_block": key_block}.items():

@@ -111,10 +111,10 @@ class NeighborhoodMask(AttentionMask):
         return near & (query % d == key % d)
 
     def bounds(self, spans: Spans) -> Bounds:
-        """Returns bounds by the first axis alone, along which the sequence's positions only grow."""
+        """Returns bounds by positions along the first axis, which never decrease along the sequence."""
         stride = self.shape[0] // self.grid[0]
         reach = self.window[0] * self.dilation[0]
         first_query, last_query, first_key, last_key = (x // stride for x in spans)
-        # A window at a border lies on one side of its query, and so reaches as far as its whole size.
+        # A window at a border may be on one side of its query, up to its whole size away.
         some = (last_key >= first_query - reach) & (first_key <= last_query + reach)
         return Bounds(some, False)

@@ -9,7 +9,7 @@ from jaxfused.ops.attention.masks.positions import CausalMask, LocalMask
 
 
 class Pattern:
-    """The distinct masks of a call's heads; a separate array says which head has which.
+    """The distinct masks of a call's heads; a separate array has the index of each head's mask.
 
     The class is no dataclass, because its `repr` is part of autotuning tables' keys.
     """

@@ -1,4 +1,4 @@
-"""Text of a mask: its rule, the share of blocks that attention visits, and a picture of the blocks."""
+"""Text of a mask: its rule, the fraction of blocks that attention visits, and their picture."""
 
 import numpy as np
 

@@ -44,8 +44,8 @@ class CausalMask(AttentionMask):
 
     Args:
       shape: (T, S).
-      offset: where the first query stands among the keys, of any sign; S - T has the last query stand at
-        the last key.
+      offset: position of the first query among the keys, of any sign; S - T puts the last query at the
+        last key.
 
     Example:
       >>> from jaxfused import masks
@@ -195,7 +195,7 @@ class GlobalMask(AttentionMask):
 
     Args:
       shape: (T, S).
-      tokens: how many tokens at the start of the sequence are global, or the places of those that are.
+      tokens: how many tokens at the start of the sequence are global, or the positions of global ones.
       offset: as in `CausalMask`.
 
     Example:
@@ -248,7 +248,7 @@ class GlobalMask(AttentionMask):
 
     @property
     def _offset(self) -> int:
-        """Offset, limited to the range in which it makes a difference."""
+        """Offset, clipped to the range outside of which the mask does not change."""
         return min(max(self.offset, -self.shape[0]), _FARTHEST)
 
     def bounds(self, spans: Spans) -> Bounds:
@@ -274,8 +274,8 @@ class RandomBlocksMask(AttentionMask):
     Args:
       shape: (T, S).
       blocks: how many blocks of keys a block of queries attends to; all if there are fewer.
-      block_size: tokens of a block; 64 in BigBird, and multiples of 128 leave no block half masked.
-      seed: of the drawing; the same in every process.
+      block_size: tokens of a block; 64 in BigBird; with multiples of 128, kernels have no partly
+      masked blocks. seed: of the drawing; the same in every process.
 
     Source: Zaheer et al., "Big Bird", 2020, https://arxiv.org/abs/2007.14062
     """
