@@ -71,7 +71,7 @@ def why_unsupported(
 
 
 def are_wide(head_size: int, value_size: int) -> bool:
-    """Returns whether heads are above 256, too large for all kernels but that of `wide_heads`."""
+    """Returns whether a head size is above 256, which only the kernel of `wide_heads` takes."""
     return max(head_size, value_size) > _LARGEST_HEAD_SIZE
 
 
@@ -85,7 +85,7 @@ BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackw
 _FEW_QUERIES = 64
 """Queries below which tiles of 64 queries of one head, as without split keys, have empty rows."""
 _GAIN = 0.9
-"""Ratio of predicted times below which another family of kernels replaces the usual one."""
+"""Ratio of predicted times below which a family of kernels replaces the family tried first."""
 
 
 def forward_candidates(
@@ -234,7 +234,7 @@ def backward(
 
 
 def _is_short(shape: Shape, dtype: Any) -> bool:
-    """Returns whether the kernels for few keys, 256 at most, can run."""
+    """Returns whether the kernels for up to 256 keys (`short`) can run."""
     reason = attention_short.why_unsupported(
         compute_capability=(9, 0),
         dtype=dtype,

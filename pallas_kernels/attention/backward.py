@@ -126,7 +126,7 @@ def backward(
 
 
 def _shapes_of_reads(logits: Logits, operands: Operands) -> dict[int, tuple[int, ...]]:
-    """Returns the shapes of the arrays of `logits.score` that get gradients, by number from 1."""
+    """Returns the shapes of those arrays that `logits.score` reads which get gradients, from 1."""
     if logits.score is None:
         return {}
     reads = logits.score_reads(operands)

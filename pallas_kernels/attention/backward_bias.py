@@ -106,7 +106,7 @@ class _References(NamedTuple):
 
 @dataclass(frozen=True)
 class _BiasGradient:
-    """The kernel's static parameters, shared memory and code."""
+    """The kernel of the bias's gradient: its static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any
@@ -175,7 +175,7 @@ class _BiasGradient:
         return total + gradient
 
     def copy(self, refs: _References, tile: Tile) -> None:
-        """Copies the matrices that belong to a tile of logits to shared memory, and waits for them."""
+        """Copies a tile's rows of Q, K, V and dO to shared memory, and waits for the copies."""
         key_head = lax.div(tile.head, self.shape.group)
         q_gmem, k_gmem, v_gmem, do_gmem = refs.arrays
         full = refs.scratch["full"]

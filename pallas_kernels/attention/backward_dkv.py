@@ -47,7 +47,7 @@ from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
 
 _QUERY_SHARES = (2, 3, 4, 6, 8, 12, 16)
 _MOST_SHARED_TILES = 4
-"""Tiles per SM above which dividing them into shares would not balance the work further."""
+"""Tiles per SM above which the work is balanced without dividing tiles into shares."""
 _WIDEST_WITH_MANY_QUERIES = 80
 """Largest head size at which dK and dV of 64 keys and tiles of 128 queries fit into the registers."""
 
@@ -180,10 +180,10 @@ class _Visit(NamedTuple):
     """A block of queries whose contribution a warpgroup adds to the gradients of its keys."""
 
     step: jax.Array
-    """Blocks that the CTA has processed before this one."""
+    """Number of blocks of queries that the CTA has processed before this one, over all its tiles."""
     tile: TransposedTile
     is_partial: Any
-    """True if the mask forbids some elements of the block."""
+    """Whether the mask may forbid elements of the block."""
     extent: Extent
 
 
@@ -224,18 +224,18 @@ class _KeyGradients:
         )
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of dK and dV of shares of tiles; () without any."""
+        """Returns the shapes of the list shares' dK and dV; () if no tile's list is divided."""
         tiles = self.tiles
         sizes = (tiles.own, self.shape.batch, self.shape.key_heads * tiles.shares, tiles.rows)
         of_both = (result_of_shares(*sizes, columns.width) for columns in (self.head, self.value))
         return tuple(shape for of_one in of_both for shape in of_one)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring]:
-        """Returns the circular buffers of Q with the log-sum-exp, and of dO with delta."""
+        """Returns the pipelines (circular buffers) of Q with the log-sum-exp, and of dO with delta."""
         return cta.ring("q", self.config.query_stages), cta.ring("do", self.config.dout_stages)
 
     def keys(self, cta: Cta) -> Ring:
-        """Returns the circular buffer of K and V, which has 64 keys in a slot."""
+        """Returns the pipeline (circular buffer) of K and V, which has 64 keys in a slot."""
         memory = (cta.memory[name] for name in ("k_smem", "kv_full", "kv_free"))
         return Ring(*memory, self.config.key_slots)
 
@@ -267,7 +267,7 @@ class _KeyGradients:
             values.fill(v_heads, at.batch_idx, start, at.key_head_idx, ring.full.at[slot])
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, first: jax.Array) -> jax.Array:
-        """Copies the queries that a tile visits; takes and returns the count of blocks copied so far."""
+        """Copies the queries that a tile visits; takes and returns the CTA's count of copied blocks."""
         at = cta.place(tile_idx)
         following = tile_idx + 1
         copies_ahead = self.config.tile_stages > 1
@@ -280,7 +280,7 @@ class _KeyGradients:
 
         def copy_pair(head_idx, visits, i, step):
             if copies_ahead:
-                # The first blocks of queries are needed earlier, so they are copied first.
+                # This tile's first queries are needed before the next tile's keys: they are copied first.
                 copy_next_keys(step == first + self.config.query_stages)
             self.copy_queries(cta, at, head_idx, visits.block(i), step)
             return step + 1
@@ -456,7 +456,7 @@ class _BothGradients(_KeyGradients):
         plgpu.wait_smem_to_gmem(0)
 
     def add_up(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Computes dK and dV of 64 keys; takes and returns the number of blocks visited so far."""
+        """Computes dK and dV of 64 keys; takes and returns the CTA's count of visited blocks."""
         at = cta.place(tile_idx)
         keys = self.keys(cta)
         keys.wait(self.key_slot(tile_idx, cta.wg_idx))
@@ -490,7 +490,7 @@ class _BothGradients(_KeyGradients):
         dv_accs: list[Any],
         visit: _Visit,
     ) -> None:
-        """Adds the contribution of a block of queries to both gradients."""
+        """Adds the contribution of a block of queries to dK and dV of this warpgroup's 64 keys."""
         queries, _ = self.rings(cta)
         q_slot, _ = self.slots(cta, visit)
         gradient = functools.partial(self.logits_gradient, cta, tile_idx, kept_keys, visit, dv_accs)
@@ -604,7 +604,7 @@ class _SplitGradients(_KeyGradients):
     def add_up(
         self, gives_values: bool, cta: Cta, tile_idx: jax.Array, step: jax.Array
     ) -> jax.Array:
-        """Computes dK or dV of a tile; takes and returns the number of blocks visited so far."""
+        """Computes dK or dV of a tile; takes and returns the CTA's count of visited blocks."""
         at = cta.place(tile_idx)
         keys = self.keys(cta)
         slot = self.key_slot(tile_idx, 0)

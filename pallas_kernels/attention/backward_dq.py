@@ -171,7 +171,7 @@ def query_gradient(
     head, columns = config.columns(shape)
     parts = config.consumers if config.own_lists else 0
     writes_dlogits = dlogits_dtype is not None
-    # The gradient of the logits and the sums for `reads` are not merged over shares.
+    # With `dlogits_dtype` or `reads` lists are not divided: these results are not merged over shares.
     shares = 1 if writes_dlogits or reads is not None else config.shares
     blocks = (config.query_block, config.key_block)
     tiles = QueryTiles(logits.mask, shape.heads, *blocks, parts, shares)
@@ -217,7 +217,7 @@ class _Rows(NamedTuple):
     """Index of the first query."""
     visits: Visits | ListedVisits | OwnVisits
     step: jax.Array
-    """Blocks that the CTA has processed before the first visit."""
+    """Number of blocks that the CTA has processed before the first visit, over all of its tiles."""
     lse2: jax.Array
     """Log-sum-exp of each row, in base 2."""
     delta: jax.Array
@@ -225,7 +225,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class _QueryGradient:
-    """The kernel's static parameters, shared memory and code."""
+    """The kernel of dQ: its static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any
@@ -236,7 +236,7 @@ class _QueryGradient:
     value: Columns
     writes_dlogits: bool
     reads: tuple[int, ...] | None
-    """Numbers, from 1, of the arrays of `logits.score` whose gradients are summed over keys."""
+    """Numbers, from 1, of arrays that `logits.score` reads whose gradients are sums over keys."""
 
     @property
     def sum_count(self) -> int:
@@ -269,12 +269,12 @@ class _QueryGradient:
         return memory
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shape of dQ of shares of tiles; () without any."""
+        """Returns the shape of the list shares' dQ; () if no tile's list is divided."""
         sizes = (self.shape.batch, self.shape.heads, self.tiles.rows, self.head.width)
         return result_of_shares(self.tiles.own, *sizes)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
-        """Returns the circular buffers of Q with dO (a slot for each consumer), of K and of V."""
+        """Returns the pipelines of Q with dO (a slot for each consumer), of K and of V."""
         config = self.config
         return (
             cta.ring("q", config.consumers),
@@ -292,7 +292,7 @@ class _QueryGradient:
             ring.drain()
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Copies all operands of a tile; takes and returns the number of blocks copied so far."""
+        """Copies all operands of a tile; takes and returns the CTA's count of copied blocks."""
         at = cta.place(tile_idx)
         queries, keys, values = self.rings(cta)
         q_heads, k_heads, v_heads, do_heads = map(Heads, cta.arrays[:4])
@@ -330,7 +330,7 @@ class _QueryGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def add_up(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Computes dQ of 64 queries; takes and returns the number of blocks visited so far."""
+        """Computes dQ of 64 queries; takes and returns the CTA's count of visited blocks."""
         at = cta.place(tile_idx)
         start = at.start + cta.wg_idx * WGMMA_ROWS
         visits = self.tiles.visits(at, start, WGMMA_ROWS)
@@ -526,7 +526,7 @@ class _QueryGradient:
             self.rings(cta)[0].release(cta.wg_idx)
 
     def write_rows(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
-        """Stores the whole gradient of the tile's rows, clipped at the array's end."""
+        """Stores dQ of this warpgroup's rows over all keys, clipped at the array's end."""
         if self.config.separate_output:
             # The copy of the previous tile may still be reading this shared memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

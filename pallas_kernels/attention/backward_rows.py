@@ -1,4 +1,4 @@
-"""XLA's part of attention's backward: log-sum-exp and delta of each query, and some gradients.
+"""What XLA computes in attention's backward: log-sum-exp and delta of each query, and two gradients.
 
 The gradients are those of sinks, and of a bias that is the same for all keys. Let D = sum(out * dout) of
 a query, and p the probability of its sink, which is 0 without a sink. Then delta = D - dlse is

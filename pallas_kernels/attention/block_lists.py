@@ -38,7 +38,7 @@ class Pattern(Protocol):
     """Interface of hashable masks that are known when a kernel is compiled."""
 
     def tiles(self, query_block: int, key_block: int) -> Tiles:
-        """Returns the masks in tiles; keys beyond the last are forbidden."""
+        """Returns the masks cut into tiles; columns of a tile beyond the last key are forbidden."""
 
     def allowed(self, heads: jax.Array | None) -> jax.Array:
         """Returns the allowed pairs, bool [1, N or 1, T, S]; `heads` [N] says which mask a head has."""
@@ -70,7 +70,7 @@ class BlockLists:
     bits: np.ndarray
 
     def costs(self, columns: int) -> list[int]:
-        """Returns the keys or queries that each tile visits, in blocks of `columns`; a mean of masks."""
+        """Returns how many keys (or queries) each tile visits, the mean of all masks."""
         return [round(float(n) * columns) for n in self.counts.mean(axis=0)]
 
     def tables(

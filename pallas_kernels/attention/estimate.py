@@ -79,7 +79,7 @@ def backward(
 
 
 _LEAST_OF_QUERIES = 2.4
-"""Least microseconds of a tile of queries, however few keys it visits."""
+"""Least microseconds of a tile of queries in the kernel of dQ, however few keys it visits."""
 
 
 def _row_statistics(shape: Shape) -> float:

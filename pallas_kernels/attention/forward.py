@@ -44,7 +44,8 @@ class ForwardConfig:
     stages: int = 2
     """Pipeline stages of K, and also of V: blocks of keys that shared memory holds."""
     takes_turns: bool = False
-    """True if consumers issue their products, and so compute exponentials, in turns (ping-pong)."""
+    """True if consumers issue their WGMMAs in turns (ping-pong), so that one computes exponentials while
+    another multiplies."""
     separate_output: bool = True
     """True if the output has shared memory of its own; otherwise it overwrites Q if it is as wide."""
     heads_together: int = 1
@@ -148,13 +149,13 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
         replace(config, heads_together=together[0], wide_blocks=wide_blocks) for config in configs
     )
     if any(layout.count > 1 for layout in configs[0].columns(shape)):
-        # With a product for each block of columns, consumers interfere less if they take turns.
+        # If heads have several blocks of columns, each with WGMMAs of its own, turns are faster.
         configs = tuple(sorted(configs, key=lambda config: not config.takes_turns))
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
         legal.sort(key=lambda config: config.consumers > 1)
     if logits.mask.pattern is not None:
-        # Larger tiles of queries visit blocks that most of their rows do not attend to.
+        # Tiles of more than 128 queries visit blocks to which few of their rows attend.
         legal.sort(key=lambda config: config.query_block > 128)
     if logits.has_functions and logits.mask.pattern is None and legal[0].consumers > 1:
         # While one of three consumers evaluates a function, tensor cores multiply for two.
@@ -253,12 +254,12 @@ class _Rows(NamedTuple):
     """Index of the first query."""
     visits: Visits | ListedVisits | OwnVisits
     step: jax.Array
-    """Blocks that the CTA has processed before the first visit."""
+    """Number of blocks that the CTA has processed before the first visit, over all of its tiles."""
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The kernel's static parameters, shared memory and code."""
+    """The forward kernel: its static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any
@@ -292,13 +293,13 @@ class _Forward:
         return memory
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of output and log-sum-exp of shares of tiles; () without any."""
+        """Returns the shapes of list shares' output and log-sum-exp; () if no tile's list is divided."""
         sizes = (self.tiles.own, self.shape.batch, self.shape.heads, self.tiles.rows)
-        # Registers are stored in whole blocks of columns, so the results are padded.
+        # Registers are stored in whole blocks of columns, so V is padded to the blocks' width.
         return result_of_shares(*sizes, self.value.width) + result_of_shares(*sizes)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
-        """Returns the circular buffers of Q (a slot for each consumer), of K and of V."""
+        """Returns the pipelines (circular buffers) of Q (a slot for each consumer), of K and of V."""
         stages = self.config.stages
         return cta.ring("q", self.config.consumers), cta.ring("k", stages), cta.ring("v", stages)
 
@@ -314,7 +315,7 @@ class _Forward:
         queries.drain()
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Copies all operands of a tile; takes and returns the number of blocks copied so far."""
+        """Copies all operands of a tile; takes and returns the CTA's count of copied blocks."""
         at = cta.place(tile_idx)
         queries, keys, values = self.rings(cta)
         q_heads, k_heads, v_heads = map(Heads, cta.arrays)
@@ -373,7 +374,7 @@ class _Forward:
             plgpu.barrier_arrive(cta.memory["turn"].at[following])
 
     def attend(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Computes the output of 64 queries; takes and returns the number of blocks visited so far."""
+        """Computes the output of 64 queries; takes and returns the CTA's count of visited blocks."""
         at = cta.place(tile_idx)
         start = at.start + cta.wg_idx * WGMMA_ROWS
         visits = self.tiles.visits(at, start, WGMMA_ROWS)
@@ -452,7 +453,7 @@ class _Forward:
         products: jax.Array,
         softmax: Softmax,
     ) -> Weighted:
-        """Returns the weights of the block of visit i, and the running softmax with this block."""
+        """Returns the softmax weights of visit i's block, and the running softmax with this block."""
         is_partial = self.is_masked(rows.visits, i)
         weighing = Weighing(self.logits, self.dtype)
         return weighing(products, tile, cta.operands, rows.at.extent, is_partial, softmax)
@@ -481,7 +482,7 @@ class _Forward:
         return weights, softmax
 
     def release_queries(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> None:
-        """Lets the next tile's queries be copied, if visit i, whose logits are done, is the last."""
+        """Releases Q's stage after the last visit's logits, unless the output overwrites Q."""
         if "out_smem" in cta.memory:
             is_last = rows.visits.count == i + 1
             pl.when(is_last)(lambda: self.rings(cta)[0].release(cta.wg_idx))
@@ -578,7 +579,7 @@ class _Forward:
             queries.release(cta.wg_idx)
 
     def write_rows(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
-        """Stores the results of rows that have visited all their keys."""
+        """Stores output and log-sum-exp of this warpgroup's rows over all keys."""
         out_gmem, lse_gmem = cta.results[:2]
         at = rows.at
         # The copies of the previous tile may still be reading this shared memory.
@@ -600,7 +601,7 @@ class _Forward:
     def write_share(
         self, cta: Cta, rows: _Rows, number: jax.Array, out: list[jax.Array], lse: jax.Array
     ) -> None:
-        """Stores the results of a share of the rows' keys, in float32."""
+        """Stores float32 output and log-sum-exp of this warpgroup's rows over a share of the keys."""
         out_gmem, lse_gmem = cta.results[2:]
         at = rows.at
         place = (at.batch_idx, at.head_idx, number, pl.ds(rows.start - at.start, WGMMA_ROWS))

@@ -7,7 +7,7 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 PROBABILITY_SLOTS = 2
-"""Pipeline stages for the tiles of P^T that one warpgroup passes to the other with split roles."""
+"""Pipeline stages of P^T, which one warpgroup passes to the other if `splits_roles`."""
 
 
 @dataclass(frozen=True)

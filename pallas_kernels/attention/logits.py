@@ -240,7 +240,7 @@ class Tile:
         return plgpu.load(ref.at[tuple(index)], layout=layout, optimized=False)
 
     def loaded(self, reads: Sequence[Any]) -> Any:
-        """Loads the mask bits, and the `reads` that all columns share; returns the tile with both.
+        """Returns the tile with mask bits, and those `reads` that do not vary along keys, in registers.
 
         The latency of the loads is hidden by the tile's products, before which they start.
         """
@@ -417,12 +417,12 @@ class Logits:
         return x
 
     def scored(self, scores: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
-        """Applies the function `score` to the scores, without the terms that `shift` returns."""
+        """Returns the result of `score`, without the terms per query that `shift` returns."""
         assert self.score is not None
         reads = self.score_reads(operands)
         separated = self.score.separated(tile, reads, self.limits)
         if separated is None:
-            # The result of a caller's function may have 16 bits.
+            # A caller's function may return bfloat16 or float16.
             return self.score(tile, reads, self.limits, scores).astype(jnp.float32)
         if not separated.by_key:
             return scores

@@ -234,7 +234,7 @@ class BlockMask:
             conditions.append(key() >= stands_at(-left))
         # With a causal mask and T <= S, s <= t implies s < S: no test for the last key.
         ends_with_queries = right == 0 and self.query_count <= self.key_count
-        # A pattern forbids keys beyond the last one.
+        # A pattern forbids keys beyond the last one, so no test is needed.
         ends_with_queries = ends_with_queries or self.pattern is not None
         if self.has_key_lengths or self.has_query_offset or not ends_with_queries:
             conditions.append(key() < extent.key_length)

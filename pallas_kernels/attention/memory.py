@@ -57,8 +57,8 @@ class Columns:
     ) -> "Columns":
         """Returns the layout for arrays [.., length, .., size] of the given lengths.
 
-        `contracted` is the number of rows that a product sums over, if any: it takes as many rows at a
-        time as a swizzle has columns.
+        `contracted` is the number of rows that a product sums over, if any. The product takes as many
+        rows at a time as a swizzle has columns, so the swizzle's columns divide it.
         """
         whole = size <= SWIZZLED_COLUMNS or size % SWIZZLED_COLUMNS == 0
         if whole and all(length % 8 == 0 for length in lengths):

@@ -64,7 +64,7 @@ def merge(
 
 @dataclass(frozen=True)
 class _Merge(MergedRows):
-    """The kernel's static parameters, shared memory and code."""
+    """The kernel that merges parts: its static parameters, shared memory and code."""
 
     division: Division
     packing: Packing

@@ -98,7 +98,7 @@ def only_part(
 
 @dataclass(frozen=True)
 class _Merge(MergedRows):
-    """The kernel's static parameters, shared memory and code."""
+    """The kernel that merges parts: its static parameters, shared memory and code."""
 
     splits: int
 

@@ -136,7 +136,7 @@ class PackedTile(Tile):
         return self.packing.query(self.query_start + row)
 
     def seed(self, ref, word: int) -> jax.Array:
-        """Returns one of the two words of dropout's seed for each element; all of a row share it."""
+        """Returns word `word` (0 or 1) of dropout's seed for each element, the same along a row."""
         rows = pl.ds(self.query_start, self.shape[0])
         seeds = plgpu.load(
             ref.at[word, self.batch, self.head, rows],
@@ -162,7 +162,7 @@ class TransposedPackedTile(TransposedTile):
         return lax.broadcast_in_dim(self.packing.query(self.query_start + row), self.shape, [1])
 
     def seed(self, ref, word: int) -> jax.Array:
-        """Returns one of the two words of dropout's seed for each element; all of a column share it."""
+        """Returns word `word` (0 or 1) of dropout's seed for each element, the same along a column."""
         rows = pl.ds(self.query_start, self.shape[1])
         seeds = plgpu.load(
             ref.at[word, self.batch, self.head, rows],

@@ -311,7 +311,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Paged:
-    """The kernel's static parameters, shared memory and code."""
+    """The forward kernel over pages: its static parameters, shared memory and code."""
 
     sizes: Sizes
     shape: Shape

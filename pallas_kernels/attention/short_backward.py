@@ -278,7 +278,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _ShortBackward:
-    """The kernel's static parameters, shared memory and code.
+    """The backward kernel for up to 256 keys: its static parameters, shared memory and code.
 
     An item is a key head of a batch entry. Its steps go over the queries of its group, 64 at a time.
     """

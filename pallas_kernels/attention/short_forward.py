@@ -210,7 +210,7 @@ _Part = tuple[Tile, jax.Array]
 
 @dataclass(frozen=True)
 class _ShortForward:
-    """The kernel's static parameters, shared memory and code."""
+    """The forward kernel for up to 256 keys: its static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any

@@ -108,7 +108,7 @@ def candidates(
         if not config.fits(shape):
             continue
         counts = numbers_of_splits(shape, logits, config, multiprocessors)
-        # Other numbers of parts of the keys are tried only with the first options.
+        # Numbers of parts of the keys other than the best are tried only with the first options.
         for splits in counts[:1] if result else counts:
             result.append(SplitForwardConfig(splits, **options))
     return tuple(result)
@@ -211,7 +211,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitForward:
-    """The kernel's static parameters, shared memory and code."""
+    """The forward kernel with split keys: its static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any

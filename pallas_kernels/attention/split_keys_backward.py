@@ -243,7 +243,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _SplitBackward:
-    """The kernel's static parameters, shared memory and code."""
+    """The backward kernel with split keys: its static parameters, shared memory and code."""
 
     shape: Shape
     dtype: Any

@@ -26,7 +26,7 @@ _ELEMENTWISE = frozenset({
 })
 # fmt: on
 _OF_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
-"""Primitives that change only the shape, so that a scalar stays as it is."""
+"""Primitives that change only the shape: of scalars, they return their operand."""
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 )
@@ -210,7 +210,7 @@ class TileFunction:
 
     @functools.cached_property
     def text(self) -> str:
-        """A hash of the program and of its derivatives."""
+        """A hash of the program and of its derivatives, by which functions are compared."""
         programs = [self.flat, self.partials] if self.of_score else [self.flat]
         text = [_text(program.jaxpr) for program in programs]
         return hashlib.sha256(repr((text, self.of_score, self.wanted)).encode()).hexdigest()[:32]
@@ -271,7 +271,7 @@ class TileFunction:
     def separated(
         self, tile: Any, reads: Sequence[Any], limits: tuple[int, int]
     ) -> "Separated | None":
-        """Returns the summand of an additive function as terms of query and key; None if inseparable."""
+        """Returns what the function adds to the score, as terms of query and key; else None."""
         if not self.is_additive:
             return None
         return self._values(self.flat.jaxpr, tile, reads, limits, None).added(tile)
@@ -337,7 +337,7 @@ class Separated(NamedTuple):
     """
 
     def mapped(self, f: Callable[[Part], Part], factor: int = 1) -> "Separated":
-        """Returns the sum with each term changed by `f`, and the origins multiplied."""
+        """Returns the sum with `f` applied to each term, and `origins` times `factor`."""
         terms = ([functools.partial(_called, f, t) for t in terms] for terms in self[:2])
         return Separated(*terms, self.origins * factor)
 
@@ -471,7 +471,7 @@ class _Values:
     # --- sums of a term of the query and a term of the key ----------------------------------------
 
     def added(self, tile: Any) -> Separated | None:
-        """Returns what an additive program adds to its first input, the score; None if inseparable."""
+        """Returns what a program adds to the score, as terms of query and key; None if inseparable."""
         found = Separated([], [])
         score, query, key, *_ = self.given
         var = self.result
@@ -574,7 +574,7 @@ class _Values:
         return all(self.is_exact(v) for v in self.equations[var].invars)
 
     def as_float(self, var: Any) -> Part:
-        """Returns an exact integer in float32, computed from integers that were converted earlier."""
+        """Returns an integer that `is_exact` in float32, computed from converted inputs."""
         if isinstance(var, Literal):
             return Part(jnp.float32(var.val), ())
         if var not in self.floats:

@@ -529,7 +529,7 @@ class KeyTiles:
         extent = operands.extent(self.mask, batch_idx)
         number, start = None, tile_idx * self.rows
         if self.own is not None:
-            # The tile and the number of its share are the same in all masks.
+            # Tile and share number of a listed tile are the same in all masks: mask 0's are read.
             tile, number = (tables.ranges[0, 0, tile_idx, 2 + 2 * self.parts + i] for i in (0, 1))
             start = tile * self.rows
         blocks = None
@@ -562,7 +562,7 @@ class KeyTiles:
     def of_share(
         self, start: jax.Array, stop: jax.Array, share: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the range of a tile's visits [start, stop) that belongs to a share of the queries."""
+        """Returns the part of a tile's visits [start, stop) that share number `share` of queries has."""
         if self.query_shares == 1:
             return start, stop
         visits = lax.max(stop - start, jnp.int32(0))

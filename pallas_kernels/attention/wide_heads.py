@@ -93,7 +93,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Wide
     for form in legal:
         config = WideForwardConfig(1, **form)
         counts = numbers_of_splits(shape, logits, config, multiprocessors)
-        # Other numbers of parts of the keys are tried only with the first form.
+        # Numbers of parts of the keys other than the best are tried only with the first form.
         result += [WideForwardConfig(n, **form) for n in (counts[:1] if result else counts)]
     return tuple(result)
 
@@ -146,7 +146,7 @@ def forward(
 
 @dataclass(frozen=True)
 class _WideForward(SplitForward):
-    """The kernel's static parameters, shared memory and code."""
+    """The forward kernel for wide heads: its static parameters, shared memory and code."""
 
     sharing: int = 1
     """Number of `shape.key_heads` that share a key head of K and V; 1 for up to 64 queries."""

@@ -158,7 +158,7 @@ class ConvProduct(Product):
         if fits and tiles == self.boxes.count:
             return None
         starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
-        # Sizes of a box are powers of two, so divisions are shifts.
+        # Sizes of a box are powers of two: shifts and masks divide a row's index into coordinates.
         rest = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
         exists = None
         for start, size, box in reversed(

@@ -42,7 +42,7 @@ class ConvWeightGradientConfig:
     pixels: int = 64
     """Pixels that a K step sums over."""
     stages: int = 4
-    """Pipeline stages: steps whose operands are in flight or in use."""
+    """Pipeline stages: K steps whose operands are in flight or in use."""
     parts: int | None = None
     """CTAs that share a tile, each with some of the pixels; None for the number predicted fastest."""
 
@@ -243,7 +243,7 @@ def _time(product: Product) -> float:
 def _of_parts(
     window: Window, channels: int, features: int, config: MatmulConfig, boxes: Boxes
 ) -> Callable[..., float]:
-    """Returns a function of `steps`, `rounds` (waves) and `parts` that estimates microseconds."""
+    """Returns a function from K `steps`, `rounds` (waves) and `parts` (split-K) to microseconds."""
     return functools.partial(
         cost.weight_gradient,
         multiplications=config.tile_m * config.tile_n * boxes.rows,

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 GROUP = 8
 """Rows after which the swizzle pattern repeats; a WGMMA operand must start at a multiple of it."""
 MAX_REACH = 48
-"""Largest reach, in rows, of windows for which all weights of a window's column read one box of x."""
+"""Largest reach, in rows, of windows whose columns of weights each read one copied box of x."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pallas_kernels import store
 
 WARPS = 4
 COLUMNS = 32
-"""Columns of a block; each thread of a warp ends with the sum of one of them."""
+"""Columns of a block: each of the 32 threads of a warp ends with the sum of one column."""
 _ROW_BITS = 3
 """Bits of a lane's index that select its rows: three bits above the two that select its columns."""
 

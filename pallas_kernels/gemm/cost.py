@@ -124,7 +124,7 @@ product, of one or two tiles of rows, reads a b of another dtype without convert
 
 
 def conversion(work: Work, speeds: Speeds = H200) -> float:
-    """Microseconds in which XLA converts b to a's dtype; 0 if it has this dtype."""
+    """Microseconds in which XLA converts b to a's dtype; 0 if b has a's dtype."""
     if work.b_bytes == work.itemsize:
         return 0.0
     moved = work.products * work.n * work.k * (work.b_bytes + work.itemsize)
@@ -142,7 +142,7 @@ class WeightWork:
     out_bytes: int = field(kw_only=True)
     """Bytes of a number of the gradient."""
     sums: bool = False
-    """True if the rows of the right operands are also summed."""
+    """True if the right operands are also summed over their rows (the bias gradient)."""
 
     @property
     def steps(self) -> int:
@@ -154,7 +154,7 @@ class WeightWork:
 
 
 def weight_tiles(work: WeightWork, tile_m: int, tile_n: int) -> int:
-    """Number of tiles of the gradient; no tile has columns of two right operands."""
+    """Number of tiles of all gradients: the columns of each dy begin a new tile."""
     return math.ceil(work.features / tile_m) * sum(math.ceil(w / tile_n) for w in work.widths)
 
 
@@ -213,7 +213,7 @@ def grouped_weight_gradient(
     multiprocessors: int,
     speeds: Speeds = H200,
 ) -> float:
-    """Microseconds of the gradients of grouped weights: a tile sums the rows of its group alone."""
+    """Microseconds of the gradients of grouped weights, whose tiles sum over the rows of one group."""
     area = tile[0] * tile[1]
     rounds = math.ceil(groups * weight_tiles(work, *tile) / multiprocessors)
     step = speeds.weights_step + speeds.weights_step_element * area
@@ -342,7 +342,7 @@ def quantized_few_rows(
     resident = max(1, int(of_multiprocessor)) * multiprocessors * room.get(config.parts, 1.0)
     ctas = columns * config.parts
     waves = math.ceil(ctas / resident)
-    # CTAs on one SM share its units for conversion and products, but each waits for its own steps.
+    # The arithmetic of all CTAs of an SM adds up in a K step; its constant part overlaps in them.
     at_once = math.ceil(min(ctas, resident) / multiprocessors)
     number = speeds.quantized_number * (speeds.quantized_four_bits if work.b_bytes < 1 else 1.0)
     step = speeds.quantized_step + config.step_k * width * at_once * number * (1 + rows / 37)

@@ -46,7 +46,7 @@ class Epilogue:
     row_maxima: Mapping[str, Maximised] = MappingProxyType({})
     """Functions of the outputs, keyed by output, whose maximum over each row of a tile is returned."""
     scalars: tuple[str, ...] = ()
-    """Names of the arrays of one float32, the same for all elements."""
+    """Names of scalar operands, float32 [1]."""
 
     @classmethod
     def of_sums(cls, product: Product, **output: Any) -> "Epilogue":
@@ -179,7 +179,7 @@ class _Results:
 
 
 class _Refs:
-    """The arrays of an epilogue in global memory, by their roles."""
+    """The arrays of an epilogue in global memory: operands and results, keyed by name."""
 
     def __init__(self, epilogue: Epilogue, refs: Sequence[Any]):
         remaining = iter(refs)
@@ -282,7 +282,7 @@ class _EpilogueOfTile:
         return [acc[:, start : start + width].astype(jnp.float32) for start in starts]
 
     def _load_matrices(self, chunk: int) -> dict[str, jax.Array]:
-        """Loads a chunk from shared memory, and starts the copy of a later one into its buffer."""
+        """Loads a chunk of each matrix, and starts the copies of a later chunk into its buffers."""
         if not self.epilogue.matrices:
             return {}
         slots = self.epilogue.config.read_slots

@@ -136,15 +136,15 @@ class LayerOptions:
     """Static options of a layer, for the kernel and the reference alike."""
 
     activation: str | None
-    """Activation of the first result."""
+    """Activation of the first result, y."""
     out_dtype: Any
-    """Dtype of the first result; None if it is not returned."""
+    """Dtype of the first result, y; None if y is not returned."""
     narrow_dtype: Any
-    """Dtype of the second result, the preactivation; the activation reads it in this dtype too."""
+    """Dtype of the second result, the preactivation z; the activation reads z rounded to it."""
     saves: bool
-    """True if the second result is returned."""
+    """True if the second result, z, is returned."""
     maximised: Maximised | None
-    """Kind of row maximum of the second result to return, "value" or "magnitude"; None for none."""
+    """Kind of row maxima of z that are returned, "value" or "magnitude"; None for none."""
 
 
 def layer(

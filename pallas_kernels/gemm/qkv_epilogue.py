@@ -117,7 +117,7 @@ class QkvEpilogue:
 
 
 class _Refs:
-    """The arrays of an epilogue in global memory, by their roles."""
+    """The arrays of an epilogue in global memory: operands and results."""
 
     def __init__(self, epilogue: QkvEpilogue, refs: Sequence[Any]):
         remaining = iter(refs)

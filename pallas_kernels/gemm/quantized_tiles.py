@@ -412,7 +412,7 @@ class _Producer:
         return lax.fori_loop(0, self.product.steps, lambda k, c: step(k, *c), carry)
 
     def _fill_step(self, part, place, k_idx, w_slot, x_slot, filled):
-        """Fills a stage of the weights and those of x that are multiplied by it."""
+        """Fills a stage of the weights, and the stages of x for the same elements along K."""
         product, memory, c = self.product, self.memory, self.product.config
 
         @pl.when(filled >= c.stages)
@@ -526,7 +526,7 @@ class _Consumer:
             )
 
     def _finish(self, sums: jax.Array, place: Place) -> None:
-        """Stores the epilogue's results for sums [columns, rows], some rows at a time."""
+        """Stores the epilogue's results for sums [columns, rows], `STORED_ROWS` rows at a time."""
         vectors = {}
         if self.vectors:
             plgpu.barrier_wait(self.memory["vector_full"].at[self.wg_idx])

@@ -381,7 +381,7 @@ class QuantizedTile:
         return [((z + added) * (-1 / self.unit)).astype(self.x_dtype) for z in zero_points]
 
     def scales(self, memory: Mapping[str, Any], slot: Any, rows: int) -> Iterator[jax.Array]:
-        """Yields each group's scales, in the shape of its sums [span, rows]."""
+        """Yields the scales of each group along K, broadcast to the shape of its sums [span, rows]."""
         for group in range(self.groups):
             scale = self._of_group(memory["scale"], slot, group, 0, self.span)
             yield lax.broadcast_in_dim(scale, (self.span, rows), (0,))

@@ -37,7 +37,7 @@ MAX_ROWS_QUANTIZED = 2 * MAX_ROWS
 MAX_PARTS = 8
 """CTAs of the largest cluster that every Hopper GPU can place."""
 _CHUNK = 8
-"""Rows of the result that the epilogue processes at a time: those of a swizzled tile."""
+"""Rows of the result that the epilogue processes at a time: the 8 rows of a swizzled tile."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FewRows:
     """Length of K of each term."""
     dtype: Any
     blocks: tuple[Block, ...]
-    """Positions of w, one for each product of each term, terms outermost."""
+    """Position of each w in the operand arrays: of all products of the first term, then of the next."""
     config: FewRowsConfig
     products: int
     w_dtype: Any
@@ -111,7 +111,7 @@ class FewRows:
     """Columns of each array, a multiple of a CTA's columns, if an output is split into several
     arrays."""
     segments_of: Mapping[str, int] = MappingProxyType({})
-    """Numbers of arrays, keyed by output, of the outputs that have only the first segments."""
+    """Number of arrays, keyed by output, of outputs that have only the first of `segments`."""
     piece: int = 0
     """Columns of a piece, if `function` returns tiles in pieces; else 0."""
     quantized: Format | None = None
@@ -128,7 +128,7 @@ class FewRows:
         return {name: widths[: self.segments_of.get(name, len(widths))] for name in self.outputs}
 
     def width(self, columns: int) -> int:
-        """Returns how many of a vector's or matrix's columns a tile needs."""
+        """Returns how many of the `columns` of a vector or matrix a CTA reads."""
         return self.config.tile_n if columns == self.n else columns
 
     @property
@@ -494,7 +494,7 @@ class _Cta:
         return lax.fori_loop(0, count, step, totals)
 
     def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
-        """Adds the products of a step to the accumulators, if a group's sum needs no scale."""
+        """Adds a K step's products to the accumulators, where no scale multiplies a group's sum."""
         tile = self.product.quantized_tile
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
             of_codes = tile.scales_weights
@@ -505,7 +505,7 @@ class _Cta:
         return nothing
 
     def _accumulate_groups(self, first, last) -> Sequence[jax.Array]:
-        """Returns the sums of each product, where each group's sum is scaled before it is added."""
+        """Returns the sums of each product, to which groups' sums along K are added once scaled."""
         tile = self.product.quantized_tile
 
         def multiply(slot, totals):
@@ -639,7 +639,7 @@ class _Cta:
         parts = self.config.parts
         total = None
         for part in range(parts):
-            # A reference to another CTA's memory must be to a whole array.
+            # Mosaic takes references to another CTA's shared memory only to whole arrays.
             ref = memory if parts == 1 else plgpu.cluster_ref(memory, {"part": jnp.int32(part)})
             value = plgpu.load(ref, layout=self._layout)
             total = value if total is None else total + value

@@ -59,7 +59,7 @@ class Speeds:
     few_rows_exchange: float = 2e-5
     """Time of each float32 sum that a CTA passes to another CTA of its cluster."""
     few_rows_chunk: float = 0.5
-    """Time of each chunk of 8 rows that a CTA finishes."""
+    """Time of the epilogue of each chunk of 8 rows in a small-M CTA."""
     few_rows_conversion_step: float = 0.65
     """Time of a K step in which a CTA converts w to x's dtype before it multiplies."""
     few_rows_conversion: float = 3.4e-5
@@ -77,15 +77,15 @@ class Speeds:
     quantized_x_byte: float = 1.0e-7
     """Time of a byte of x, which comes from the L2 cache."""
     quantized_wave: float = 0.98
-    """Time that each further wave of CTAs adds."""
+    """Time that each wave of CTAs after the first adds, with quantised weights."""
     quantized_chunk: float = 0.12
-    """Time of each chunk of 8 rows that a CTA finishes, with quantised weights."""
+    """Time of the epilogue of each chunk of 8 rows in a small-M CTA with quantised weights."""
     quantized_exchange: float = 4.0e-4
     """Time of each float32 sum that a CTA passes to another CTA, with quantised weights."""
     quantized_part: float = 0.13
-    """Time that each CTA of a cluster beyond the first adds."""
+    """Time that each CTA of a cluster beyond the first adds, with quantised weights."""
     quantized_missing_stage: float = 0.26
-    """Time that each pipeline stage below four adds."""
+    """Time that each pipeline stage missing to four adds, with quantised weights."""
     quantized_room_of_four: float = 0.66
     """Fraction of the SMs that clusters of four CTAs, which must start together, occupy at once."""
     quantized_room_of_eight: float = 0.57
@@ -96,14 +96,14 @@ class Speeds:
     in_flight_bytes: float = 38e3
     """Bytes that an SM must have in flight to reach the memory rate of `memory_byte`."""
     busy: float = 0.52
-    """Fraction of the SMs that is enough to use the full memory bandwidth."""
+    """Fraction of the SMs whose CTAs suffice to use the full memory bandwidth."""
     xla_pass: float = 1.2
     """Time of an XLA kernel that reads and writes matrices, in addition to its memory traffic."""
     xla_pass_byte: float = 1 / 3.7e6
     weights_launch: float = 1.8
     """Time to start and to end a wgrad kernel."""
     weights_step: float = 0.034
-    """Time of a wgrad step that does not depend on the tile."""
+    """Time of a K step of wgrad that does not depend on the tile's size."""
     weights_step_element: float = 1.9e-5
     """Time that each element of a CTA's tile adds to a wgrad step."""
     weights_ragged: float = 1.2
@@ -113,13 +113,13 @@ class Speeds:
     weights_sum: float = 0.55
     """Time to add up the threads' sums over rows (the bias gradient) at the end of a tile."""
     weights_sum_column: float = 8e-5
-    """Time that each column of dy adds to a step, for each 8 of its rows that a warpgroup sums."""
+    """Time that each column of dy adds to a K step, for every 8 of its rows that a warpgroup sums."""
     weights_stored: float = 9.7e-5
     """Time to store each element of a CTA's tile of wgrad."""
     weights_exchange: float = 3.5
     """Time in which the CTAs of a cluster exchange and add their partial sums of a tile."""
     weights_clustered: float = 1.2
-    """Factor of a step in a cluster, whose CTAs wait for each other; 1.05 to 1.35 measured."""
+    """Factor of a K step of wgrad in clusters, whose CTAs wait for each other; 1.05 to 1.35 measured."""
     weights_byte: float = 1 / 3.45e6
     """Time of a byte of memory traffic in a wgrad kernel."""
     weights_overlap: float = 3.6

@@ -219,7 +219,7 @@ def _launch(
     rounds: bool = False,
     first_turned: int | None = None,
 ) -> "_Launch":
-    """Returns a launch for x of `shape`; `columns` are the result's, None if it is symmetric."""
+    """Returns a launch for x of `shape`; `columns` of the result, or None for a symmetric one."""
     batch, rows, sums = shape
     product = _BatchedProduct(
         m=rows,
@@ -249,7 +249,7 @@ class _BatchedProduct(Product):
 
     @property
     def sides(self) -> int:
-        """Squares along a side of a matrix, each with as many tiles a side as a cluster has CTAs."""
+        """Squares of tiles along a matrix's side; a square has as many tiles a side as a cluster CTAs."""
         return pl.cdiv(self.m, TILE * self.config.cluster)
 
     @property
@@ -327,7 +327,7 @@ class _BatchedProduct(Product):
 
 @dataclass(frozen=True)
 class _Launch:
-    """A product and the parameters of its epilogue."""
+    """A launch: the product, and which terms and results its epilogue has."""
 
     product: _BatchedProduct
     adds: bool

@@ -83,7 +83,7 @@ class TiledProduct:
     """
 
     m: int
-    """Valid rows; the arrays may have a few more."""
+    """Rows of the result; the arrays may have a few more rows, of padding."""
     n: int
     """Columns of each product's b."""
     ks: tuple[int, ...]
@@ -423,7 +423,7 @@ class Ring:
     once: Any = None
     """Barrier that says that the operands which stay in shared memory have arrived."""
     masked: Any = None
-    """Barrier that says that the consumers have cleared other groups' rows in a stage."""
+    """Barrier that says that both consumers have set other groups' rows in a stage to zero."""
 
 
 def part(acc_ref: Any, rows: slice, columns: slice) -> Any:

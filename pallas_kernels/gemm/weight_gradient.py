@@ -46,7 +46,7 @@ class WeightGradientConfig:
     tile_n: int = 256
     """Features of dy in a warpgroup's accumulators."""
     stages: int = 4
-    """Pipeline stages: steps whose operands are in flight or in use."""
+    """Pipeline stages: K steps whose operands are in flight or in use."""
     parts: int = 1
     """CTAs that share a tile, each of which takes some of the rows (split-K)."""
     cluster: int = 1
@@ -86,7 +86,7 @@ def why_unsupported(
     dtypes: Mapping[str, Any],
     features: Mapping[str, int],
 ) -> str | None:
-    """Returns None if the kernel can run, else the reason.
+    """Returns None if the wgrad kernel can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -218,7 +218,7 @@ def weight_gradient(
     )
     sums = None
     if sums_rows:
-        # XLA adds a few rows faster than a kernel starts.
+        # XLA adds these few rows of partial sums: a kernel of ours would take longer to start.
         total = jnp.sum(results.pop(), axis=0)
         starts = [first * config.tile_n for first in product.first_tiles[:-1]]
         sums = [
@@ -442,7 +442,7 @@ class _Launch:
 
     @property
     def slots(self) -> int:
-        """Number of each warpgroup's buffers for pieces of a tile that are being stored."""
+        """Buffers of each warpgroup for pieces (32 columns) of its tile that are being stored."""
         cluster = self.product.config.cluster
         return cluster if cluster > 1 else 2
 
@@ -451,7 +451,7 @@ class _Launch:
         if c.cluster == 1:
             memory = block((CONSUMERS, self.slots), c.tile_m, _CHUNK, self.stored_dtype)
             return {"out_smem": memory}
-        # A reference to another CTA's memory must be to a whole array.
+        # Mosaic takes references to another CTA's shared memory only to whole arrays.
         views = block((), c.tile_m, _CHUNK, self.stored_dtype).refs
         if self.stored_dtype != jnp.float32:
             views = (*views, *block((), c.tile_m, _CHUNK, jnp.float32).refs)
@@ -525,7 +525,7 @@ class _StoreOfTile:
         self._copy(copies.at[place], index)
 
     def _exchange(self, acc: jax.Array, turn: int) -> None:
-        """Writes a piece of the tile for each CTA of the cluster; each CTA sums and stores one piece."""
+        """Exchanges a piece of the tile per CTA of the cluster; each CTA adds and stores one piece."""
         cluster = self.launch.product.config.cluster
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for wg_idx, pieces in enumerate(self.smem["out_smem"]):

@@ -98,7 +98,7 @@ class Norm:
 
 
 class ForwardResults(NamedTuple):
-    """Results of the forward; None for those that the call does not ask for."""
+    """Results of the forward; results that the call does not ask for are None."""
 
     y: jax.Array
     next_residual: jax.Array | None
@@ -263,7 +263,7 @@ class _ForwardWarpgroup:
             return self._scaled(centred(chunk) * tiles.across_columns(rstd), chunk)
 
         if kernel.rounding is not None:
-            # y is rounded to x's dtype first, so that the bits are those of two separate kernels.
+            # y is rounded to x's dtype first: the bits are those of a norm and a quantisation kernel.
             kernel.rounding.store(
                 tiles,
                 self.place,

@@ -44,7 +44,7 @@ def forward_guesses(
         # A CTA has few rows, all of one segment: only larger copies keep enough bytes in flight.
         rings.insert(0, _ring_of_warps(features, matrices * itemsize, 2 * WARPS, 2))
     if features <= 2048:
-        # Tiles of more rows make larger copies; tiles of fewer rows leave room for more CTAs.
+        # Tiles of more rows make larger copies; tiles of fewer rows leave room for more CTAs an SM.
         for lines in (1, 2, 4):
             for ctas in (2, 4, 8):
                 rings.append(_ring_of_warps(features, matrices * itemsize, lines * WARPS, ctas))

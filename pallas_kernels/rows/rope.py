@@ -93,7 +93,7 @@ class _Piece:
 
     @classmethod
     def choose(cls, width: int, heads: int, itemsize: int) -> "_Piece | None":
-        """Returns the widest accesses that split `width` features of `heads` heads evenly, or None."""
+        """Returns the layout with the widest loads for `width` features of `heads` heads, or None."""
         for access_bytes in (16, 8, 4):
             vec = access_bytes // itemsize
             for lanes in (32, 16, 8, 4, 2):
@@ -146,7 +146,7 @@ def rotate(
     pieces = [_Piece.choose(width, common, q.dtype.itemsize) for width in widths]
     columns = [pl.ds(0, pairs), pl.ds(pairs, pairs), pl.ds(2 * pairs, head_size - 2 * pairs)]
     layouts = [pieces[0].layout, pieces[0].layout, pieces[-1].layout][: len(widths) + 1]
-    # Heads of a step: a multiple of each piece's heads that divides the heads of q and k.
+    # Heads of a step: a multiple of each layout's heads, and a divisor of q's and k's heads.
     step_heads = math.lcm(*(piece.heads for piece in pieces))
     thread_bytes = step_heads * head_size * q.dtype.itemsize // LANES
     for factor in range(max(1, config.bytes_per_step // thread_bytes), 0, -1):
