@@ -249,7 +249,7 @@ class _BatchedProduct(Product):
 
     @property
     def sides(self) -> int:
-        """Squares of tiles along a matrix's side; a square has as many tiles a side as a cluster CTAs."""
+        """Squares of tiles along a matrix's side, each with `cluster` tiles on a side."""
         return pl.cdiv(self.m, TILE * self.config.cluster)
 
     @property
