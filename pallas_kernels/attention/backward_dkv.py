@@ -280,7 +280,7 @@ class _KeyGradients:
 
         def copy_pair(head_idx, visits, i, step):
             if copies_ahead:
-                # This tile's first queries are copied before the next tile's keys, which are needed later.
+                # This tile's first queries are needed before the next tile's keys.
                 copy_next_keys(step == first + self.config.query_stages)
             self.copy_queries(cta, at, head_idx, visits.block(i), step)
             return step + 1

@@ -83,7 +83,7 @@ class BlockLists:
           blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
           operands: with lengths and offsets.
           bounds: what `segment_blocks` returns, or None.
-          least: fewest visits of a tile; with 1, a tile without blocks visits one with all masked.
+          least: fewest visits of a tile; with 1, a tile without blocks visits one fully masked block.
         """
         most = self.entries.shape[2]
         if not mask.limits_pattern:

@@ -61,8 +61,8 @@ def own_lists(
       key_block: keys of a block, or of a tile if `transposed`.
       parts: consumers of a tile.
       transposed: whether tiles have keys as rows.
-      shares: parts into which the lists of tiles are divided that visit over twice the median.
-      least: fewest visits of a consumer; with 1, a consumer without blocks visits one with all masked.
+      shares: number of shares into which a list longer than twice the median is divided.
+      least: fewest visits of a consumer; with 1, a consumer without blocks visits a masked one.
     """
     of_rows = (query_block, WGMMA_ROWS) if transposed else (WGMMA_ROWS, key_block)
     tiles = pattern.tiles(*of_rows)

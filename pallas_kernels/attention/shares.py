@@ -45,7 +45,7 @@ def with_shares(
 
     Args:
       out: output; rows of divided tiles are undefined.
-      lse: log-sum-exp, likewise.
+      lse: log-sum-exp; rows of divided tiles are undefined too.
       share_outs: output of each share; columns from V on are padding.
       share_lses: log-sum-exp of each share.
       starts: first row of each divided tile.

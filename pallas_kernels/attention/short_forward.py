@@ -2,8 +2,8 @@
 
 A head's keys and values stay in shared memory, and a warpgroup processes the head's queries 64 at a
 time. Since a whole row of logits is in registers, the softmax takes one maximum and one sum, and nothing
-is rescaled. The warpgroups of a CTA work on different heads and never wait for each other; while one
-waits for memory, another multiplies and the third computes exponentials.
+is rescaled. The warpgroups of an SM work on different heads and never wait for each other: while one
+waits for memory, others multiply or compute exponentials.
 """
 
 import functools
@@ -67,8 +67,8 @@ def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
 def candidates(shape: Shape, multiprocessors: int) -> tuple[ShortForwardConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
-    Two CTAs of one worker have more registers a thread than one CTA of two workers. A second tile of
-    queries saves loading keys and values again, if there are enough workers without it.
+    Two CTAs of one worker have more registers a thread than one CTA of two workers. The guess has two
+    tiles of queries a worker, for which keys and values are loaded once, if that leaves no worker idle.
     """
     room = workers_that_fit(shape.key_count, shape.head_size, shape.value_size)
     ctas = min(2, room)

@@ -138,8 +138,8 @@ class Epilogue:
     def merged_moments(self, partial: Iterator[jax.Array]) -> dict[str, jax.Array]:
         """Merges all tiles' moments into the means "mean_" + name and variances "variance_" + name, [N].
 
-        Squared deviations are from each tile's mean; those of the tiles' means from the mean of all
-        rows are added. No large numbers cancel, and the order is fixed.
+        A variance adds the squared deviations from each tile's mean, and those of the tiles' means from
+        the mean of all rows: no large numbers cancel. The order is fixed.
         """
         if not self.column_moments:
             return {}

@@ -115,7 +115,7 @@ _CANDIDATES = 8
 def microseconds(
     m: int, n: int, k: int, config: QuantizedTilesConfig, multiprocessors: int
 ) -> float:
-    """Returns the predicted time of a product, within 12 % of 60 that were measured (H200, 2026-11-28).
+    """Returns the predicted time of a product, within 12 % of 60 measured times (H200, 2026-11-28).
 
     CTAs compute their tiles in waves. The terms of a step of a tile are its products, the dequantisation
     of its columns, and barriers. A single warpgroup leaves the tensor cores idle at times.

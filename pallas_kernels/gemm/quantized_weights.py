@@ -238,8 +238,8 @@ class QuantizedTile:
     ) -> Iterator[jax.Array]:
         """Yields the dequantised weights [width, PIECE] of a step, for the columns from `start` on.
 
-        A scale of a whole column is left to the epilogue, and `unit` with it. Each piece is dequantised
-        when it is asked for, so that the one before it may be multiplied meanwhile.
+        A scale of a whole column, times `unit`, is left to the epilogue. Each piece is dequantised when
+        the caller asks for it, while the tensor cores multiply the piece before it.
         """
         width = width or self.span
         for index in range(self.blocks):
