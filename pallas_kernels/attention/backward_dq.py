@@ -161,10 +161,10 @@ def query_gradient(
     """Returns dQ [B, T, N, H], the gradient of the logits [B, N, T, S] in `dlogits_dtype`, and sums.
 
     The gradient is with respect to the logits after cap and bias, 0 where the mask forbids an element,
-    and None if `dlogits_dtype` is. The sums over the keys are [B, N, T] in float32: that of P dP, and then,
-    for each of `reads` (numbers as in `Logits.derivatives_of_score`), those of dL g and P g, where g is
-    the derivative by that read. Without `reads` there are none. lse2 and delta are [B, N, T padded to
-    whole tiles].
+    and None if `dlogits_dtype` is. The sums over the keys are [B, N, T] in float32: that of P dP, and
+    then, for each of `reads` (numbers as in `Logits.derivatives_of_score`), those of dL g and P g, where
+    g is the derivative by that read; without `reads` there are no sums. lse2 and delta are [B, N, T
+    padded to whole tiles].
     """
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
