@@ -83,7 +83,7 @@ BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackw
 
 
 _FEW_QUERIES = 64
-"""Queries below which tiles of 64 queries of one head, as without split keys, have empty rows."""
+"""Rows of a tile in kernels that do not split keys; with fewer queries a head, some are empty."""
 _GAIN = 0.9
 """Ratio of predicted times below which a family of kernels replaces the family tried first."""
 

@@ -51,7 +51,7 @@ class Tables(NamedTuple):
     """Ranges of blocks that a tile's segments allow, from `segment_blocks`; None without segments."""
     ranges: Any = None
     """Entries [start, stop) of each tile's list, int32 [B or 1, masks, tiles, 2]. `ranges`, `entries`
-    and `bits` are None without lists. `OwnLists` has more columns."""
+    and `bits` are None without lists. Lists of `OwnLists` have more columns."""
     entries: Any = None
     """Block of each entry, and the index of its mask bits, int32 [masks, tiles, entries, 2]."""
     bits: Any = None

@@ -47,7 +47,7 @@ def _split_forward(
     by_tasks = -(-tasks // places) * (1.5 + blocks * per_block)
     read = _bytes_of_keys(shape, keys)
     by_memory = max(read / BYTES, read * tiles / CACHED_BYTES)
-    # Each part's float32 output is written once, and read once by the merge (XLA's for a single part).
+    # Each part's float32 output is written once, and read once by the merge (one part: by XLA).
     parts = 8 * tasks * min(WGMMA_ROWS, Packing.of(shape).rows) * shape.value_size
     merged = shape.batch * shape.heads * -(-shape.query_count // 4)
     merging = merged / (16 * max(1, multiprocessors)) if config.splits > 1 else 0.0

@@ -100,7 +100,9 @@ class BlockMask:
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
         """Whether every visited block is full, so that kernels need no masked version of their step."""
-        del query_block  # Rows beyond the last query are clipped when they are written.
+        del (
+            query_block
+        )  # Rows beyond the last query need no mask: they are clipped when they are written.
         return not (
             self.is_causal
             or self.has_left_edge

@@ -104,7 +104,7 @@ def own_lists(
 
 
 _TILE = 128
-"""Queries and keys of a tile of two consumers, and of the blocks without own lists."""
+"""Queries, and keys, of the blocks that `helps` counts: those of two consumers without own lists."""
 _SHARES = (1, 2, 4, 8)
 HEADS_TOGETHER = 16
 """Heads whose tiles are scheduled together, longest lists first."""

@@ -104,7 +104,7 @@ class Packing:
         return jnp.broadcast_to(array, shape).reshape(batch, key_heads, self.rows, keys)
 
     def query_range(self, start: Index, count: int) -> tuple[Index, Index]:
-        """Returns a range of queries that contains those of rows `start` to `start + count`."""
+        """Returns a range [start, stop) of queries that contains those of `count` rows."""
         if self.group == 1:
             return start, start + count
         return 0, self.query_count

@@ -647,7 +647,7 @@ float32 computes these operations exactly if operands and result are exact.
 
 
 def _text(jaxpr: Jaxpr) -> str:
-    """Returns a program's text, in which variables are numbers."""
+    """Returns a program's text, in which variables are numbered: equal programs have equal texts."""
     numbers: dict[Any, int] = {}
 
     def name(var: Any) -> str:

@@ -144,7 +144,7 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
     shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
     shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
     if call.is_of_bytes:
-        # Transposed weights allow tiles of any width, so 8 bits take the widths of 16 bits.
+        # Tiles of transposed weights have any multiple of 8 features: 8 bits take the widths of 16.
         whole = swizzled_columns(jnp.bfloat16)
         shapes = [replace(shape, turns_weights=True) for shape in shapes]
     # Warpgroups that share a tile read fewer bytes of operands than warpgroups in ping-pong.
@@ -269,7 +269,7 @@ def why_unsupported(
         return f"it takes at most {MAX_PIXELS} pixels, and x has {pixels}"
     if window.is_strided:
         if len(window.kernel) > 2:
-            return "it takes strides of pictures with rows and columns only"
+            return f"with strides x must have two spatial axes, and has {len(window.kernel)}"
         if channels["x"] % 64:
             return f"with strides it takes multiples of 64 channels, and x has {channels['x']}"
     return window.why_unfit(sizes[1:])
@@ -293,7 +293,7 @@ def why_enlarging_unsupported(
     """
     features = channels["the result"]
     if features % _EPILOGUE_COLUMNS:
-        return f"it enlarges to multiples of {_EPILOGUE_COLUMNS} channels, and there are {features}"
+        return f"it writes multiples of {_EPILOGUE_COLUMNS} channels, and there are {features}"
     if max(block) > _LARGEST_BLOCK:
         return (
             f"it makes blocks of up to {_LARGEST_BLOCK} pixels a side, and this is one of {block}"

@@ -209,11 +209,11 @@ def why_unsupported(window: Window) -> str | None:
     if window.is_strided:
         return "the rows that a strided window reads are not adjacent in memory"
     if window.is_pointwise:
-        return "it is a matrix product"
+        return "a window of one weight is a matrix product"
     if window.reach[-2] > MAX_REACH:
-        return f"the window reaches {window.reach[-2]} rows"
+        return f"the window may reach {MAX_REACH} rows, and reaches {window.reach[-2]}"
     if window.kernel[-2] * CHANNELS * swizzled_columns(jnp.bfloat16) > ACCUMULATOR_ELEMENTS:
-        return f"the window has {window.kernel[-2]} rows"
+        return f"{window.kernel[-2]} rows of weights do not fit into the accumulators"
     return None
 
 

@@ -55,7 +55,7 @@ def why_unsupported(
         if dtype is not None and dtype not in _OTHERS:
             return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
     if k % 16:
-        return f"it copies rows of whole multiples of 16 bytes, and the sums are of {k} numbers"
+        return f"it copies rows of whole multiples of 16 bytes, and rows of x and w have {k}"
     if n % GRAIN:
         return f"it takes a multiple of {GRAIN} columns, and there are {n}"
     return None

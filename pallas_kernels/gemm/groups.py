@@ -69,7 +69,7 @@ def operands(
 def on_device(
     refs: Sequence[Any], *, groups: int, rows: int, tile_m: int
 ) -> tuple[Groups, Sequence[Any]]:
-    """Returns the groups, and the refs of a kernel that follow those of the arrays of `operands`."""
+    """Returns the groups, and the rest of `refs`, which begin with the arrays of `operands`."""
     if len(refs[0].shape) == 2:
         return _Table(refs[0], groups), refs[1:]
     return _Sizes(refs[0], refs[1], groups, rows, tile_m), refs[2:]

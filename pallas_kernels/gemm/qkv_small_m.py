@@ -61,7 +61,7 @@ def forward(
     """
     m, k = x.shape
     if cos is not None and sin is not None and cos.shape[0] < m and cos.shape[0] % 8:
-        # Chunks of 8 rows are copied at once, and no copy can wrap around a table's end.
+        # A copy has 8 rows of a table and cannot wrap around its end: the table is repeated to m rows.
         cos, sin = (jnp.resize(table, (m, table.shape[1])) for table in (cos, sin))
     vectors = {"bias": bias, "scale": scales}
     matrices = {"cos": cos, "sin": sin}

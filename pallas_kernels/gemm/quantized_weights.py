@@ -403,6 +403,6 @@ def _from_exponents(stored: jax.Array) -> jax.Array:
 
 
 def _from_float8(numbers: jax.Array, dtype: Any) -> jax.Array:
-    # The hardware converts float8 only to float16.
+    # Hopper's instructions convert float8 only to float16.
     w = numbers.astype(jnp.float16)
     return w if dtype == jnp.float16 else w.astype(jnp.float32).astype(dtype)

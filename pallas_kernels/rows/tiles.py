@@ -78,7 +78,7 @@ class RowConfig:
         if self.row_per_warp and 0 < rows < self.lines:
             return f"there must be at least {self.lines} rows, got {rows}"
         if sums and self.slots == 0:
-            return "sums over rows need a ring, got 0 slots"
+            return "sums over rows need a pipeline of at least 1 slot, got 0 slots"
         wanted = self.shared_bytes(features, element_bytes, sums)
         if wanted > SHARED_MEMORY_BYTES:
             return (
