@@ -16,19 +16,30 @@ import benchmarks
 from benchmarks import cases, jla, optimizer
 from benchmarks.fuzz import command as fuzz
 from benchmarks.report import plot, report, results
-from benchmarks.run import ceilings, peers, runner
+from benchmarks.run import budget, ceilings, peers, runner
 from benchmarks.run.case import LABELS, LESS, OURS
 from benchmarks.sweep import command as sweep
-from benchmarks.whole import compile_time, end_to_end, end_to_end_report, parallel, pipeline, soak
+from benchmarks.whole import (
+    checkpoint,
+    compile_time,
+    end_to_end,
+    end_to_end_report,
+    language_model,
+    parallel,
+    pipeline,
+    soak,
+)
 from benchmarks.without_gpu import command as without_gpu
 from benchmarks.without_gpu import lowered
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     end_to_end_report.NAME: end_to_end.main,
     sweep.NAME: sweep.main,
+    checkpoint.NAME: checkpoint.main,
     compile_time.NAME: compile_time.main,
     fuzz.NAME: fuzz.main,
     jla.NAME: jla.main,
+    language_model.NAME: language_model.main,
     optimizer.NAME: optimizer.main,
     parallel.NAME: parallel.main,
     pipeline.NAME: pipeline.main,
@@ -66,8 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="per NAME; torch.compile is left out of the cases that begin later (default 180)",
     )
+    parser.add_argument(
+        "--seconds", type=float, help="hard limit for all; what is measured is saved"
+    )
     options = parser.parse_args(arguments)
-    names = options.names or list(modules)
+    usual = [n for n, module in modules.items() if not getattr(module, "ON_REQUEST", False)]
+    names = options.names or usual
     wanted = [name for name in options.peers.split(",") if name]
     for kind, given, known in (("NAME", names, modules), ("--peers", wanted, peers.PROBES)):
         if unknown := sorted(set(given) - set(known)):
@@ -79,7 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f" {jax.devices()[0].device_kind!r}; install jax[cuda13] on a machine that has one."
         )
         return 2
+    with budget.limited(options.seconds):
+        return _measured(options, {name: modules[name] for name in names}, wanted)
 
+
+def _measured(
+    options: argparse.Namespace, modules: dict[str, ModuleType], wanted: list[str]
+) -> int:
     gpu = jax.devices()[0].device_kind
     missing = peers.missing(wanted)
     for peer, reason in missing.items():
@@ -90,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured = ceilings.measure()
     print(report.ceilings_line({"ceilings": measured}), flush=True)
 
-    for name in names:
+    for name, module in modules.items():
         begin = time.monotonic()
         section: dict[str, Any] = {
             "date": results.now(),
@@ -105,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             section["cases"] = cases
             results.save_section(options.out, gpu, name, section)
 
-        runner.run(modules[name].cases(options.quick), chosen, budget=options.budget, save=save)
+        runner.run(module.cases(options.quick), chosen, budget=options.budget, save=save)
         section["seconds"] = time.monotonic() - begin
         machine["gpu_after"] = results.gpu_state()
         path = results.save_section(options.out, gpu, name, section)

@@ -27,14 +27,22 @@ class Sizes(NamedTuple):
     head_size: int
     page_size: int
     """Tokens of a page; 0 for a contiguous cache."""
+    value_size: int = 0
+    """Columns of a value; 0 for the head size."""
 
 
 _LLAMA = (32, 8, 128)
-SHAPES: tuple[Sizes, ...] = tuple(
-    Sizes(batch, length, *_LLAMA, page)
-    for batch, length in ((16, 8192), (64, 1024), (1, 32768), (1, 1024))
-    for page in (0, 64, 16)
+_WIDE = (Sizes(16, 8192, 128, 1, 576, 0, 512), Sizes(16, 8192, 16, 4, 512, 0))
+SHAPES: tuple[Sizes, ...] = (
+    *(
+        Sizes(batch, length, *_LLAMA, page)
+        for batch, length in ((16, 8192), (64, 1024), (1, 32768), (1, 1024))
+        for page in (0, 64, 16)
+    ),
+    *_WIDE,
 )
+_LARGEST_HEAD = 256
+"""Head size beyond which the kernel is one of its own, which XLA may beat."""
 QUICK_SHAPES = SHAPES[:3]
 _MOST_SPLITS = 32
 _LARGE, _SMALL = 128e6, 32e6
@@ -47,8 +55,8 @@ def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) ->
 
 
 def _case(sizes: Sizes) -> Case:
-    count = sizes.batch * sizes.length * sizes.key_heads * sizes.head_size
-    size = 2 * 2 * count + 2 * 2 * sizes.batch * sizes.heads * sizes.head_size
+    columns = sizes.head_size + (sizes.value_size or sizes.head_size)
+    size = 2 * sizes.batch * (sizes.length * sizes.key_heads + sizes.heads) * columns
     peers: dict[str, Any] = {name: partial(_jax_nn, name) for name in ("xla", "cudnn")}
     peers["flash_attn3"] = _flash_attn3
     if sizes.page_size:
@@ -57,9 +65,11 @@ def _case(sizes: Sizes) -> Case:
     bars = [Bar(BEST_PEER, must=0.98 if size >= _LARGE else 1.0)] if not sizes.page_size else []
     if not sizes.page_size and size < _SMALL:
         bars.append(Bar(BEST_PEER, aim=1.3))
+    if sizes.head_size > _LARGEST_HEAD:
+        bars = [Bar("reference", must=1.0, ours="pallas")]
     return Case(
         name="decode over pages" if sizes.page_size else "decode",
-        shape=tuple(sizes),
+        shape=tuple(sizes) if sizes.value_size else sizes[:-1],
         make_inputs=partial(_make_inputs, sizes),
         bytes=size,
         bars=tuple(bars),
@@ -75,11 +85,14 @@ def _case(sizes: Sizes) -> Case:
 
 def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
     """Returns (query, key, value, lengths), and with pages (key pages, value pages, page table) too."""
-    batch, length, heads, key_heads, head_size, page = sizes
+    batch, length, heads, key_heads, head_size, page, value_size = sizes
     keys = jax.random.split(key, 4)
-    shape = (batch, length, key_heads, head_size)
+    columns = (head_size, value_size or head_size)
     query = jax.random.normal(keys[0], (batch, 1, heads, head_size), jnp.bfloat16)
-    key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[1:3])
+    key, value = (
+        jax.random.normal(k, (batch, length, key_heads, size), jnp.bfloat16)
+        for k, size in zip(keys[1:3], columns, strict=True)
+    )
     lengths = jnp.full(batch, length, jnp.int32)
     if not page:
         return query, key, value, lengths
@@ -102,7 +115,12 @@ def _ours(query, key, value, lengths, *, implementation):
     batch, length, key_heads, head_size = key.shape
     empty = jax.eval_shape(
         lambda: jaxfused.KVCache.zeros(
-            batch=batch, length=length, key_heads=key_heads, head_size=head_size, dtype=key.dtype
+            batch=batch,
+            length=length,
+            key_heads=key_heads,
+            head_size=head_size,
+            value_size=value.shape[-1],
+            dtype=key.dtype,
         )
     )
     cache = replace(empty, key=key, value=value, lengths=lengths - 1)

@@ -130,17 +130,17 @@ def save_section(directory: Path, gpu: str, name: str, section: Result) -> Path:
     result["benchmarks"][name] = section
     directory.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(_rounded(result), indent=1) + "\n")
+    partial.write_text(json.dumps(rounded(result), indent=1) + "\n")
     os.replace(partial, path)
     return path
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Rounds all floats to five significant digits, more than any measurement here has."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return value

@@ -16,6 +16,8 @@ from benchmarks.run import peers, timing
 from benchmarks.run.case import LABELS, LESS, Arrays, Case, Function
 
 _ROUNDS = 2
+_TOGETHER = 24
+"""Cases that are compiled before the first of them is timed."""
 _Row = dict[str, Any]
 
 
@@ -35,11 +37,14 @@ def run(
     def say(text: str) -> None:
         print(f"[{time.monotonic() - begin:5.0f} s] {text}", flush=True)
 
-    say(f"compiling {len(cases)} cases")
-    executables = compile_all(cases, chosen)
-    say("compiled")
     results: list[dict[str, Any]] = []
+    executables: list[dict[str, Future[Any]]] = []
     for number, case in enumerate(cases):
+        if number % _TOGETHER == 0:
+            batch = cases[number : number + _TOGETHER]
+            say(f"compiling {len(batch)} cases")
+            executables = compile_all(batch, chosen)
+            say("compiled")
         skipped = {name: reason for name, reason in case.skipped.items() if name in chosen}
         if (
             "torch_compile" in case.torch
@@ -47,7 +52,7 @@ def run(
             and time.monotonic() - begin > budget
         ):
             skipped["torch_compile"] = f"the budget of {budget:.0f} s was spent"
-        rows = _run_case(case, {*chosen} - {*skipped}, executables[number], skipped)
+        rows = _run_case(case, {*chosen} - {*skipped}, executables[number % _TOGETHER], skipped)
         results.append(
             {
                 "case": case.name,
@@ -89,7 +94,7 @@ def compile_all(cases: Sequence[Case], chosen: Collection[str]) -> list[dict[str
             names = {*chosen} - {*case.skipped}
             functions = {n: f for n, f in case.jax.items() if n in names}
             futures = {n: _submit(pool, f, shapes, x64=False) for n, f in functions.items()}
-            futures["truth"] = _submit(pool, _in_float64(case.truth), shapes, x64=True)
+            futures["truth"] = _submit(pool, in_float64(case.truth), shapes, x64=True)
             result.append(futures)
     return result
 
@@ -110,7 +115,7 @@ def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) ->
     return pool.submit(compile_in_thread, lowered)
 
 
-def _in_float64(f: Function) -> Function:
+def in_float64(f: Function) -> Function:
     # One-byte numbers are quantised values and stay as they are.
     def widened(a: jax.Array) -> jax.Array:
         is_wide = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1

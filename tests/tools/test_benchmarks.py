@@ -61,7 +61,7 @@ PRODUCT_CASES = {
         *qkv_projection.cases(shapes=[(2, 12, 4, 2, 16)]),
         *quantized_matmul.cases(shapes=[(24, 256, 128)]),
         *sample.cases(shapes=[(5, 300)]),
-        *serving.cases(shapes=[(3, 48, 4, 2, 16, 0), (3, 48, 4, 2, 16, 16)]),
+        *serving.cases(shapes=[(3, 48, 4, 2, 16, 0, 24), (3, 48, 4, 2, 16, 16)]),
     )
 }
 LOSS_CASES = {
@@ -122,7 +122,7 @@ def test_case_agrees_with_its_truth(name):
     case = ALL_CASES[name]
     inputs = case.make_inputs(jax.random.key(0))
     with jax.enable_x64(True):
-        truth = jax.jit(runner._in_float64(case.truth))(*inputs)
+        truth = jax.jit(runner.in_float64(case.truth))(*inputs)
     for implementation in {"reference", "xla"} & set(case.jax):
         outputs = jax.jit(case.jax[implementation])(*inputs)
         assert runner.distance(outputs, truth) <= case.error_limit, implementation

@@ -1,0 +1,78 @@
+"""The benchmarks of whole language models and of quantised weights, at tiny sizes on a CPU."""
+
+import os
+import threading
+
+import jax
+import pytest
+
+from benchmarks import __main__
+from benchmarks.cases import quantized_table
+from benchmarks.report import results
+from benchmarks.run import budget, runner, timing
+from benchmarks.run.case import BARE, MIXED
+
+
+def rows_of(out, command, *flags):
+    """Returns the saved rows of a command that has run."""
+    __main__.main([*command.split(), *flags, "--seconds", "500", "--out", str(out)])
+    path = out / f"{results.slug(jax.devices()[0].device_kind)}.json"
+    (section,) = results.load(path)["benchmarks"].values()
+    return section["rows"]
+
+
+def test_decode_is_checked_and_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
+    monkeypatch.setattr(timing, "SAMPLES", 1)
+    rows = rows_of(tmp_path, "language_model decode", "--tiny", "--only", "b16,b16 cudnn,b16 flax")
+    assert "cuDNN" in rows["b16 cudnn"]["failed"]
+    assert set(rows) == {"read ceiling", "b16", "b16 cudnn", "b16 flax"}
+    ours, flax = rows["b16"], rows["b16 flax"]
+    assert ours["largest_logit"] == pytest.approx(flax["largest_logit"], rel=0.02)
+    assert ours["over"]["b16 flax"]["must"] == 1.5 and ours["share"] > 0
+
+
+def test_training_steps_of_both_networks_learn_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
+    rows = rows_of(tmp_path, "language_model train", "--tiny", "--only", "bf16,stock")
+    ours, stock = rows["bf16"], rows["stock"]
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=0.01)
+    assert ours["teraflops"] > 0 and "stock" in ours["over"]
+
+
+def test_a_checkpoint_is_written_read_and_loaded(tmp_path):
+    flags = ["--blocks", "2", "--width", "256", "--hidden", "384", "--folder", str(tmp_path)]
+    rows = rows_of(tmp_path, "checkpoint", *flags)
+    assert set(rows) == {"read", "load 1", "load 2", "load 3", "load 4"}
+    assert "wrong" not in rows["load 1"]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    "case", quantized_table.cases(shapes=[(16, 256, 24)]), ids=lambda c: c.name
+)
+def test_table_agrees_with_its_truth(case):
+    inputs = case.make_inputs(jax.random.key(0))
+    with jax.enable_x64(True):
+        truth = jax.jit(runner.in_float64(case.truth))(*inputs)
+    assert runner.distance(jax.jit(case.jax[MIXED])(*inputs), truth) <= case.error_limit
+    assert case.bytes == sum(a.nbytes for a in inputs[:3]) + truth.size * 2
+    assert case.jax[BARE](*inputs).shape == truth.shape
+
+
+def test_table_has_the_formats_that_fit():
+    names = {case.name for case in quantized_table.cases(shapes=[(512, 2880, 24)])}
+    assert not any("int4" in name for name in names) and len(names) == 5
+    assert len(quantized_table.cases(quick=True)) == 13
+
+
+def test_the_budget_ends_the_process(monkeypatch, capsys, tmp_path):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    with budget.limited(0.01, remove=str(folder)):
+        assert ended.wait(10)
+    assert "0.01 s is spent" in capsys.readouterr().out and not folder.exists()
+    with budget.limited(None):
+        pass
