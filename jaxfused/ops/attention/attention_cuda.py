@@ -22,7 +22,8 @@ _LARGEST_LENGTH = 2**24
 _LARGEST_HEAD_SIZE = 256
 _LARGEST_HEAD_SIZE_OF_TURING = 128
 _LARGEST_HEAD_SIZE_OF_FLOAT32 = 128
-"""Largest head sizes, in elements, with tiles that fit into the shared memory of most GPUs."""
+"""Largest head sizes, in features: in general, on Turing, and in float32. Larger tiles would not fit
+into the shared memory of most GPUs."""
 _LOG2E = float(np.log2(np.e))
 _EMPTY_LSE = -0.7 * float(np.finfo(np.float32).max)
 """Log-sum-exp that the kernels return for a query that attends to nothing, as in the reference."""

@@ -68,7 +68,7 @@ def attention_by_seeds(
     dropout_rate: float,
     score_mod: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `attention` from dropout's seeds [2, B, N], of which a shard of B and N gets its part."""
+    """Computes `attention` from dropout's seeds [2, B, N], which are sharded as B and N are."""
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads

@@ -13,7 +13,8 @@ from jaxfused.ops.attention.index_function import IndexFunction, ScoreMod
 from jaxfused.ops.attention.kernel_function import KernelFunction, kernel_function
 
 _FEW_QUERIES, _FEW_KEYS = 64, 256
-"""Below 64 queries or up to 256 keys, kernels run that read bias and mask, and evaluate no functions."""
+"""Queries below which, or keys up to which, kernels run that take bias and mask as arrays and evaluate
+no functions."""
 
 
 @dataclass

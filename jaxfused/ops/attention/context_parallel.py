@@ -280,7 +280,7 @@ def _on_a_device(options: _Options, method: Method | None, operands: _Operands) 
 
 
 def _starts(options: _Options, device: Any, tokens: int) -> list[tuple[Any, slice]]:
-    """Returns, for each part of a device's tokens, its first index in the sequence and its slice."""
+    """Returns, for each contiguous run of a device's tokens, its first index and its slice."""
     if options.layout == "contiguous":
         return [(device * tokens, slice(0, tokens))]
     half = tokens // 2

@@ -98,7 +98,7 @@ class IndexFunction:
         """Returns a function of the query's index that calls this one at the index plus the offset.
 
         Args:
-          query_offset: None, a number, or numbers, () or [B].
+          query_offset: None, a number, or an array () or [B].
         """
         if query_offset is None:
             return self

@@ -205,7 +205,7 @@ class Forward(Windowed):
 
 @dataclass(frozen=True)
 class ForwardOfTwo(Windowed):
-    """Computes `Forward` of x in two arrays: a kernel reads both, XLA concatenates them."""
+    """Computes `Forward` of x as two arrays of channels: a kernel reads both, XLA concatenates them."""
 
     alone: Forward
 

@@ -258,7 +258,7 @@ _TILE_CYCLES = 600
 """Cycles of a tile for barriers and waits."""
 _SHARED_BYTES = 226 * 1024
 _LITTLE_SHARED_BYTES = 99 * 1024
-"""Largest number of bytes of shared memory of a block: on data-centre GPUs, and on others."""
+"""Largest number of bytes of shared memory of a block: at capability 8.0, 9.0, 10.0, and others."""
 
 
 def conv(

@@ -117,7 +117,7 @@ class GroupedProduct(_Grouped):
 class HiddenLayer(_Grouped):
     """Computes (h, *preactivations) [M, F] of a perceptron from x [M, D], its first weights and groups.
 
-    With a gate, h is activation(gate) * up, of two weights or of their concatenation.
+    With a gate, h = activation(gate) * up; the weights of gate and up may be one concatenated array.
     """
 
     options: ragged_mlp_xla.Options

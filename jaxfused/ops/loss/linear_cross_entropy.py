@@ -454,7 +454,7 @@ tolerance of tests/support, if the terms of different chunks do not cancel."""
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 """Rows and columns of a product's tile in cuBLAS."""
 _UNROLLED_CHUNKS = 8
-"""Largest number of chunks whose steps the program contains one by one; more chunks run as a loop."""
+"""Largest number of chunks that the program unrolls; more chunks run as a loop."""
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ def segmentation_loss(
       tversky_beta: the weight of false negatives.
       focal_gamma: exponent of the focal loss, in which well-classified pixels weigh less; 0 for the
         cross-entropy.
-      ignore_index: pixels with this label enter neither part. For integer labels.
-      weights: [B, ...], a weight for each pixel in both parts.
+      ignore_index: pixels with this label enter neither cross-entropy nor Dice. For integer labels.
+      weights: [B, ...], a weight for each pixel, in cross-entropy and Dice.
       reduction: over the images, "mean", "sum" or "none".
       implementation: None for the fastest that can run, or "cuda", "xla".
 

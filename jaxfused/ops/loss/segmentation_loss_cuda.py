@@ -166,7 +166,7 @@ def _have_clusters(
 def _weights(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
     """Returns the weights, or an array without elements if they are absent.
 
-    It is `zeros_like` the logits because in a `jax.shard_map` all operands vary over the same axes.
+    It is `zeros_like` the logits because in a `jax.shard_map` all operands must vary over the same axes.
     """
     return jnp.zeros_like(logits, shape=(0,), dtype=jnp.float32) if weights is None else weights
 

@@ -388,7 +388,7 @@ class _Backward:
         )
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Runs XLA on one device's shard of the features; its sums go over the mesh axes `names` too."""
+        """Runs XLA on one device's shard of the features; sums over features are over `names` too."""
         del call
         return self._gradients(layer_norm_xla.gradients, *operands, names=names)
 

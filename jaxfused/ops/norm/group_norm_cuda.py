@@ -105,7 +105,7 @@ _BLOCK_TERABYTES_A_SECOND = 0.024
 _TWO_PASSES = {1: 1.07, 2: 1.16}
 """Factor on the time of a pass's bytes, by the arrays read: instructions, not memory, limit it."""
 _CHUNK_GAIN = 0.9
-"""Largest ratio of the time in chunks to the time in one chunk at which chunks are chosen."""
+"""Largest ratio of the time in several chunks to that in one chunk at which several are chosen."""
 
 _ONCE_LAUNCH = 7.4
 """Microseconds of a launch: its start, its first loads, and the wait for the last image's sums."""
@@ -115,13 +115,13 @@ _ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
 _ONCE_SUM = 0.7e-3
 """Microseconds to merge one sum of an image, while the block already works on other images."""
 _ONCE_IMAGE, _ONCE_ROUND = 1.5, 0.3
-"""Least microseconds between two images of a block, and microseconds that each wave adds."""
+"""Least microseconds from one image of a block to its next, and microseconds that each wave adds."""
 _ONCE_ALONE = 3.0
-"""Microseconds that a block with a single image waits for its sums, with nothing to read meanwhile."""
+"""Microseconds that a block with a single image waits for the sums of the image's other blocks."""
 _ONCE_BYTES = 140 * 1024
 """Largest number of bytes of a slice. The rest of shared memory holds sums and data in flight."""
 _ONCE_PIXEL_BYTES = 2048
-"""Largest number of bytes of a pixel's channels; the forward's warps that sum read 16 bytes a thread."""
+"""Largest number of bytes of a pixel's channels in the single-pass kernel; a thread sums 16 of them."""
 _ONCE_GROUPS = 512
 _ONCE_SUMS = 8192
 """Most partial sums of an image (slices * groups), because every block merges all of them."""

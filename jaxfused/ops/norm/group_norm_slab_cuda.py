@@ -105,7 +105,7 @@ statistics."""
 _SHORT = {True: ((2, 2.0),), False: ((2, 2.8), (4, 1.2))}
 """By whether x is small: (vectors, factor on the transfer time of slabs with fewer vectors)."""
 _SMALL_BYTES = 4e6
-"""Bytes of x up to which the L2 delivers pieces of two vectors as fast as longer ones."""
+"""Bytes of x up to which the L2 delivers runs of two vectors (32 bytes) as fast as longer runs."""
 
 
 def microseconds(

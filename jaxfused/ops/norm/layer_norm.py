@@ -412,7 +412,7 @@ class _Forward:
             matrix, scale, bias, residual, pre_bias, **self.options.keywords()
         )
         if self.save_statistics and not shares:
-            # XLA fuses y into one kernel only if nothing else reads its statistics: compute them again.
+            # XLA computes y in one kernel only if nothing else reads its statistics: recompute them.
             total, vector = (matrix, pre_bias) if next_residual is None else (next_residual, None)
             mean, rstd = layer_norm_xla.statistics(
                 jax.lax.optimization_barrier(total),
@@ -506,7 +506,7 @@ class _Backward:
         return ()
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Runs XLA on one device's shard of the features; its sums go over the mesh axes `names` too."""
+        """Runs XLA on one device's shard of the features; sums over features are over `names` too."""
         del call
         keywords = self.options.keywords()
         return self._gradients(layer_norm_xla.gradient, *operands, names=names, **keywords)

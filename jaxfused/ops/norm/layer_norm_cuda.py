@@ -30,7 +30,7 @@ class ForwardConfig:
     threads: int = 128
     """Largest number of threads of a block. Fewer warps exchange their sums in less time."""
     run: int = -1
-    """Consecutive rows of a team of threads; 0 if teams take turns row by row, -1 if the kernel chooses.
+    """Consecutive rows of each team of threads; 0 for alternate rows, -1 if the kernel chooses.
     """
 
     def __post_init__(self) -> None:
@@ -67,14 +67,15 @@ class BackwardConfig:
 _FEW_BYTES_FORWARD = 2**19
 _FEW_BYTES_PLAIN = 2**21
 _FEW_BYTES_BACKWARD = 4 * 2**20
-"""Bytes up to which a kernel for few rows is tried first: read by a forward, read by a forward without
-residual and with two vectors at most, and of one matrix of the backward (one launch instead of two).
+"""Bytes up to which the kernel for few rows is tried first: those read by a forward, by a forward
+without residual and with two vectors at most, and of one matrix of a backward, which is then one
+launch, not two.
 """
 FEW_ROWS_FEATURES = 4096
 _COLUMN_ROWS = 8192
 _FEW_ODD_ROWS = 3072
 """Largest number of rows, aligned and misaligned, for which the backward for few rows is tried first.
-Its sums over more rows take too long."""
+With more rows, its sums over rows take longer than the other kernel's."""
 
 
 def forward_candidates(

@@ -12,18 +12,18 @@ from jaxfused.runtime import cuda_library
 from jaxfused.runtime.estimate import MEGABYTE, Rule
 
 _LITTLE, _LITTLE_WITHOUT_PALLAS = 0.3, 8.0
-"""Megabytes up to which XLA's forward ends sooner: where a Pallas kernel can run, and where only CUDA C
-can. The second also limits x and y together where XLA's backward is faster."""
+"""Megabytes up to which XLA's forward is faster than a Pallas kernel, and than CUDA C if Pallas cannot
+run. The second also limits x and y together where XLA's backward is faster."""
 _LITTLE_MISALIGNED = 1.0
-"""Megabytes of misaligned rows up to which XLA's norm without a mean ends sooner, also backward."""
+"""Megabytes of misaligned rows up to which XLA's RMSNorm is faster, forward and backward."""
 _NARROW, _WIDE = 32, 2048
 """Features of misaligned rows at which XLA's forward is faster: up to the first number if no statistics
 are saved, and above the second (above twice the second with a residual or saved statistics)."""
 _WARP_FEATURES = 1024
 """Features up to which one warp computes a row."""
 _RING, _MOST_OF_NARROW = 30.0, 100.0
-"""Megabytes above which CUDA C's ring buffer of rows is faster than Pallas: for RMSNorm of
-_WARP_FEATURES or fewer; up to _MOST_OF_NARROW, for any norm of half as many. Wide rows need twice _RING.
+"""Megabytes above which CUDA C's ring buffer of rows is faster than Pallas: for an RMSNorm of at most
+_WARP_FEATURES features; up to _MOST_OF_NARROW, for any norm of half as many. Wide rows need twice _RING.
 """
 _FEW_ROWS = 1024
 """Rows up to which CUDA C's backward may be faster than Pallas's. From twice as many on, XLA computes
@@ -136,7 +136,7 @@ def of_images(norm: Norm, able: Collection[str], *, alone: bool = False) -> Rule
 
 
 def backward_shares(norm: Norm, *, has_pallas: bool) -> bool:
-    """Returns whether XLA runs the backward too, in kernels that it shares with its forward."""
+    """Returns whether XLA runs the backward too, which reads statistics of XLA's forward."""
     return not norm.subtract_mean and _backward_is_xla(norm, has_pallas=has_pallas)
 
 

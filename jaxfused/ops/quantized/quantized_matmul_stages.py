@@ -105,7 +105,7 @@ copies. With more rows, XLA's dequantisation is a smaller part of its time."""
 WHOLE = "dkgh"
 """Letters of the summed axis D and its groups of scales, which devices may not split."""
 _PADDED_WEIGHTS = 1_000_000
-"""Number of weights from which a kernel makes up for XLA's copies that pad its operands and result."""
+"""Number of weights from which a kernel saves more time than the copies take that pad its operands."""
 _SMALLEST_RESULT = 2**18
 """Number of elements of a W8A8 result from which a kernel is chosen instead of XLA."""
 

@@ -1,7 +1,7 @@
 """rope by the CUDA kernel of ffi/rope/rope.cu: q and k in one launch.
 
-The kernel moves the widest vectors that divide heads and rotating halves, and single values otherwise,
-so that it takes any shape.
+The kernel moves the widest vectors whose size divides a head and the rotated half of it, or single
+values, so that it takes any shape.
 """
 
 import math

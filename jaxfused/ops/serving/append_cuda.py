@@ -10,7 +10,7 @@ from jaxfused.runtime import cuda_library
 
 _MOST_COLUMNS = 512
 KINDS = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
-"""Number of each 8-bit format in ffi/serving/pages.h; 0 stands for floats."""
+"""Code of each 8-bit format, as in ffi/serving/pages.h; 0 is for plain floats."""
 
 
 class Tokens(NamedTuple):

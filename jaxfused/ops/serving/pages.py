@@ -227,7 +227,7 @@ def are_shared(pool: QuantizedArray, layout: Layout) -> bool:
 
 
 def are_own(pool: QuantizedArray) -> bool:
-    """Whether each token and head has a scale."""
+    """Whether each token and head has its own scale."""
     return pool.scale.shape == (*pool.values.shape[:-1], 1)
 
 

@@ -141,7 +141,7 @@ def _dense_product(x: jax.Array, dense: jax.Array, precision: Any) -> jax.Array:
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="sparse24_matmul")
 def _sparse24_matmul(run: Runner, options: Options, x, values, metadata, whole):
-    """Returns the product; `whole`, which only gets a gradient, is the unpruned weight or None."""
+    """Returns the product; `whole` is the unpruned weight, which only gets the gradient, or None."""
     del whole
     [y] = run(Sparse24Product(options), x, values, metadata)
     return y

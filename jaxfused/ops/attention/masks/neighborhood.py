@@ -18,8 +18,8 @@ from jaxfused.ops.attention.masks.mask_class import (
 class NeighborhoodMask(AttentionMask):
     r"""Each token of a grid attends to the window of tokens around it, as in NATTEN.
 
-    Tokens are the grid's places in row-major order, and T = S is their number. Along every axis of n
-    places, place x attends to the places of a window of w that starts at
+    Tokens are the grid's points in row-major order, and T = S is their number. Along every axis of n
+    points, point x attends to a window of w points that starts at
 
     .. math:: \min(\max(x - \lfloor w / 2 \rfloor, 0), n - w)
 
