@@ -67,7 +67,7 @@ struct Plan {
   int extra;          // rows of threads with one more step; a longer slice has one more such row
   int64_t stride;     // values between a thread's successive pixels
   int item_parts;     // partial sums of each sum in shared memory, from a block's threads
-  int item_pitch;     // distance between sums in shared memory; odd, to avoid bank conflicts
+  int item_pitch;     // float2 from sum to sum in shared memory; odd, to avoid bank conflicts
   int item_lanes;     // adjacent threads that add the partial sums of one sum
   int channel_lanes;  // adjacent threads that merge the channels of a group
   int slice_lanes;    // adjacent threads that merge a group's slices in the second pass
@@ -193,8 +193,8 @@ __device__ __forceinline__ void advance(int64_t& offset, int64_t by) {
   asm("" : "+l"(offset));
 }
 
-// A thread's vectors of one or several arrays, step by step. Up to 64 bytes are in flight; the next
-// load replaces each vector that is consumed. load(offset) returns the vectors of a step.
+// A thread's vectors of one or several arrays, step by step. A thread has up to 64 bytes in flight;
+// the next load replaces each vector that is consumed. load(offset) returns the vectors of a step.
 template <typename Vectors>
 class Stream {
   static constexpr int kTogether = sizeof(Vectors) < 32 ? 4 : 2;

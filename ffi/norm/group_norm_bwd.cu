@@ -574,7 +574,7 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   RETURN_IF_ERROR(check_gradient("dscale", *dscale, images, &rows));
   RETURN_IF_ERROR(check_gradient("dbias", *dbias, images, &rows));
   args.shares = rows <= 1;
-  // In a single pass, blocks accumulate shared parameters' sums over their images.
+  // In a single pass, a block adds the sums of parameters that all images share over its images.
   const int64_t teams = std::min(chunk, count);
   const int64_t parts_of = once && args.shares ? teams : count;
   RETURN_IF_ERROR(
@@ -640,7 +640,8 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
     return args.shares ? ffi::Error::Success() : launch_merge(gradients, rows, stream);
   }
 
-  // If each channel is a group, one merge yields the sums for dx and an image's gradients.
+  // If each channel is a group, the sums that dx needs are those of each image's dscale and dbias,
+  // so they are merged once.
   const bool merges_once = apart && args.group_partials == nullptr && rows == images.count;
   const auto merge = [&](int first, int images_of_launch) {
     if (!apart) return ffi::Error::Success();

@@ -26,10 +26,11 @@ struct BackwardArgs {
   Parameter bias;
   Parameter pre_bias;
   void* dx;
-  // Each block's sums over its rows, [segments * segment_blocks, features]; nullptr if not needed
+  // Each block's dscale, dbias and dpre_bias, summed over its rows: [segments * segment_blocks,
+  // features] each, nullptr if not needed
   float* gradients[kParameters];
-  float2* row_terms;  // row_terms() of all rows, passed from one kernel of long rows to the next
-  int rows;           // rows of a segment; each segment has gradients of its own
+  float2* row_terms;  // row_terms() of each row; backward_row_terms writes them
+  int rows;           // rows of a segment, whose parameter gradients are its own
   int segments;
   int segment_blocks;
   int features;
@@ -38,15 +39,16 @@ struct BackwardArgs {
   int stages;
   int teams;  // teams of a block in backward_few_rows; rows of a tile in backward_flat_rows
   // Used by backward_few_rows only.
-  int column_blocks;  // blocks of columns of one segment
-  int row_splits;     // blocks of a cluster, which share the rows of a block of columns
+  int column_blocks;  // blocks of kBlockColumns columns of one segment
+  int row_splits;     // blocks of a cluster, which divide the rows of their columns
 
   __device__ bool adds_pre_bias() const {
     return pre_bias.data != nullptr && dnext_residual == nullptr;
   }
 };
 
-// Computes centred = u - mean of a vector, and turns dy (in `dz`) into dz; h includes pre_bias.
+// Computes, for kVec columns of a row, centred = pre_activation(h) - mean, where h includes
+// pre_bias, and turns `dz`, which holds dy, into dy activation'(z).
 template <int kVec>
 __device__ __forceinline__ void prepare(const NormOptions& options, float mean, float rstd,
                                         const float (&h)[kVec], const float (&scale)[kVec],
@@ -65,9 +67,9 @@ __device__ __forceinline__ void prepare(const NormOptions& options, float mean, 
   }
 }
 
-// Adds a vector to the row's sum of g centred, where g = dz scale, and to its columns' sums of dz
-// xhat, where xhat = centred rstd. If kSums > 1, also to the row's sum of g; if kGradients > 1,
-// also to the columns' sums of dz.
+// Adds kVec columns of a row to the row's sum of g centred (sums[0]), where g = dz scale, and to
+// the columns' sums over rows of dz xhat (gradients[0]), where xhat = centred rstd. If kSums > 1,
+// also to the row's sum of g; if kGradients > 1, also to the columns' sums of dz.
 template <int kVec, int kSums, int kGradients>
 __device__ __forceinline__ void add_to_sums(float rstd, const float (&scale)[kVec],
                                             const float (&dz)[kVec], const float (&centred)[kVec],
@@ -86,8 +88,8 @@ __device__ __forceinline__ void add_to_sums(float rstd, const float (&scale)[kVe
   for (int i = 0; i < kSums; ++i) sums[i] += parts[i];
 }
 
-// Returns the terms of dh that depend on the row's sums: rstd mean(g xhat) and mean(g), where g =
-// dz scale and xhat is the normalised h.
+// Returns the terms of dh that depend on the row's sums: rstd mean(g xhat), and mean(g) or 0
+// without a mean, where g = dz scale and xhat is the normalised h.
 template <int kSums>
 __device__ __forceinline__ float2 row_terms(const NormOptions& options, float rstd,
                                             const float (&sums)[kSums]) {
@@ -96,7 +98,7 @@ __device__ __forceinline__ float2 row_terms(const NormOptions& options, float rs
   return make_float2(slope, centred ? sums[kSums - 1] * options.inverse_features : 0.0f);
 }
 
-// Computes dh without dnext_residual.
+// Computes dh of kVec columns of a row, without dnext_residual. `terms` is the row's row_terms().
 template <int kVec>
 __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float rstd, float2 terms,
                                               const float (&h)[kVec], const float (&scale)[kVec],
@@ -113,11 +115,10 @@ __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float 
 
 // --- rows that one or two blocks hold ------------------------------------------------------------
 
-// A thread's sums for the gradients of its columns stay in registers, in float32. Rows are copied
-// to a ring of buffers in shared memory. A row is used before and after its sums are exchanged, and
-// stays packed in registers meanwhile. If one block has too few registers, a cluster of two (kPair)
-// shares each row. kMean: whether there is a mean or dbias; without them only norms without
-// activations are compiled.
+// Rows of h and dy arrive in a ring of buffers in shared memory. A thread holds its columns of a
+// row packed in registers, since it reads them before and after the row's sums. A cluster of two
+// blocks (kPair) shares a row that takes more registers than a block has. kMean: whether there is a
+// mean or a dbias; without both, only kPlain is compiled.
 template <Chain kChain, bool kPair>
 constexpr ThreadLimits backward_limits() {
   if (kPair) return {0, 0, 0, 256};
@@ -126,7 +127,8 @@ constexpr ThreadLimits backward_limits() {
 }
 
 // Whether threads hold the scale in registers. With kShifted, rows start at different offsets from
-// 16 bytes, so a thread's columns differ from team to team, and it holds all parameters.
+// a multiple of 16 bytes, so thread `rank` has other columns in each team. Teams then cannot share
+// parameters in shared memory, and threads hold all in registers.
 template <typename T, Chain kChain, bool kShifted>
 constexpr bool kHoldsScale = (kChain == Chain::kPlain && sizeof(T) == 2) || kShifted;
 
@@ -185,7 +187,8 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   };
   const void* const sources[] = {source(args.h), source(args.dy), source(args.dnext_residual)};
   Ring ring(barriers, shared, sources, args.features, args.stages, team, column, walk);
-  // Statistics are loaded a step ahead, because a load takes about as long as computing a row.
+  // The next row's mean and rstd are loaded before a row is computed, because a load takes about as
+  // long as that.
   const auto load_statistics = [&](int row) {
     if (row >= walk.end) return make_float2(0.0f, 0.0f);
     const bool centred = kMean && args.mean != nullptr;
@@ -274,7 +277,8 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
     }
   }
 
-  // Adds the gradients of the block's teams, in the ring's memory, which is free now.
+  // Adds the columns' gradients of the block's teams, in the shared memory of the ring, which no
+  // row needs any more.
 #pragma unroll
   for (int i = 0; i < kGradients; ++i) {
     if (args.gradients[i] == nullptr) continue;
@@ -395,7 +399,8 @@ __global__ void __launch_bounds__(kFlatThreads, flat_blocks(kChain, kSteps))
 
 // --- longer rows ---------------------------------------------------------------------------------
 
-// Two kernels read these rows: no block can hold both a row and its columns' sums over rows.
+// Two kernels read these rows, one for the sums of each row and one for dx and the sums over rows,
+// because no block has registers for both a row and the sums of its columns.
 
 template <int kVec>
 struct ColumnParameters {
@@ -478,7 +483,7 @@ __global__ void __launch_bounds__(kWideThreads)
 }
 
 constexpr int kColumnThreads = 128;
-constexpr int kFewestWideRows = 8;  // fewest rows of a block, if blocks are enough for all SMs
+constexpr int kFewestWideRows = 8;  // fewest rows of a block if that leaves a block for every SM
 
 // Computes dx and the sums over each block's rows. Each thread has one vector of columns.
 template <typename T, int kVec>
@@ -659,8 +664,8 @@ using BackwardKernel = void (*)(BackwardArgs);
 
 // With few rows, a separate launch to sum over blocks would take longer than the rows. So some
 // blocks compute dx, one row per team, while others compute dscale and dbias, some columns per
-// cluster. They are independent, and the second read of an operand hits L2. dpre_bias is not
-// supported: it is a sum of dh, which only the blocks that compute dx have.
+// cluster. Neither kind of block waits for the other; both read h and dy, the second time from L2.
+// dpre_bias is not supported: it is a sum of dh, which only the blocks that compute dx have.
 constexpr int kFewRowsElements = 16;
 constexpr int kFewRowsThreads = 256;
 constexpr int kBlockColumns = 32;
@@ -699,7 +704,8 @@ struct ColumnBlock {
       }
     }
     __syncthreads();
-    // Each thread adds one sum of one column, over the block's slices, then over the cluster.
+    // Each thread adds one column's dscale or dbias, first over the block's slices (threads with
+    // different rows), then over the blocks of the cluster.
     const int place = threadIdx.x;
     float* total = shared + slices * kSums * kBlockColumns + place;
     if (place < kSums * kBlockColumns) {
@@ -723,7 +729,8 @@ struct ColumnBlock {
   }
 
  private:
-  // Adds the rows first, first + step, ... of the segment, kRowsAhead of them at a time.
+  // Adds rows `first`, `first` + `step`, ... of the segment to `sums`, loading kRowsAhead rows at a
+  // time.
   __device__ static void add_rows(const BackwardArgs& args, int segment, int column, int first,
                                   int step, float (&sums)[kSums][kWidth]) {
     const NormOptions options = known_options<kChain>(args.options);
@@ -836,7 +843,7 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
     backward_few_rows(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
-  // Blocks that sum columns come first because they take longest.
+  // Blocks that sum columns over rows start first because they take longest.
   const int column_blocks = args.segments * args.column_blocks * args.row_splits;
   if (static_cast<int>(blockIdx.x) < column_blocks) {
     ColumnBlock<T, kChain, kShifted>::run(args, shared);
@@ -1049,15 +1056,16 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     if (done) return ffi::Error::Success();
   }
 
-  // At most config.blocks run on an SM, since a second kernel must add each block's sums. A block
-  // has as many teams as fit in shared memory with two buffers each, or with one if two are too
-  // large for any team.
+  // At most config.blocks blocks run on an SM, since a second kernel adds the sums of every block.
+  // A block has as many teams (of the threads that share a row) as fit in shared memory with two
+  // pipeline stages each, or with one stage if not even one team fits with two.
   BackwardPlan plan;
   Launch launch;
   int teams = 0;
   const int streams = args.dnext_residual == nullptr ? 2 : 3;
   const int room = device.shared_bytes / config.blocks - (config.blocks > 1 ? 1024 : 0);
-  // Tiles start at multiples of 16 bytes only if segments do.
+  // backward_flat_rows needs tiles that start at multiples of 16 bytes; they do only if segments
+  // do.
   const bool flat = shifted && aligned && args.features <= kMostFlatSums &&
                     (segments == 1 || args.rows % kFlatRows<T> == 0);
   for (const auto [blocks, least_stages] : {std::pair{1, 2}, {2, 2}, {1, 1}, {2, 1}}) {
@@ -1097,7 +1105,9 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     return std::max(resident * device.multiprocessors / (cluster * segments), 1);
   };
   if (teams != 0 && shifted) {
-    // Successive rows of a team must start at the same offset from a multiple of 16 bytes.
+    // A team (the threads that share a row) fixes its offset from a multiple of 16 bytes at its
+    // first row. Its rows are segment_blocks * teams apart, so segment_blocks is a multiple of
+    // `step` unless each team has at most one row.
     const int step = steps_of_one_shift(teams, args.features, kVec);
     const int most = blocks_of_segment(1);
     args.segment_blocks = divide_up(args.rows, teams);

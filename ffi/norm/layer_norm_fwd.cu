@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   ColumnValues<kVec, kVectors, Form::kHoldsBias> bias(shared, team);
   float* const past_bias = shared;
   ColumnValues<kVec, kVectors, Form::kHoldsPreBias> pre_bias(shared, team);
-  if (!has_pre_bias) shared = past_bias;  // pre_bias is not counted in ForwardPlan::parameters
+  if (!has_pre_bias) shared = past_bias;  // plan_rows reserved no memory for pre_bias
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
@@ -174,7 +174,8 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
       activate(options.pre_activation, u);
       column.mask(v, u);
       if constexpr (kChain == Chain::kGeneral) {
-        // Values beyond the row, zeros until here, must add nothing: sigmoid(0) is 0.5.
+        // Values beyond the row are zeros before the activation. They are set to zero again, so
+        // that they add nothing to the row's sums: sigmoid(0) is 0.5.
         if (!column.has(v)) {
 #pragma unroll
           for (float& value : u) value = 0.0f;
@@ -188,7 +189,8 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 #pragma unroll
       for (int i = 0; i < kVec; ++i) parts[i] = v == 0 ? u[i] : parts[i] + u[i];
     }
-    // Larger teams fetch the next rows after their sums, whose barriers synchronise a team.
+    // Teams larger than a warp fetch the next rows later, after the row's sums, whose barriers
+    // synchronise the team.
     if (team.size <= kWarpSize) {
       __syncthreads();
       ring.fetch();
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
     float sum[1] = {sum_of(squares)};
     team_sum(sum);
     if (team.size > kWarpSize) {
-      // One thread's bulk copies overwrite the rows of all teams of the block.
+      // One thread's bulk copies overwrite the rows of all teams, so all must have read theirs.
       if (args.teams > 1) __syncthreads();
       ring.fetch();
     }
@@ -351,7 +353,7 @@ constexpr int kMostPlainWarps = 16;  // limit on the warps of a row
 constexpr int kMostPlainVectors = 4;
 
 // Returns the sum over the threads of a row. Each call uses its own floats of `shared`, one per
-// warp, and so needs neither the zeros nor the second barrier of TeamSum.
+// warp, so that, unlike TeamSum, it needs no zeros in `shared` and no barrier before the first sum.
 template <bool kOneWarp>
 __device__ __forceinline__ float sum_over_row(float value, float* shared) {
   float sum[1] = {value};
@@ -543,7 +545,8 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
 
 // --- long misaligned rows ------------------------------------------------------------------------
 
-// Whether forward_staged_rows can run: it supports only the norm of x or next_residual as stored.
+// Whether forward_staged_rows can run: it normalises only numbers that x or next_residual has in
+// memory, without a pre_bias or pre_activation in between.
 bool stages_rows(const ForwardArgs& args) {
   return args.options.pre_activation == Activation::kNone &&
          (args.residual != nullptr || args.pre_bias.data == nullptr);
@@ -642,7 +645,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
 // --- longer rows ---------------------------------------------------------------------------------
 
 // A block reads a row three times, the second and third time from L2, which holds the rows of all
-// running blocks (on an H200, 264 rows of at most 128 KiB in 16 bits, of 50 MB).
+// running blocks (on an H200 two per SM: 264 rows of at most 128 KiB in 16 bits, in 50 MB).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     forward_wide_rows(const __grid_constant__ ForwardArgs args) {
@@ -899,9 +902,9 @@ ffi::Error launch_few_rows(ForwardArgs args, const Device& device, cudaStream_t 
                        stream);
 }
 
-// Returns the kernel with the fewest registers that hold a thread's `words` of a row. If a row
-// needs several warps because half of them could not hold it, a thread has more than kMostFlatWords
-// / 2 words, so smaller kernels are compiled only for kWarp.
+// Returns the kernel with the fewest registers that hold a thread's `words` of a row. A row gets
+// twice the warps only if half as many cannot hold it, so with several warps a thread has more than
+// kMostFlatWords / 2 words: smaller kernels are compiled only for one warp (kWarp).
 template <typename T, bool kWarp, bool kResidual, bool kPlain, int kWords = kMostFlatWords>
 ForwardKernel flat_kernel(int words) {
   constexpr int kFewer = fewer_flat_words(kWords);
