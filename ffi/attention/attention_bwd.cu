@@ -20,8 +20,9 @@ namespace {
 // The query axis of statistics is padded to a multiple of this number.
 constexpr int kStatisticsBlock = 128;
 
-// `lse` is the log-sum-exp in base 2, or +inf for a row that contributes nothing. `delta` is
-// subtracted from dP and equals rowsum(P * dP) - dlse.
+// Statistics of a row of logits (a query and a head). `lse` is the log-sum-exp in base 2, or +inf
+// for a row that adds nothing to any gradient. `delta`, rowsum(P * dP) - dlse, is subtracted from
+// dP.
 struct Statistics {
   float lse;
   float delta;

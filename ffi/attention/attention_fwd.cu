@@ -31,15 +31,15 @@ struct ForwardShape {
   }
 };
 
-// Excess of a row's true maximum over the maximum that is subtracted, in base 2, from which the
-// latter is updated. Updates, which rescale `acc`, are then rare, and sums stay below 2^8 times
-// those with the true maximum.
+// Excess, in base 2, of a row's true maximum over the maximum that is subtracted, from which on the
+// subtracted one is updated. Updates, which rescale `acc`, are then rare, and sums of exponentials
+// stay below 2^8 times those with the true maximum.
 constexpr float kMaximumLag = 8.0f;
 
 // The running softmax of a lane's rows.
 template <int kRowTiles>
 struct Softmax {
-  float maximum[kRowTiles][2];  // running maximum of each row of x, as passed to `take`
+  float maximum[kRowTiles][2];  // maximum subtracted from each row, before `multiplier`
   float total[kRowTiles][2];    // sums of exponentials over this lane's columns
 
   // Replaces x, logits divided by `multiplier`, by their exponentials; rescales `acc` if the

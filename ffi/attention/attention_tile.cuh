@@ -30,9 +30,9 @@ struct Tile {
   }
 
   // Returns the address at which this lane starts to read the left operand A of a product, if A's
-  // rows are the tile's rows, in blocks of 16 rows by 32 bytes. Step `k` of 32 bytes is at
-  // address ^ (k << 5), and the next 16 rows are at address + 16 * kStride. `lane_of_columns` is
-  // for the right operand B, if the tile's rows are the columns of B.
+  // rows are the tile's rows, in blocks of 16 rows by 32 bytes. Step `k` of 32 bytes is at address
+  // ^ (k << 5), and the next 16 rows are at address + 16 * kStride. `lane_of_columns` returns that
+  // of the right operand B, if the tile's rows are the columns of B.
   static __device__ __forceinline__ uint32_t lane_of_rows(uint32_t tile) {
     const int lane = threadIdx.x % kLanes;
     return address(tile, lane & 15, lane >> 4);
