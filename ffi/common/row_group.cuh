@@ -46,8 +46,8 @@ __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues
   }
 }
 
-// Sums the values that the `warps` warps of a team have written to shared memory: `places` has one
-// float per value and warp. Floats without a warp must be zero.
+// Sums the values that the `warps` warps of a team have written to shared memory: `places` is
+// [kValues, kMaxTeamWarps], with zeros for warps that the team does not have.
 template <int kValues>
 __device__ __forceinline__ void add_places(const float* places, int warps,
                                            float (&values)[kValues]) {

@@ -1,5 +1,6 @@
-// Rounding up or down at random, with bits that depend on a seed, the step, the parameter and the
-// element's index in the whole array. jaxfused/runtime/stochastic_rounding.py defines them.
+// Rounding away from or towards 0 at random, with bits that depend on a seed, the step, the
+// parameter and the element's index in the whole array. jaxfused/runtime/stochastic_rounding.py
+// defines them.
 #pragma once
 
 #include <cstdint>
@@ -87,8 +88,8 @@ __device__ __forceinline__ void random_halves(const LeafRandom& random, int stre
   }
 }
 
-// Rounds values to bfloat16 numbers: up with a probability proportional to the lower 16 bits that
-// are cut off.
+// Rounds values to bfloat16 numbers: away from 0 with the probability (lower 16 bits, which are cut
+// off) / 2^16, else towards 0.
 //
 // These bits are 0 in an infinity. The NaN of arithmetic, 0x7FFFFFFF, has its lower half cleared
 // first, so that nothing is carried into the upper one.
