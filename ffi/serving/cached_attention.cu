@@ -46,7 +46,7 @@ struct CacheArgs {
   int key_heads;
   int group;
   int row_tiles;  // units (tiles of query rows) of a key head
-  int unit_rows;  // rows of a unit that are stored
+  int unit_rows;  // rows of a unit that have a place in `parts` and `sums`
   float scale;
   float cap;  // soft cap of the logits, 0 for none
   float inverse_cap;
