@@ -32,7 +32,8 @@ constexpr int kMostListed = 64;
 // Number of words that a pass tests, and of pivots that a counting pass compares logits with.
 constexpr int kPivots = 3;
 
-// Columns of `filters`, a row's sampling options in float32; kTopK is a whole number.
+// Columns of `filters`, a row's sampling options in float32. kShare is top-p's share of the weight,
+// kLeast the least exponent that min-p keeps, kTopK a whole number of words.
 enum Filter { kInverseTemperature, kShare, kLeast, kTopK, kFilters };
 
 struct SampleArgs {
