@@ -53,7 +53,7 @@ def why_unsupported(
 
 
 class Shape(NamedTuple):
-    """Sizes of a product of [rows, k] with a block-sparse [k, n]."""
+    """Sizes of a product of [rows, k] with a block-sparse [k, n] of `kept` blocks [block, block]."""
 
     rows: int
     k: int

@@ -151,7 +151,7 @@ def _tiles(
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockSparseWeights(Product):
-    """Static parameters of a launch, and the blocks of each tile."""
+    """Static parameters of a launch, and the stored blocks of each tile."""
 
     block: int
     kept: int

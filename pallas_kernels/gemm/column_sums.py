@@ -66,7 +66,8 @@ def finish(ref: Any, destination: Any) -> None:
 
 
 # The axes of a block of 32 columns: warp, group of 8 columns, pair of a group, column of a pair. The
-# threads of a warp count groups first, then columns of a pair, then pairs.
+# index of a thread in its warp has the group in its upper bits, then the column of a pair (one bit),
+# then the pair (the lowest two bits).
 _LAYOUT_OF_WARPS = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS, COLUMNS), (8,), (2,), (1,))),
     warp_dims=(-5,),
@@ -76,7 +77,10 @@ _LAYOUT_OF_WARPS = plgpu.Layout.TILED(
 
 
 def _summed_registers(values: Any, lane: Any) -> Any:
-    """Emits the code of `of_warps` when a kernel is lowered; returns the registers with the sums."""
+    """Emits the code of `of_warps` when a kernel is lowered; returns the registers with the sums.
+
+    `values` [rows, C] is in the layout of WGMMA, and `lane` is the thread's index in its warp.
+    """
     # A register's indices: block of 64 rows, block of 8 columns, and which 8 of a warp's 16 rows.
     rows: dict[int, Any] = {}
     for (_, block, *_), register in np.ndenumerate(values.registers):

@@ -30,7 +30,7 @@ class Work:
     itemsize: int = 2
     """Bytes of a number in a, and in b unless `w_itemsize` says another size."""
     w_itemsize: float = 0
-    """Bytes of a number in b if b is converted to a's dtype first; else 0."""
+    """Bytes of a number in b if b is converted to a's dtype for the product; else 0."""
     read_bytes: int = 0
     """Bytes that the epilogue reads for each element of the result."""
     written_bytes: int = 2

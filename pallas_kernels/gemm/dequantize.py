@@ -36,7 +36,7 @@ _FACTORS = {"bf16x2": 2.0**127, "f16x2": 2.0**15}
 
 
 def unit(dtype: Any) -> float:
-    """Returns the divisor left in dequantised integers: the largest factor in `dtype` is too small."""
+    """Returns the divisor left in dequantised integers: no power of two in `dtype` removes all of it."""
     factor = _FACTORS["bf16x2" if dtype == jnp.bfloat16 else "f16x2"]
     return 1 / (float(jnp.finfo(dtype).smallest_subnormal) * factor)
 
@@ -259,7 +259,10 @@ class _Registers:
         self._registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
 
     def put(self, place: tuple[int, ...], integers: Any, weight: int = 1) -> None:
-        """Converts two unsigned integers, each `weight` times too large, in the halves of a word."""
+        """Converts the two unsigned integers in a word's halves to floats, for the register `place`.
+
+        Each integer is `weight` times too large.
+        """
         shift = self._of_part(self._shifts, place)
         of = shift.type
         name = "bf16x2" if of.element_type == ir.BF16Type.get() else "f16x2"
@@ -290,7 +293,7 @@ class _Registers:
         self._registers[place] = mgpu.utils.bitcast(floats, of)
 
     def _of_part(self, numbers: Sequence[Any], place: tuple[int, ...]) -> Any:
-        """Returns the register with the shift or scale of a row for the columns of register `place`."""
+        """Returns the register with the shift or scale for the row and columns of register `place`."""
         tile, column, *rest = place
         part = column * len(numbers) // self._registers.shape[1]
         return numbers[part].registers[tile, 0, *rest]

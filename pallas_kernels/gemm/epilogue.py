@@ -417,9 +417,10 @@ class _EpilogueOfTile:
 
 
 def _column_layout(columns: int, dtype: Any) -> plgpu.Layout:
-    """Returns a layout in which each warp holds a quarter of the columns, in vectors of 16 bytes.
+    """Returns a register layout of a chunk [rows, `columns`]: a quarter of its columns in each warp.
 
-    Swizzling permutes units of 16 bytes, so a longer vector would not be contiguous.
+    A thread's vectors have 16 bytes, the units that swizzling permutes: longer ones would not be
+    contiguous.
     """
     vec = 16 // jnp.dtype(dtype).itemsize
     quarter = columns // 4

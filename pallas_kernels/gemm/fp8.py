@@ -81,13 +81,19 @@ _SPARE_BYTES = 4096
 
 
 def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for a hidden layer's gradient, first small tiles, which leave more registers."""
+    """Returns configs for a hidden layer's gradient: first tiles of up to 128 x 128 elements.
+
+    Larger ones leave its epilogue fewer registers.
+    """
     configs = candidates(work, multiprocessors)
     return sorted(configs, key=lambda config: config.tile_m * config.tile_n > 128 * 128)
 
 
 def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for `hidden_gradient_by_slope`: first the best with one more stage if it fits."""
+    """Returns `hidden_candidates` for `hidden_gradient_by_slope`.
+
+    Before them comes the first of them with one more pipeline stage, if that fits.
+    """
     configs = hidden_candidates(work, multiprocessors)
     deeper = replace(configs[0], stages=configs[0].stages + 1)
     return [deeper, *configs] if fits(work, deeper, _SPARE_BYTES) else configs

@@ -154,7 +154,7 @@ class FusedProduct:
 
     @property
     def work_beside_xla(self) -> Work:
-        """Sizes for a comparison with XLA's time; up to `CONVERTED_ROWS` b's conversion counts."""
+        """Sizes for a comparison with XLA's time, with b's conversion up to `CONVERTED_ROWS` rows."""
         first = self.b[0] if isinstance(self.b, tuple) else self.b
         return replace(
             self.work,

@@ -130,8 +130,8 @@ _FEW_ROWS = 128
 _LOW = 1.08
 """Factor on the modelled time of 64-row tiles in ping-pong (benchmarks/LAB.md, 2026-11-28)."""
 _LOW_OF_FEW_ROWS = 0.97
-"""The factor `_LOW` for groups of few rows: 64 groups of 128 rows take 153.9 us with the config that it
-selects, 162.3 without."""
+"""The factor in place of `_LOW` for groups of few rows: 64 groups of 128 rows take 153.9 us with the
+config that it selects, 162.3 without this factor."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

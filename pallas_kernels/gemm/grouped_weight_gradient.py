@@ -59,7 +59,7 @@ def candidates(
 
 
 _TILES = ((64, 256), (64, 192), (128, 192), (128, 128), (64, 128))
-"""Rows and columns of a warpgroup's tile; the two warpgroups have adjacent ones."""
+"""Rows and columns of a warpgroup's tile; those of a CTA's two warpgroups are one below the other."""
 _STAGES = ((3, 4), (4, 2), (3, 2), (5, 2), (4, 1), (3, 1))
 """Pipeline stages, and epilogue buffers for results; earlier pairs win ties of predicted time."""
 
@@ -240,7 +240,10 @@ class _GroupConsumer(UnevenConsumer):
         return self._issue(acc_ref, k_idx, slot)
 
     def _clear(self, slot: Any, start: Any, end: Any) -> None:
-        """Clears a stage's rows before `start` and from `end` on, in half of x and half of dy."""
+        """Sets a stage's rows of x and dy before `start` and from `end` on to zero.
+
+        This warpgroup clears the columns of x that it multiplies, and every other 8 rows of dy.
+        """
         product, ring, wg_idx = self.product, self.ring, self.wg_idx
         x = [memory for _, memory in product.a_tile.operands(ring.a_smem, slot, wg_idx, CONSUMERS)]
         dy = [memory for _, memory in product.b_tile.operands(ring.b_smem[0], slot)]
@@ -263,7 +266,7 @@ class _GroupConsumer(UnevenConsumer):
 
 
 def _clear_piece(memory: Any, row: Any, start: Any, end: Any) -> None:
-    """Clears the rows of a piece from `row` on that are before `start`, or at `end` and after."""
+    """Sets to zero those of 8 rows from `row` on that are before `start`, or at `end` and after."""
     piece = memory.at[pl.ds(row, PIECE_ROWS)]
     values = plgpu.load(piece, layout=PIECE_LAYOUT, optimized=False)
     rows = row + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=PIECE_LAYOUT)

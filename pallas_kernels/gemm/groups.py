@@ -80,7 +80,7 @@ def group_table(
 ) -> jax.Array:
     """Returns the tiles and rows before each group, and before the end: int32 [2, groups + 1].
 
-    It is one sum over an axis of all groups for each of `groups`, which XLA runs as one kernel.
+    Each of its numbers is a sum over all G groups; XLA computes them in one kernel.
     """
     sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
     index = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)

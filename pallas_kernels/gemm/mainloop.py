@@ -3,8 +3,8 @@
 A CTA has one producer warpgroup, which copies tiles of the operands into the stages of a pipeline in
 shared memory, and two consumers, which multiply. In ping-pong the consumers hold different output tiles:
 one runs its epilogue and stores while the other multiplies, so that an epilogue takes no extra time if
-it is shorter than a tile's product. Otherwise they share an output tile of twice the height, whose
-operands are read less often.
+it is shorter than a tile's product. Otherwise each has one half of an output tile of twice the height,
+so that a tile of b, copied once, is multiplied by twice as many rows of a.
 """
 
 import functools
@@ -29,11 +29,11 @@ class TileEpilogue(Protocol):
         """Starts the copies of the epilogue's operands, which overlap the tile's product."""
 
     def run(self, acc: jax.Array) -> None:
-        """Stores the epilogue's results for the accumulators."""
+        """Runs the epilogue on the accumulators [tile_m, tile_n], and stores its results."""
 
 
 class SummingEpilogue(TileEpilogue, Protocol):
-    """The epilogue of a product that also sums operands from the pipeline's stages."""
+    """The epilogue of a product that also sums an operand's rows (wgrad with a bias gradient)."""
 
     def store_sums(self, sums: Any) -> None:
         """Stores the sums that `TiledProduct.sum_slot` returns, before `run` stores the accumulators."""
@@ -57,7 +57,7 @@ class Producer:
         self._await_readers(slot, filled)
 
     def _fill_tile(self, sequence_idx, carry):
-        """Fills stages for all K steps of a tile; the carry is (next stage, stages filled)."""
+        """Fills stages for all K steps of a tile; the carry is (next stage, stages filled so far)."""
         place = self.product.position(sequence_idx)
         for term, steps in enumerate(self.product.steps_of_terms):
             fill = functools.partial(self._fill_slot, sequence_idx, place, term)
@@ -86,7 +86,10 @@ class Producer:
         return product.next_slot(slot), filled + 1
 
     def _await_readers(self, slot, filled) -> None:
-        """Waits until all stages are free: no CTA may arrive at a barrier of an exited CTA."""
+        """Waits until the consumers of the cluster have freed all stages.
+
+        A CTA that exits earlier would leave other CTAs to arrive at barriers that no longer exist.
+        """
         stages = self.product.config.stages
         for back in range(1, stages + 1):
 
@@ -101,7 +104,8 @@ class _Converter(Producer):
     """The producer warpgroup for a quantised b, which it copies and dequantises K step by K step."""
 
     def run(self) -> None:
-        # The registers of a thread that two consumers of 224 leave for the producer.
+        # The 65536 registers of an SM are 168 for each thread of three warpgroups, 504 in sum: two
+        # consumers with 224 leave 56.
         plgpu.set_max_registers(56, action="decrease")
         product = self.product
         total = product.tiles_of_cluster() * product.raw_steps
@@ -113,7 +117,7 @@ class _Converter(Producer):
         self._await_readers(slot, filled)
 
     def _copy_raw(self, step) -> None:
-        """Starts the copies of quantised weights for `step`, a K step counted over all tiles."""
+        """Starts the copies of quantised weights for `step`, a K step counted over the CTA's tiles."""
         product = self.product
         _, n_idx = product.position(lax.div(step, jnp.int32(product.raw_steps)))
         k_start = lax.rem(step, jnp.int32(product.raw_steps)) * product.raw_step
@@ -127,7 +131,10 @@ class _Converter(Producer):
             product.raw_tile.copy(arrays, memory, raw_slot, *starts, full)
 
     def _convert_step(self, total, step, carry):
-        """Dequantises a step's weights into pipeline stages, and starts the copies of a later step."""
+        """Dequantises a step's weights into pipeline stages, and starts the copies of a later step.
+
+        The carry is (next stage, stages filled so far).
+        """
         product, ring, c = self.product, self.ring, self.product.config
         slot, filled = carry
         sequence_idx = lax.div(step, jnp.int32(product.raw_steps))
@@ -166,7 +173,7 @@ class _Converter(Producer):
         return slot, filled
 
     def _convert(self, index: int, raw: Any, raw_slot: Any, start: int, slots: Any) -> None:
-        """Dequantises 64 columns of b into `slots`, the pipeline stages that a step fills."""
+        """Dequantises 64 columns of b's tile, from column `start` on, into pipeline stages `slots`."""
         tile_k, first = self.product.tile_k, 0
         registers, _ = self.ring.b_smem[index]
         for w in self.product.raw_tile.dequantized(raw, raw_slot, start, _CONVERTED_COLUMNS):
@@ -182,7 +189,7 @@ class _Converter(Producer):
                 first += width
 
     def _convert_rows(self, index: int, raw: Any, raw_slot: Any, slot: Any) -> None:
-        """Dequantises a tile of a [K, N] b, whose groups run along N, into a pipeline stage."""
+        """Dequantises a tile of b [K, N], whose weights share scales along N, into stage `slot`."""
         tile, memory, first = self.product.raw_tile, self.ring.b_smem[index], 0
         for w in tile.dequantized(raw, raw_slot, 0, tile.span):
             memory.at[slot, :, pl.ds(first, w.shape[1])][...] = w
@@ -194,7 +201,8 @@ _CONVERTED_COLUMNS = 64
 
 
 SCALED_PIECE = 64
-"""Columns scaled at a time where columns share scales; a divisor of the columns that share one."""
+"""Columns of a tile's sums that are scaled at a time where runs of b's columns share scales. It divides
+the length of a run, so that one scale is enough."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,7 @@ class Consumer:
     ring: Ring
     wg_idx: jax.Array
     epilogue_of: Callable[[TilePlace], Any]
-    """Function to a tile's `TileEpilogue`, or `SummingEpilogue` if the product also sums operands."""
+    """Function from a tile to its `TileEpilogue`; `SummingEpilogue` if the product sums operands."""
     step_scales: Sequence[Any] = ()
 
     def run(self) -> None:
@@ -254,12 +262,13 @@ class Consumer:
         return plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
 
     def _accumulate_scaled(self, sequence_idx, n_idx) -> jax.Array:
-        """Returns the sums of a tile, where each K step's sums are scaled before they are added.
+        """Returns a tile's sums [tile_m, tile_n], to which each K step's sums are added once scaled.
 
         While one warpgroup scales its sums, the other warpgroup uses the tensor cores.
         """
         product, c = self.product, self.product.config
-        # Columns that share a scale take one product of it and each row's scale.
+        # Columns that share a scale form a piece: their scale is multiplied by each row's scale once for
+        # all of them.
         width = SCALED_PIECE if product.scales_columns_alike else c.tile_n
         starts = range(0, c.tile_n, width)
 
@@ -288,7 +297,7 @@ class Consumer:
         return totals[0] if len(totals) == 1 else jnp.concatenate(totals, axis=1)
 
     def _column_numbers(self, k_idx, n_idx, starts: range) -> list[jax.Array]:
-        """Loads a step's scale for each piece of the tile's columns, where columns share scales."""
+        """Loads a step's scale for each piece of the tile's columns; none if no columns share scales."""
         product = self.product
         if not product.scales_columns_alike:
             return []
@@ -312,7 +321,7 @@ class Consumer:
             yield piece * lax.broadcast_in_dim(of_rows * number, piece.shape, (0,))
 
     def _accumulate_promoted(self, sequence_idx) -> jax.Array:
-        """Returns a tile's float32 totals, to which every `promoted_steps` K steps are added."""
+        """Returns a tile's float32 totals, to which sums of `promoted_steps` K steps each are added."""
         product, c = self.product, self.product.config
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
         zeros = jnp.zeros((c.tile_m, c.tile_n), jnp.float32)
@@ -370,7 +379,7 @@ class Consumer:
         return acc_ref[...], slot, sums
 
     def _step(self, acc_ref, sequence_idx, place, k_idx, carry):
-        """Issues a stage's WGMMAs, and frees the previous stage once its own WGMMAs have ended."""
+        """Issues a stage's WGMMAs, and frees the stage before it once the WGMMAs that read that end."""
         previous, sums = carry
         slot = self.product.next_slot(previous)
         count = self._multiply(acc_ref, sequence_idx, k_idx, slot)
@@ -421,6 +430,8 @@ class Product(TiledProduct):
         """Runs the kernel.
 
         Args:
+          terms: the a of each term a_i @ b_i.
+          bs: the arrays that hold b, at the positions `blocks`.
           others: further operands, for the epilogue.
           scratch: shared memory of the epilogue.
           epilogue: returns a tile's epilogue, given `others` and outputs, `scratch`, and the tile.

@@ -33,7 +33,8 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     shapes = [tiles(tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in _PING_PONG_TILES]
     shapes.append(tiles(tile_m=64, tile_n=256, ping_pong=False))
     if work.read_bytes > work.itemsize:
-        # Tiles of 64 x 192 leave registers for several epilogue matrices where 256 does not divide N.
+        # Tiles of 64 x 192, for N that 256 does not divide: with 64 rows, not 128, they leave registers
+        # for several epilogue matrices.
         shapes.append(tiles(tile_m=64))
     if work.products > 1:
         # CTAs of a cluster share b, so that each reads half as much of it.
@@ -59,7 +60,7 @@ _PING_PONG_TILES = ((128, 192), (128, 128), (64, 256), (64, 128), (128, 64))
 
 
 def few_rows_candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]:
-    """Returns configs of the small-M kernel, predicted fastest first; none for many rows."""
+    """Returns configs of the small-M kernel, predicted fastest first; none above `MAX_ROWS` rows."""
     if work.m > MAX_ROWS or work.itemsize != 2:
         return []
     parts = [parts for parts in (1, 2, 4, MAX_PARTS) if parts <= work.steps]

@@ -21,7 +21,7 @@ from pallas_kernels.gemm.small_m import FewRowsConfig
 def hidden_and_slope(
     x: jax.Array, w1: jax.Array, b1: jax.Array | None, *, activation: str
 ) -> FusedProduct:
-    """Returns h = activation(x @ w1 + b1) and slope, the activation's derivative there, [M, F] each."""
+    """Returns h = activation(z) and slope = activation'(z), [M, F] each, for z = x @ w1 + b1."""
 
     def epilogue(z, *, bias=None):
         z = z if bias is None else z + bias

@@ -60,7 +60,7 @@ def bits_of(dtype: Any) -> int:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
-    """Returns shared memory in pieces of `columns`, tiled by 8 rows and swizzled as WGMMA reads it."""
+    """Returns shared memory of a shape, as WGMMA reads it: swizzled tiles of 8 rows x `columns`."""
     swizzle = columns * bits_of(dtype) // 8
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)

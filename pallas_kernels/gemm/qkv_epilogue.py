@@ -177,7 +177,7 @@ class _HeadsOfTile:
         return tuple(filter(None, (self.gmem.projections, self.gmem.outputs)))
 
     def _results(self, pieces: Sequence[jax.Array]) -> Iterator[Sequence[tuple[int, jax.Array]]]:
-        """Yields each unit's pieces with their indices, for each group of arrays."""
+        """Yields each unit's pieces with indices: of the projection if saved, then of the result."""
         launch = self.launch
         per_unit = launch.unit // launch.piece
         angles: list[Sequence[jax.Array]] = []
@@ -282,7 +282,10 @@ class _HeadsOfTile:
     def _turned(
         self, pieces: Sequence[jax.Array], angles: Sequence[jax.Array], is_value: jax.Array
     ) -> Iterator[jax.Array]:
-        """Yields the rotated pieces of some pairs; pieces of values stay as they are."""
+        """Yields rotated pieces [tile_m, columns]: one of interleaved pairs, or one of each half.
+
+        Pieces of values stay as they are.
+        """
         value = is_value.astype(angles[0].dtype)
         if self.launch.heads.interleaved:
             yield interleaved_rope.turned(pieces[0], angles[0], value)
@@ -296,7 +299,7 @@ class _HeadsOfTile:
         yield second * cos + first * sin
 
     def _angles(self, unit: int, step: int) -> Sequence[jax.Array]:
-        """Loads cosines and sines for some pieces of a unit and all rows of the tile.
+        """Loads cosines and sines for the pieces `turning_pieces[step]` of a unit, for the tile's rows.
 
         For interleaved pairs they are one array in which cosines and sines alternate.
         """

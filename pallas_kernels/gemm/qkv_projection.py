@@ -144,7 +144,7 @@ def _work(rows: int, features: int, heads: Heads) -> cost.Work:
 
 
 def _in_strips(columns: jax.Array, head_size: int) -> jax.Array:
-    """Returns columns [..., heads * H] in which strips of each head's two halves alternate."""
+    """Reorders columns [..., heads * H]: strips of `STRIP` columns of a head's two halves alternate."""
     halves = columns.reshape(*columns.shape[:-1], -1, 2, head_size // (2 * STRIP), STRIP)
     return jnp.swapaxes(halves, -2, -3).reshape(columns.shape)
 
@@ -171,7 +171,7 @@ def forward(
       x: [M, D].
       weights: [D, heads * H] of the queries, keys and values.
       biases: [heads * H] of each, of one dtype.
-      scales: [H] of the norms of queries and keys.
+      scales: [H] of the norms of queries and keys, to which `scale_offset` is added.
       cos: [P, R/2] of float32: row m of the result is rotated by row m % P.
       sin: like `cos`.
       interleaved: whether features 2 i and 2 i + 1 are a pair, else features i of both halves.
@@ -268,7 +268,7 @@ def _in_tiles(
 
 
 def _table(cos: jax.Array, sin: jax.Array, interleaved: bool, dtype: Any, tile_m: int) -> jax.Array:
-    """Returns the table of cosines and sines that the epilogue reads, a row for each position."""
+    """Returns cosines and sines [P, R/2] as the epilogue reads them: one table [P or P + tile_m, R]."""
     period = cos.shape[0]
     table = interleaved_rope.table(cos, sin) if interleaved else jnp.concatenate((cos, sin), axis=1)
     if dtype == ROUNDS_ANGLES:

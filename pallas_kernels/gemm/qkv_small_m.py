@@ -123,7 +123,10 @@ def _normed(
     heads: Heads,
     epsilon: float,
 ) -> list[jax.Array]:
-    """Returns the pieces of a head after its norm, if heads of its kind (queries, keys) have one."""
+    """Returns pieces [8, H or H/2] of a head after its norm, if heads of its kind have one.
+
+    `scale` is [8, H], with equal rows; `kind` is 0 for queries, 1 for keys and 2 for values.
+    """
     squares = [jnp.sum(piece * piece, axis=1) for piece in head]
     factor = lax.rsqrt(sum(squares[1:], squares[0]) * (1.0 / scale.shape[1]) + epsilon)
     for plain in heads.plain:

@@ -338,7 +338,8 @@ def input_gradient(
     w = w.spread()
     layout = w.format(k)
     if not layout.group:
-        # The sums run over the columns, so the columns' scales multiply the weights: one group of all k.
+        # The sums run over w's columns, so that the columns' scales cannot multiply the sums; they
+        # multiply the weights, as scales of one group of all k do.
         layout = replace(layout, group=-(-k // STEP) * STEP)
     arrays = [w.values, w.scale] + ([] if w.zero_point is None else [w.zero_point])
     config = config or gradient_candidates(dz, k, multiprocessors)[0]
@@ -418,7 +419,10 @@ def _run(
     multiprocessors: int,
     name: str,
 ) -> dict[str, jax.Array]:
-    """Launches the kernel; `scales` are the epilogue's names for the column scales of each product."""
+    """Launches the kernel on x [M, K], and returns its outputs [M, N], keyed by name.
+
+    `scales` has, for each w, the name of the epilogue's operand for the scales of w's columns.
+    """
     n, grain = ws[0].n, ws[0].grain
     ws = [w.spread() for w in ws]
     columns = ws[0].scale.shape[1]

@@ -318,7 +318,8 @@ class QuantizedTiles:
             num_threads=warpgroups + 1,
             thread_name="wg",
             kernel_name=name,
-            # The epilogue has a barrier between stores to shared memory and the copies that read them.
+            # Mosaic's own barriers are not needed: the epilogue has a barrier between its stores to
+            # shared memory and the copies that read them.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(x, *own, *w, *others)
         return dict(zip(self.outputs, results, strict=True))
@@ -346,7 +347,7 @@ class QuantizedTiles:
         return Place(m_idx * part.rows, (part.first + n_idx) * self.config.columns)
 
     def of_place(self, ref: Any, place: Place) -> Any:
-        """Returns the tile's matrix or vector of those of all groups; without groups, all of `ref`."""
+        """Returns the matrix or vector in `ref` of the tile's group; without groups, all of `ref`."""
         del place
         return ref
 
@@ -398,7 +399,7 @@ class _Producer:
             self._await_readers("x_free", x_slot, filled * _PIECES, c.x_stages)
 
     def _await_readers(self, name: str, slot: Any, filled: Any, stages: int) -> None:
-        """Waits until all stages are free, as a warpgroup must wait for every phase of a barrier."""
+        """Waits until consumers have freed all stages; every phase of a barrier must be waited for."""
         for back in range(1, stages + 1):
 
             @pl.when(filled >= back)

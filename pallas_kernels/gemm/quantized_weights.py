@@ -95,7 +95,7 @@ def why_unsupported(*, dtype: Any, group: int, k: int, step: int) -> str | None:
 
 @dataclass(frozen=True)
 class QuantizedTile:
-    """`span` columns of the weights in one K step."""
+    """`span` columns of the weights [N, K] in one K step of `step_k` elements."""
 
     format: Format
     span: int
@@ -157,7 +157,7 @@ class QuantizedTile:
         else:
             # A row of a block is 128 bytes, which are swizzled as one unit.
             memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
-        # A copy must begin at a multiple of 128 bytes.
+        # A TMA copy must begin at a multiple of 128 bytes: rows of one byte a column are padded to it.
         rows = self.scale_rows
         while rows * self.span % 128:
             rows += 1
@@ -211,7 +211,7 @@ class QuantizedTile:
 
     @property
     def unit(self) -> float:
-        """Factor by which integers in registers are too small, applied to sums or scales; else 1."""
+        """Factor by which integers in registers are too small; sums or scales take it. 1 for floats."""
         return dequantize.unit(self.x_dtype) if self._is_integer else 1.0
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
@@ -282,7 +282,7 @@ class QuantizedTile:
         return piece_of
 
     def _scaled_parts(self, w: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
-        """Multiplies equal parts of w's columns, each by its own vector of scales for the rows."""
+        """Multiplies equal parts of the columns of w [width, K], each by its scales [width]."""
         if not scales:
             return w
         each = w.shape[1] // len(scales)
@@ -367,7 +367,10 @@ class QuantizedTile:
     def _shifts(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: int, width: int
     ) -> list[jax.Array]:
-        """Returns what is added to each group's unsigned integers [width], divided by `unit`."""
+        """Returns a vector [width] for each group: what is added to its unsigned integers over `unit`.
+
+        Without zero points, one vector is for all groups.
+        """
         added = dequantize.ADDED_TO_WORDS if self.format.in_words else dequantize.ADDED_TO_BYTES
         if not self.format.has_zero_point:
             splat = jnp.full((width,), -added / self.unit, self.x_dtype)
@@ -388,7 +391,7 @@ class QuantizedTile:
 
 
 def _part_of(numbers: Sequence[jax.Array], piece: int) -> Sequence[jax.Array]:
-    """Returns the shifts or scales of a piece, given those of its block, each for an equal part."""
+    """Returns the shifts or scales of a piece, given a block's, each for an equal part along K."""
     if len(numbers) < 2:
         return numbers
     count = max(1, len(numbers) * PIECE // BLOCK)

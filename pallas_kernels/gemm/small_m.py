@@ -100,9 +100,11 @@ class FewRows:
     w_transposed: bool
     """True if w is [N, K]."""
     function: Callable[..., Mapping[str, Any]]
-    """The epilogue, which returns a dict of the outputs' tiles, or of the pieces of each tile."""
+    """The epilogue, a function of tiles [8, tile_n] of products and operands. It returns a dict of the
+    outputs' tiles or, if `piece` is not 0, of each tile's pieces."""
     vectors: Mapping[str, jax.ShapeDtypeStruct]
-    """Vectors [N]; or of any other width, the same for all blocks of columns; or [segments, width]."""
+    """Vectors [N]; or of any other width, the same for all blocks of columns; or [segments, width], a
+    row for each of `segments`."""
     matrices: Mapping[str, jax.ShapeDtypeStruct]
     """Matrices [M, N]; or [P, W], the same for all blocks of columns, whose row m % P is for row m."""
     outputs: Mapping[str, Any]
@@ -148,7 +150,7 @@ class FewRows:
 
     @property
     def sums_by_groups(self) -> bool:
-        """True if a scale along K multiplies the float32 sum over its group, not each weight."""
+        """True if the scale of a group along K multiplies the group's float32 sum, not each weight."""
         q = self.quantized
         return q is not None and q.group > 0 and not self.quantized_tile.scales_weights
 
@@ -166,7 +168,7 @@ class FewRows:
 
     @property
     def columns(self) -> int:
-        """Number of blocks of columns."""
+        """Number of blocks of `tile_n` columns, one for each cluster."""
         return pl.cdiv(self.n, self.config.tile_n)
 
     @property
@@ -230,10 +232,10 @@ class FewRows:
         return scratch
 
     def _chunk_memory(self, width: int, dtype: Any, pieces: int = 1) -> plgpu.RefUnion:
-        """Returns memory for a CTA's chunks of a matrix, in pieces that are stored row after row.
+        """Returns shared memory [chunks, pieces, 8, width] for a CTA's chunks of a matrix, as two views.
 
-        The first view is for registers, the second for copies, of the same bytes. The first has a
-        tiling of one tile, because Mosaic would choose another, in which rows are not contiguous.
+        Both have contiguous rows: the first is for registers, the second for copies. The first has
+        a tiling of one tile, because Mosaic would choose another, in which rows are not contiguous.
         """
         shape = (self.chunks_of_cta, pieces, _CHUNK, width)
         whole = plgpu.TilingTransform((_CHUNK, width))
@@ -301,8 +303,8 @@ class FewRows:
             cluster=(self.config.parts,),
             cluster_names=("part",),
             kernel_name=name,
-            # Between a thread's stores and another thread's reads there is always a commit or a barrier
-            # of the cluster, for which the whole warpgroup waits.
+            # Mosaic's own barriers are not needed: between a thread's stores and another thread's reads
+            # there is always a commit or a barrier of the cluster, for which the whole warpgroup waits.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(*xs, *ws, *others)
 
@@ -443,7 +445,7 @@ class _Cta:
             )
 
     def _accumulate(self, first, last, *accumulators) -> Sequence[jax.Array]:
-        """Returns the sums of each product from step `first` to before step `last`."""
+        """Returns each product's sums [columns, rows] over the K steps `first` to `last` - 1."""
         if self.product.quantized is not None:
             self._each_step(first, last, functools.partial(self._multiply_step, accumulators), None)
             return [acc[...] for acc in accumulators]
@@ -505,7 +507,7 @@ class _Cta:
         return nothing
 
     def _accumulate_groups(self, first, last) -> Sequence[jax.Array]:
-        """Returns the sums of each product, to which groups' sums along K are added once scaled."""
+        """Returns each product's sums [columns, rows], of groups along K multiplied by their scales."""
         tile = self.product.quantized_tile
 
         def multiply(slot, totals):
@@ -635,11 +637,12 @@ class _Cta:
                 pl.when((first >= 0) & (first < array.shape[1]))(store)
 
     def _sum(self, memory: Any) -> jax.Array:
-        """Adds up rows of a product over the CTAs of the cluster, in their order."""
+        """Returns a chunk [8, tile_n] of a product, added up over the cluster's CTAs in their order."""
         parts = self.config.parts
         total = None
         for part in range(parts):
-            # Mosaic takes references to another CTA's shared memory only to whole arrays.
+            # Mosaic takes references to another CTA's shared memory only to whole arrays, so that each
+            # chunk is an array of its own.
             ref = memory if parts == 1 else plgpu.cluster_ref(memory, {"part": jnp.int32(part)})
             value = plgpu.load(ref, layout=self._layout)
             total = value if total is None else total + value

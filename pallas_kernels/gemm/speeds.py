@@ -85,7 +85,7 @@ class Speeds:
     quantized_part: float = 0.13
     """Time that each CTA of a cluster beyond the first adds, with quantised weights."""
     quantized_missing_stage: float = 0.26
-    """Time that each pipeline stage missing to four adds, with quantised weights."""
+    """Time that each pipeline stage below four adds, with quantised weights."""
     quantized_room_of_four: float = 0.66
     """Fraction of the SMs that clusters of four CTAs, which must start together, occupy at once."""
     quantized_room_of_eight: float = 0.57

@@ -25,7 +25,7 @@ RAW_STAGES = 2
 
 
 def run_of(tiles_before: Callable[[Any], Any], runs: int, tile: Any) -> jax.Array:
-    """Returns the index of the run of tiles that contains a tile, by bisection in a kernel.
+    """Returns the index of the run of consecutive tiles that contains a tile, by bisection in a kernel.
 
     Args:
       tiles_before: function from a run's index to the number of tiles before the run, and from `runs` to
@@ -115,7 +115,7 @@ class TiledProduct:
 
     @property
     def scales_columns_alike(self) -> bool:
-        """True if columns share K steps' scales, so few that consumers load them one by one."""
+        """True if several columns share a scale; consumers then load a tile's few scales one by one."""
         return self.scaled_columns > 1
 
     @property
@@ -200,7 +200,7 @@ class TiledProduct:
 
     @property
     def raw_tile(self) -> QuantizedTile:
-        """Tile of one step of quantised weights, whose groups run along K or along the columns."""
+        """Tile of one step of quantised weights, which share scales along K or, in [K, N], along N."""
         assert self.quantized is not None
         if self.b_transposed:
             return QuantizedTile(self.quantized, self.part_n, self.dtype, RAW_STEP)
@@ -239,8 +239,9 @@ class TiledProduct:
         c = self.config
         takers = 1 if c.ping_pong else CONSUMERS
         ring = self.operand_memory() | dict(
-            # A warpgroup must wait for every phase of a barrier. In ping-pong each warpgroup waits for
-            # the stages of its own tiles alone, and so has barriers of its own.
+            # A wait tells only odd phases of a barrier from even ones, so a warpgroup must not skip one.
+            # In ping-pong each warpgroup waits for the stages of its own tiles alone, and so has
+            # barriers of its own.
             full=plgpu.Barrier(
                 num_arrivals=self.copies_of_slot,
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
@@ -298,16 +299,16 @@ class TiledProduct:
         return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
 
     def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
-        """Returns a view of an array [M, N]: `columns`, and the rows of a warpgroup's tile."""
+        """Returns a view of an array [M, N]: `columns`, and the tile_m rows from `m_start` on."""
         return ref.at[pl.ds(m_start, self.config.tile_m), columns]
 
     def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
-        """Starts the copies of `columns` of a warpgroup's tile to an array [M, N]."""
+        """Starts the copy of `source`, in shared memory, to `columns` of a tile's rows of ref [M, N]."""
         destination = self.rows_at(ref, place.m_start, columns)
         plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
 
     def after_tiles(self, wg_idx: Any, epilogue_of: Callable[[TilePlace], Any]) -> None:
-        """Stores, in a consumer warpgroup, rows of the result that no tile has, such as zeros."""
+        """Stores rows of the result that are in no tile, such as zeros; each consumer calls it last."""
 
     @property
     def rows(self) -> int:
@@ -423,11 +424,12 @@ class Ring:
     once: Any = None
     """Barrier that says that the operands which stay in shared memory have arrived."""
     masked: Any = None
-    """Barrier that says that both consumers have set other groups' rows in a stage to zero."""
+    """Barrier that says that both consumers have set the rows of other groups in a stage to zero, in a
+    grouped wgrad."""
 
 
 def part(acc_ref: Any, rows: slice, columns: slice) -> Any:
-    """Returns a part of the accumulators, without slicing an axis of which it has all."""
+    """Returns `rows` and `columns` of the accumulators; an axis that is whole is not sliced."""
     height, width = acc_ref.shape
     if (rows.start, rows.stop) != (0, height):
         return acc_ref.at[rows, columns]

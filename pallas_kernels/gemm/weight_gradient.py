@@ -263,7 +263,7 @@ class _WeightProduct(Product):
     """Static parameters of a launch, and how parts of x and dy are copied and summed.
 
     `m` is the number of the result's rows. With R that number padded to whole tiles, `m_start` is
-    part * R + row, so that it identifies the part too.
+    part * R + row, so that it identifies the part of split-K too.
     """
 
     widths: tuple[int, ...]
@@ -338,7 +338,7 @@ class _WeightProduct(Product):
         return (part * down + m_idx) * c.cta_tile_m, n_idx
 
     def place_of(self, m_start: Any) -> tuple[jax.Array, jax.Array]:
-        """Converts a tile's first row, counted over all parts, to its part and the row of the result."""
+        """Converts a tile's `m_start` to its part of split-K and its first row in the result."""
         rows = jnp.int32(self.down * self.config.cta_tile_m)
         return lax.div(m_start, rows), lax.rem(m_start, rows)
 
@@ -376,7 +376,10 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do(array, first)` for the array whose columns of tiles, `first` on, include `n_idx`."""
+        """Calls `do(array, first)` for the array, one for each dy, that has the column of tiles `n_idx`.
+
+        `first` is the array's first column of tiles.
+        """
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)
@@ -451,7 +454,8 @@ class _Launch:
         if c.cluster == 1:
             memory = block((CONSUMERS, self.slots), c.tile_m, _CHUNK, self.stored_dtype)
             return {"out_smem": memory}
-        # Mosaic takes references to another CTA's shared memory only to whole arrays.
+        # Mosaic takes references to another CTA's shared memory only to whole arrays, so that each
+        # piece is an array of its own.
         views = block((), c.tile_m, _CHUNK, self.stored_dtype).refs
         if self.stored_dtype != jnp.float32:
             views = (*views, *block((), c.tile_m, _CHUNK, jnp.float32).refs)
@@ -525,7 +529,7 @@ class _StoreOfTile:
         self._copy(copies.at[place], index)
 
     def _exchange(self, acc: jax.Array, turn: int) -> None:
-        """Exchanges a piece of the tile per CTA of the cluster; each CTA adds and stores one piece."""
+        """Exchanges pieces (32 columns) of the tile; each CTA of the cluster adds and stores one."""
         cluster = self.launch.product.config.cluster
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for wg_idx, pieces in enumerate(self.smem["out_smem"]):
@@ -551,7 +555,7 @@ class _StoreOfTile:
         plgpu.barrier_wait(self.smem[name].at[self.place.wg_idx])
 
     def _add(self, piece: Sequence[Any], index: int) -> None:
-        """Adds up a piece over the CTAs of the cluster, in their order, and starts its copy."""
+        """Adds up a piece over the cluster's CTAs, in their order, and starts its copy to the result."""
         registers, copies, *_ = piece
         total = None
         for cta in range(self.launch.product.config.cluster):
@@ -565,7 +569,7 @@ class _StoreOfTile:
         self._copy(copies, index)
 
     def _copy(self, piece: Any, index: int) -> None:
-        """Starts the copy of a piece of the tile's columns."""
+        """Starts the copy of a piece, 32 of the tile's columns, to the result of its dy."""
         product = self.launch.product
         part, row = product.place_of(self.place.m_start)
         group = lax.div(part, jnp.int32(product.config.cluster))
