@@ -89,7 +89,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
                 f"a run is resumed from its newest checkpoint, but --out {args.out} is one of them;"
                 f" pass --out {run.directory}, and remove the later checkpoints to go on from this one."
             )
-        # Older runs, without the flag, used the default optimizer.
+        # Runs of older versions have no --optimizer; they used the default one.
         saved = {"optimizer": optimizers.DEFAULT} | run.flags
         if others := sorted(saved.keys() - vars(args).keys() - {*_DEVICE_FLAGS}):
             raise ExampleError(

@@ -72,7 +72,7 @@ def read_labels(path: Path) -> np.ndarray:
 
 
 def _decode[T](path: Path, convert: Callable[[Image.Image], T]) -> T:
-    """Returns `convert` of the image in a file, rotated upright."""
+    """Returns `convert(image)` of a file's image, rotated as its EXIF orientation says."""
     try:
         with Image.open(path) as image:
             return convert(ImageOps.exif_transpose(image))

@@ -1,4 +1,4 @@
-"""Placements decide which devices store and compute a training, on one device or on many.
+"""Placements decide which devices store a training's arrays and run its steps: one device or many.
 
 A training is written once, for whole batches and whole parameters, and a placement compiles its
 functions. The placements on many devices are in examples/multi_gpu.

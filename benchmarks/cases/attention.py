@@ -12,7 +12,7 @@ from benchmarks.sweep.attention import stock_fits
 from benchmarks.sweep.configs import Attention
 
 Shape = tuple[int, ...]
-"""Sizes (batch, tokens, heads, head size); fewer key heads are listed before the head size."""
+"""Sizes (batch, tokens, heads, head size), or (batch, tokens, heads, key heads, head size)."""
 
 _LONGEST: Shape = (1, 16384, 16, 128)
 _VIT: tuple[Shape, ...] = ((64, 197, 12, 64), (256, 197, 12, 64))
@@ -40,7 +40,7 @@ def cases(
     plain: Sequence[Shape] | None = None,
     causal: Sequence[Shape] | None = None,
 ) -> list[Case]:
-    """Returns every operation at every shape, in the order in which they are measured."""
+    """Returns a case for each operation at each shape, in the order of measurement."""
     plain = plain or (QUICK_PLAIN if quick else PLAIN)
     causal = causal or (QUICK_CAUSAL if quick else CAUSAL)
     return [

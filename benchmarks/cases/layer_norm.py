@@ -16,7 +16,7 @@ _EPSILON = 1e-6
 
 
 def cases(quick: bool = False, shapes: Sequence[tuple[int, int]] | None = None) -> list[Case]:
-    """Returns every operation at every shape, in the order in which they are measured."""
+    """Returns a case for each operation at each shape, in the order of measurement."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
 

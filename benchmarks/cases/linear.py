@@ -17,7 +17,7 @@ QUICK_SHAPES = (_SMALL, _LARGE)
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Returns every operation at every shape, in the order in which they are measured."""
+    """Returns a case for each operation at each shape, in the order of measurement."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
 

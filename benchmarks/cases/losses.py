@@ -29,8 +29,8 @@ def cases(
     layers: Sequence[tuple[int, int, int]] | None = None,
     images: Sequence[tuple[int, int, int]] | None = None,
 ) -> list[Case]:
-    """Returns every operation at every shape, in the order in which they are measured."""
-    del quick  # There are few shapes.
+    """Returns a case for each operation at each shape, in the order of measurement."""
+    del quick  # There are few shapes: all are measured.
     return [
         *(_logits_case(operation, shape) for operation in _OF_LOGITS for shape in logits or LOGITS),
         *(_layer_case(shape) for shape in layers or LAYERS),

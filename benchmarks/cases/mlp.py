@@ -27,7 +27,7 @@ QUICK_SHAPES = (SHAPES[0], _LARGE)
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Returns every operation at every shape, in the order in which they are measured."""
+    """Returns a case for each operation at each shape, in the order of measurement."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     whole = [
         _case(operation, shape, with_gradient)
@@ -54,7 +54,7 @@ def _flax_gated_unit(x, w_gate, w_up):
 def _tokamax_gated_unit(x, w_gate, w_up):
     import tokamax
 
-    # The names keep tokamax from running XLA where its own kernels cannot run.
+    # With these names tokamax raises where its own kernels cannot run, in place of running XLA.
     return tokamax.gated_linear_unit(
         x, (w_gate, w_up), activation=jax.nn.silu, implementation=("mosaic", "triton")
     )

@@ -54,7 +54,7 @@ def case(
       backward: operations of the backward's products for each of the forward's.
       bars: ratios to a peer's time, or rates, that ours must reach.
       peers: further functions in JAX.
-      torch_peers: further functions that import what a torch peer needs and return it.
+      torch_peers: further functions that import a torch peer's packages and return its function.
       far_bias: index of a bias before a relu whose values are moved far from 0, so that rounding does
         not decide whether a gradient is 0.
       differentiable: how many operands get a gradient, if not all that the sweep differentiates by.

@@ -45,7 +45,7 @@ _OPERATIONS = (
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Returns every operation at every shape, in the order in which they are measured."""
+    """Returns a case for each operation at each shape, in the order of measurement."""
     return [
         _case(operation, shape)
         for operation in _OPERATIONS

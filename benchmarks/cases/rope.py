@@ -15,8 +15,8 @@ SHAPES: tuple[Shape, ...] = ((8, 4096, 32, 8, 128), (256, 197, 12, 12, 64))
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Returns every operation at every shape, in the order in which they are measured."""
-    del quick  # There are few shapes.
+    """Returns a case for each operation at each shape, in the order of measurement."""
+    del quick  # There are few shapes: all are measured.
     shapes = shapes or SHAPES
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
 

@@ -18,7 +18,7 @@ SIDE, COLUMNS = 8192, 512
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A product with a square block-sparse matrix, whose blocks are at random places."""
+    """A product with a square block-sparse matrix: the blocks of largest norm of a random matrix."""
 
     size: int
     density: float

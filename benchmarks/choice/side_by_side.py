@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _lines(options: argparse.Namespace) -> list[str]:
-    """Returns the cases as JSON lines; the main process draws them, and the others read its file."""
+    """Returns the cases as JSON lines: the main process draws them, lowering processes read its file."""
     if options.lower:
         return (options.folder / "cases").read_text().splitlines()
     names = options.operators or list(configs.OPERATORS)
@@ -74,7 +74,7 @@ def _lines(options: argparse.Namespace) -> list[str]:
 
 
 def _process(options: argparse.Namespace, build: str, part: int) -> "subprocess.Popen[bytes]":
-    """Starts a process that lowers its part of the cases with one build."""
+    """Starts a process that lowers every `workers`-th case, from `part` on, with one checkout."""
     (options.folder / build).mkdir(exist_ok=True)
     folder = Path.cwd() if build == "now" else options.before.resolve()
     given = [f"--lower={build}", f"--part={part}", f"--workers={options.workers}"]
@@ -138,7 +138,7 @@ def _compare(options: argparse.Namespace, lines: Sequence[str], processes: Seque
 def _modules(
     folder: Path, index: int, direction: str, processes: Sequence[Any], deadline: float
 ) -> Any:
-    """Returns both builds' modules of a case; None if they are not ready before the deadline."""
+    """Returns a case's lowered modules of both checkouts; None if the deadline passes before."""
     paths = [folder / build / f"{index}.{direction}" for build in _BUILDS]
     while not all(path.exists() for path in paths):
         if time.monotonic() > deadline or all(p.poll() is not None for p in processes):

@@ -25,7 +25,7 @@ _DRAWS, _MORE_DRAWS = 4, 28
 """Draws of operands and cotangents for each case, and additional draws for a case that seems wrong."""
 _FACTOR, _UNITS = 2.0, 2.0
 _TRUTH_ROUNDING = 2.0**-18
-"""Error of the float32 truth itself, as a share of its largest value."""
+"""Error of the float32 truth itself, relative to its largest value."""
 _UNSURE = 4.0
 """Allowed multiple of the truth's change when the last bits of all operands change. A difference of
 nearly equal numbers, such as the gradient of a norm over two features, cannot be more accurate."""

@@ -57,7 +57,7 @@ def draw_norm(draw: Draw) -> Options:
 
 
 def _draw_images(draw: Draw, rank: int, has_residual: bool) -> Options:
-    """Draws the gate, and adaLN modulation with its number of leading axes; None for no modulation."""
+    """Draws the gate, and adaLN modulation with its number of leading axes (None: no modulation)."""
     adaptive = rank > 2 and draw.chance(0.2)
     gates = ("all images", "each image") if adaptive else ("all images",)
     return dict(

@@ -36,7 +36,7 @@ class How(NamedTuple):
     implementation: str | None
     """Implementation that the call names: the drawn one in the judged program, "xla" in the others."""
     exact: bool
-    """True if operands are float32, and results too, even if the call names a dtype."""
+    """True if operands and results are float32, even if the call names a dtype of results."""
 
     def out_dtype(self, dtype: str | None) -> str | None:
         return "float32" if self.exact and dtype else dtype
@@ -123,7 +123,7 @@ class Problem:
         whole = [noise.get(f"result {i}", jnp.zeros(y.shape)) for i, y in enumerate(results)]
         if cotangents is None:
             return whole
-        # The loop has the problem's order, because jax.jit sorts a dict by its keys.
+        # Noise is appended in the order of `self.operands`: jax.jit sorts a dict by its keys.
         for name in self.operands:
             values = noise.get(name, jnp.zeros(operands[name].shape))
             # An unbatched operand's gradient is a sum over the batch, whose errors are independent.

@@ -72,7 +72,7 @@ def draw_sparse24(draw: Draw) -> Options:
 
 
 def sparse24_matmul(options: Options) -> Problem:
-    """Returns a problem whose 2:4 pattern comes from another matrix: rounding must not decide it."""
+    """Returns a problem whose 2:4 pattern comes from another matrix, so rounding cannot change it."""
     o, rng = options, rng_of(options)
     places = jaxfused.Sparse24.from_dense(
         rng.normal(size=(o["width"], o["out"])).astype(np.float32)

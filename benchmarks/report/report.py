@@ -192,7 +192,7 @@ def faults(section: Section) -> Iterator[str]:
 
 
 def print_report(name: str, section: Section) -> None:
-    """Prints the table, the ceilings, what is missing, and last the bars (target ratios)."""
+    """Prints the table, ceilings, missing peers, rows without a time, and the bars (target ratios)."""
     _print_table(f"{name}: microseconds", *table(section))
     print(ceilings_line(section))
     for peer, reason in section["missing"].items():

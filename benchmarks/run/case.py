@@ -1,4 +1,4 @@
-"""Data that an operator's file gives to the runner: cases, implementations, and bars (target ratios)."""
+"""Cases, their implementations, and bars (target ratios), as benchmarks/cases define them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ ONE_DRAW = "torchvision"
 """Name of torchvision's transforms of a batch, which draw once for all of its images."""
 
 LESS = (BARE, UNROTATED, ONE_DRAW)
-"""Names of programs that do less than the others; their results are not compared."""
+"""Names of programs that compute less than the operator; their results are not compared."""
 
 LABELS = {
     MIXED: "jaxfused",
@@ -84,13 +84,13 @@ class Case:
     jax: Mapping[str, Function]
     """Functions of this package and of JAX peers, by name; each returns what `truth` returns."""
     torch: Mapping[str, Callable[[], Function]]
-    """Functions that import what a torch peer needs and return it, by name."""
+    """Functions that import a torch peer's packages and return its function, by name."""
     bytes: int
     """Fewest bytes through device memory: every operand of every pass once."""
     flops: int = 0
     """Floating-point operations; the case is judged by them if not 0, else by bytes."""
     default: str = MIXED
-    """Implementation among OURS that a user gets."""
+    """Implementation among OURS that a user gets by default."""
     bars: tuple[Bar, ...] = field(default=())
     dtype: str = "bfloat16"
     differentiable: int = 0

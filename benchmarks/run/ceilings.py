@@ -46,7 +46,7 @@ def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
             slot = lax.rem(step, jnp.int32(slots))
             plgpu.barrier_wait(loaded.at[slot])
             plgpu.copy_smem_to_gmem(ring_smem.at[slot], y_gmem.at[cta + step * ctas])
-            # One store may still read its slot; the slot of the previous step is free again.
+            # Only this step's store may still read its slot; the previous step's slot is free again.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             refill = step - 1 + slots
 

@@ -90,7 +90,7 @@ class Draw:
         return self.rounded(128 if self.chance(0.75) else 1, most)
 
     def shard(self, size: int) -> int:
-        """Returns the part of an axis that one of 1 to 8 devices holds; half of the draws have one."""
+        """Returns an axis' size on one of 1, 2, 4 or 8 devices; half of the draws have one device."""
         return max(1, size // self.pick((1, 1, 1, 2, 4, 8)))
 
     def dtype(self, *rare: str) -> str:

@@ -275,7 +275,7 @@ def _prepare_torch(
 
 
 def _combine(rounds: Sequence[_Row]) -> _Row:
-    """Returns a row of the result: the smaller one of CUPTI's and the events' medians of samples."""
+    """Returns a row: the median of all samples by CUPTI or by CUDA events, whichever is smaller."""
     by_clock: dict[str, list[list[float]]] = {}
     for clock in ("cupti", "events"):
         if all(clock in r for r in rounds):

@@ -77,7 +77,7 @@ def _fp8_programs(problem: Problem, written: Function) -> Programs:
 
 
 _Fp8 = tuple[jax.Array, jax.Array]
-"""Quantised numbers and the scale that they share."""
+"""Float8 numbers of a matrix, and the scale of all of them."""
 
 
 def _fp8_product(multiply: Callable[[str, _Fp8, _Fp8, Any], jax.Array]) -> Function:

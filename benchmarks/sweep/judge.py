@@ -54,8 +54,8 @@ def compile_case(
     """Compiles a case's programs in threads; returns futures: of shared programs, and by direction.
 
     Programs of a direction compile one after the other, ours last. XLA autotunes a product or fusion
-    once in a process, and the config it selects varies between runs; so parts that two programs share
-    get the same config.
+    once in a process, and the config it selects varies between runs; so a product that two programs
+    share has the same config in both.
     """
     quick = _NO_AUTOTUNING if on_gpu else {}
     options = dict.fromkeys((INPUTS, TRUTH, COMPARE), quick) | {YARDSTICK: quick | _AS_WRITTEN}
@@ -154,8 +154,8 @@ def judge(
         sets = input_sets(shared[name].result(), written.weight_bytes, on_gpu=on_gpu)
         name = TRUTH
         truth = jax.block_until_ready(shared[name].result()(*sets[0]))
-        # This may fail: XLA refuses jax.nn's float16 attention of one query, for instance, with
-        # "Unsupported dot precision algorithm".
+        # The low-precision reference may fail: XLA refuses jax.nn's float16 attention of one query,
+        # for instance, with "Unsupported dot precision algorithm".
         name = YARDSTICK
         plain = jax.block_until_ready(shared[name].result()(*sets[0]))
     except Exception as error:
@@ -175,7 +175,7 @@ def judge(
 
 
 def input_sets(make: Callable[[Any], Any], weight_bytes: int, *, on_gpu: bool) -> list[Any]:
-    """Returns several sets of inputs; successive calls use them in turn, so that caches do not help."""
+    """Returns several sets of inputs for successive calls, so that no call finds its own in the L2."""
     first = make(jnp.int32(0))
     count = _count_of_sets(sum(a.nbytes for a in first), weight_bytes) if on_gpu else 2
     return jax.block_until_ready([first, *(make(jnp.int32(seed)) for seed in range(1, count))])

@@ -108,7 +108,7 @@ class QuantizedProduct:
     residual: bool
     layout: str = "columns"
     columns: int = 1
-    """Columns of the weights that share a scale; drawn cases have 1."""
+    """Columns of the weights that share a scale; 1 in all cases that are drawn at random."""
     operator: ClassVar[str] = "quantized_product"
 
     def fits(self) -> bool:
@@ -120,7 +120,7 @@ class QuantizedProduct:
 
 
 def quantized_product(draw: Draw) -> QuantizedProduct:
-    """Draws a product of quantised x and weights; 15 % of float8 has groups of 128."""
+    """Draws a product of quantised x and weights; in 15 % of float8, 128 features share a scale."""
     width, out = _width_and_out(draw)
     number = draw.pick(("int8", "float8_e4m3fn"))
     group = 128 if number == "float8_e4m3fn" and draw.chance(0.15) else 0

@@ -43,7 +43,7 @@ from jaxfused.runtime.quantized_array import Layout
 class _Weights:
     """Format of quantised weights [inputs, outputs], which are several operands of a program.
 
-    int4 weights come twice: packed by jaxfused, and in XLA's own 4-bit dtype, which stock reads.
+    int4 weights are stored twice: packed by jaxfused, and in XLA's 4-bit dtype, which stock reads.
     """
 
     format: str
@@ -79,7 +79,7 @@ class _Weights:
         return jaxfused.QuantizedArray(arrays[0], arrays[1], zero_point, -2, self.layout)
 
     def in_groups(self, arrays: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns (stored numbers minus zero points [groups, group size, outputs], scales)."""
+        """Returns (numbers - zero points [groups, group size, outputs], scales [groups, outputs])."""
         numbers = arrays[-1] if self.format == "int4" else arrays[0]
         numbers = numbers.mT if self.layout == "columns" else numbers
         scale = jnp.repeat(arrays[1], self.columns, axis=1)

@@ -265,8 +265,8 @@ def kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:
 def summed(timed: Sequence[tuple[str, float]], source: dict[str, str]) -> Row:
     """Sums milliseconds by kind of kernel, and lists the kernels that take longest, largest first.
 
-    The same operation in all layers is one entry, with its count, microseconds and source. Its kernels'
-    names differ in XLA's number at the end, their sources in the number of Flax's module.
+    An operation that all layers have is one entry, with its count, microseconds and source: the number
+    that XLA appends to a kernel's name, and that of Flax's module in the source, are dropped.
     """
     kinds: dict[str, float] = {}
     times: dict[tuple[str, str], list[float]] = {}

@@ -62,7 +62,7 @@ def kernel_milliseconds(row: Row) -> float | None:
 
 
 def by_kind(row: Row) -> dict[str, float]:
-    """Returns a step's milliseconds by kind of kernel; "gaps" is the rest of the host's time."""
+    """Returns a step's milliseconds by kind of kernel; "gaps" are those in which no kernel runs."""
     shares = dict.fromkeys([*KINDS, "other"], 0.0) | row.get("kinds", {})
     # Kernels that ran at the same time may add up to more than the step.
     return shares | {"gaps": max(0.0, row["milliseconds"] - sum(shares.values()))}
@@ -120,7 +120,7 @@ def table(section: Section) -> tuple[list[str], list[list[str]]]:
 
 
 def memory(row: Row) -> str:
-    """Formats the allocator's peak in GiB, or in brackets XLA's plan if the peak is not this row's."""
+    """Formats the allocator's peak in GiB, or XLA's plan in brackets if the peak is an earlier row's."""
     if "peak_bytes" in row:
         return f"{row['peak_bytes'] / _GIB:.1f}"
     return f"({row['planned_bytes'] / _GIB:.1f})"

@@ -1,7 +1,7 @@
 """Compares several GPUs with one of them: `python -m benchmarks parallel`.
 
 Data parallel: a training step under Auto axes, with parameters on every device and the same number of
-images for each. The share is the slowest single device's time over that of all together. All devices
+images for each. The share is the step's time on the slowest device alone over that on all. All devices
 also run at the same time without all-reduces, each its own step, which separates the cost of the host
 from that of the all-reduces. Tensor parallel: forward and gradients of an mlp whose hidden features are
 split, and the time of one device that has them all. Context parallel: forward and gradients of attention

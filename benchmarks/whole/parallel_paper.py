@@ -27,7 +27,7 @@ class Machine:
     network_latency: float = 12e-6
     """Latency in seconds of a ring's step between hosts; `link_latency` is the one within a host."""
     launch: float = 8e-6
-    """Seconds of a collective of no bytes."""
+    """Seconds that a collective takes before its first byte is sent."""
     memory: float = 141e9
 
     def gather(self, size: float, count: int) -> float:
@@ -91,7 +91,7 @@ def data_parallel(
         compute
         * 2
         / 3
-        * 0.9,  # The first layers' gradients come last, and no compute is left to overlap.
+        * 0.9,  # The all-reduce of the gradients computed last, the first layers', overlaps no compute.
         2 * _gathered(size, count),
         # Parameters, gradients and two moments in float32; activations are not counted.
         16 * parameters,
@@ -136,7 +136,7 @@ def context_parallel(tokens: int, count: int, machine: Machine) -> Row:
 
 
 def tensor_parallel(count: int, machine: Machine, *, overlaps: bool = True) -> Row:
-    """Estimates gated_mlp 8192 x 4096 x 14336 with gradients, and all tokens on every GPU."""
+    """Estimates gated_mlp with gradients, with hidden features split and all tokens on every GPU."""
     rows, width, hidden = 8192, 4096, 14336
     compute = 3 * 3 * 2 * rows * width * hidden / count / machine.flops
     size = 2 * rows * width

@@ -89,7 +89,7 @@ class Program:
     carries: int = 0
     """Number of leading operands (donated) that the leading results replace in the next call."""
     mesh: Any = None
-    """A mesh of its own over the same devices, or None."""
+    """The program's own mesh over the devices of the mesh that it was built for; None for the latter."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _timed(workload: Workload, count: int) -> Row:
             for kind in ("argument", "output", "temp")
         }
         row["peak"] = memory.peak_memory_in_bytes
-        if jax.default_backend() == "cpu":  # There temporary memory is not in the peak.
+        if jax.default_backend() == "cpu":  # XLA's peak on a CPU leaves out temporary memory.
             row["peak"] += memory.temp_size_in_bytes
         if jax.default_backend() == "gpu":
             row |= _collective_share(once, count, row["milliseconds"])

@@ -66,7 +66,7 @@ class Symbols:
 
 @dataclass
 class Asked:
-    """A request, and the server's answer to it while there is no other."""
+    """A request, and the server's answer to it without load."""
 
     body: dict[str, Any]
     text: str = ""
@@ -333,7 +333,7 @@ def _compare(asked: Asked, text: str, args: argparse.Namespace, counts: Counts) 
 
 
 async def _alone(port: int, asked: Asked, *, with_margins: bool) -> None:
-    """Stores the answer to a request while there is no other, and perhaps its tokens' margins."""
+    """Stores the answer to a request sent without load, and if asked, its tokens' `margins`."""
     asked.text = "".join([piece async for piece in _streamed(port, asked.body)])
     if not with_margins:
         return

@@ -2,7 +2,7 @@
 
 Where XLA alone runs an operator, its program should move as many bytes as stock's, in as many kernels.
 Nothing is timed: a kernel's estimated time is its launch plus its bytes at the memory's bandwidth, even
-for a product. Cases that run kernels of this package are not judged, which needs a GPU.
+for a product. Cases that run kernels of this package are not judged: that needs a GPU.
 """
 
 import collections

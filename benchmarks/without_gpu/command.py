@@ -93,5 +93,5 @@ def listing(name: str, kernels: Sequence[hlo.Kernel], instructions: Mapping[str,
 
 
 def _short(source: str) -> str:
-    """Returns an operation's place in the program, without the prefix that all places share."""
+    """Returns an instruction's op_name without the prefix of jit, which all op_names share."""
     return re.sub(r"^jit\((?:run|<lambda>)\)/", "", source)

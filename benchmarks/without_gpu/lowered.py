@@ -214,7 +214,7 @@ def _kernel(escaped: str) -> str:
         mosaic_gpu.dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         module = ir.Module.parse(bytecode)
-        # The name ends in the number of kernels that this process has lowered.
+        # dump_basename ends in the number of kernels that this process has lowered so far.
         del module.operation.attributes["mosaic_gpu.dump_basename"]
         return str(module.operation.get_asm(enable_debug_info=False))
 

@@ -42,7 +42,7 @@ def prepare_host(count: int) -> Sequence[Any]:
     """Returns the H200s of one host to compile for, as `prepare` does one."""
     jax.config.update("jax_platforms", "cpu")
     sys.path.insert(0, str(PLUGIN))
-    # Mosaic links its kernels to this library, which it searched for when it was imported, in vain.
+    # Mosaic links its kernels to this library; its own search, at import, preceded this path.
     ctypes.CDLL(str(PLUGIN / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"), ctypes.RTLD_GLOBAL)
     if cuda_library.why_unavailable() is not None and _QUICK_LIBRARY.exists():
         cuda_library.PATH = _QUICK_LIBRARY

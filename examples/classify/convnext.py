@@ -87,7 +87,7 @@ class ConvNeXt(nnx.Module):
             jaxfused.nnx.Linear(many, width, kernel_init=normal, dtype=dtype, rngs=rngs)
             for many, width in zip(before, size.widths, strict=True)
         )
-        # The first norm follows its downsampling layer, the others precede theirs.
+        # norms[0] follows the first downsampling layer; each other norm precedes its stage's.
         norms = (size.widths[0], *size.widths[:-1])
         self.norms = nnx.List(
             jaxfused.nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for width in norms
@@ -133,7 +133,7 @@ class ConvNeXt(nnx.Module):
 
 
 def space_to_depth(x: jax.Array, size: int) -> jax.Array:
-    """Maps [B, H, W, C] to [B, H / size, W / size, size * size * C]: each square becomes one pixel."""
+    """Maps [B, H, W, C] to [B, H / size, W / size, size * size * C]: a square becomes one pixel."""
     batch, height, width, channels = x.shape
     shape = (batch, height // size, size, width // size, size, channels)
     return x.reshape(shape).transpose(0, 1, 3, 2, 4, 5).reshape(*shape[:2], shape[3], -1)

@@ -83,9 +83,10 @@ class Config:
 
     @property
     def layers(self) -> str | None:
-        """Container of the layers, if they map texts each by itself and so gather their own parameters.
+        """Name of the list of layers that all-gather their own parameters under FSDP; None with experts.
 
-        Experts do not, whose load is balanced over the batch.
+        Such a layer's result for a text may not depend on other texts, but the load of experts is
+        balanced over the batch.
         """
         return "blocks" if self.routed is None and self.mixture is None else None
 

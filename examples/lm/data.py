@@ -51,7 +51,7 @@ class Rows:
         """Returns a step's rows [B, T + 1]: the first T tokens are read, the last T are the labels."""
         of_all = dict(size=self.count, batch_size=self.batch_size)
         rows = epoch_indices(step, **of_all, seed=self.seed)[self.part]
-        # The rows of each pass start at different places in the text.
+        # Each pass cuts the text into rows at another random offset.
         shift = np.random.default_rng([self.seed, epoch_of(step, **of_all), 1]).integers(
             self.length
         )

@@ -1,8 +1,8 @@
 """Continuous batching with a paged cache: one program decodes a token of every running text.
 
 A text is a request: a prompt and its answer. Texts with a common prefix share its pages, also with texts
-that have ended. Prompts are prefilled in chunks of one size, with a decoded token between two chunks, so
-that long prompts do not delay other texts. If the pool runs out of pages, the text that came last is
+that have ended. Prompts are prefilled in chunks of one size, with a decoding step between two chunks, so
+that long prompts do not delay other texts. If the pool runs out of pages, the newest running text is
 preempted: it frees its pages, and is prefilled again when enough are free.
 """
 

@@ -180,7 +180,7 @@ def _config(architecture: Any, fields: Mapping[str, Any], tensors: Mapping[str, 
             config["query_pre_attn_scalar"] = config["hidden_size"] // heads
     if architecture == "gemma3":
         config["rope_local_base_freq"] = own.get("rope.freq_base_swa", 10_000.0)
-    # The file holds Gemma's scales with 1 added.
+    # A GGUF file stores Gemma's norm scales with 1 added, so the model must not add it again.
     found = dataclasses.replace(read_config(config), scale_offset=0.0)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, found.head_size) != found.head_size:

@@ -45,7 +45,7 @@ def run_layer(
     batched: Sequence[bool],
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Any:
-    """Returns `f(state, *arrays)` of a layer; within `layers_gather` its parameters are all-gathered.
+    """Returns `f(state, *arrays)` of a layer; `layers_gather(True)` has it all-gather its parameters.
 
     Args:
       f: function whose result for a batch entry depends on that entry alone.

@@ -161,7 +161,7 @@ def _portable(program: Program, like: list[Any], size: tuple[int, int, int]) -> 
     """Returns StableHLO for batches of any size, made of operations that every platform has."""
     (batch,) = jax.export.symbolic_shape("b")
     images = jax.ShapeDtypeStruct((batch, *size), jnp.uint8)
-    # A new lambda prevents that JAX reuses a cached trace for a GPU, which contains kernels.
+    # A new lambda keeps JAX from reusing a trace cached for a GPU, which contains its kernels.
     with dispatch.assume(_CPU):
         exported = jax.export.export(
             jax.jit(lambda weights, images: program(weights, images)), platforms=("cpu", "cuda")

@@ -61,7 +61,8 @@ class UNet(nnx.Module):
             block(before, width)
             for before, width in zip([channels, *widths[:-1]], widths, strict=True)
         )
-        # Windows do not overlap, so each pixel of the result reads only one of a window's four weights.
+        # The transposed convolution's windows do not overlap: a result's pixel reads one weight of four
+        # for each input channel, so the variance is scaled by 4.
         of_one_weight = nnx.initializers.variance_scaling(4.0, "fan_in", "truncated_normal")
         enlarge = functools.partial(
             jaxfused.nnx.ConvTranspose,

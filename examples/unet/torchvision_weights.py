@@ -17,7 +17,7 @@ from examples.errors import ExampleError
 from examples.unet.deeplab import DeepLabSize, DeepLabV3
 
 _COUNTER = "num_batches_tracked"
-"""End of the names of batch norms' counters, which only training reads."""
+"""Suffix of the names of batch norms' counters, which only training reads."""
 
 
 def load_deeplab(

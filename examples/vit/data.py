@@ -295,7 +295,7 @@ class _FolderTrain:
 def random_crop(
     width: int, height: int, least: float, rng: np.random.Generator
 ) -> tuple[float, float, float, float]:
-    """Returns a box (left, top, right, bottom) of random area, shape (3:4 to 4:3) and place.
+    """Returns a box (left, top, right, bottom) of random area, aspect (3:4 to 4:3) and position.
 
     Source: Szegedy et al., "Going deeper with convolutions", 2014, section 6,
     https://arxiv.org/abs/1409.4842

@@ -48,7 +48,7 @@ def _run(flags: argparse.Namespace, precision: str, seed: int) -> list[dict[str,
 
 
 def _smooth(records: Sequence[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps, and for each the mean training loss of the steps around it."""
+    """Returns steps, and for each the mean training loss of the last steps up to it."""
     train_records = [r for r in records if "loss" in r]
     steps, losses = (np.array([r[key] for r in train_records]) for key in ("step", "loss"))
     window = max(1, len(losses) // 25)

@@ -317,7 +317,7 @@ class Block(nnx.Module):
 
 
 def has_arrays(*layers: nnx.Module) -> bool:
-    """Returns whether all kernels are plain arrays: none is quantised or watched for calibration."""
+    """Returns whether all kernels are plain arrays: none is quantised, or wrapped for calibration."""
     return all(
         isinstance(layer, jaxfused.nnx.Linear) and isinstance(layer.kernel.get_value(), jax.Array)
         for layer in layers
