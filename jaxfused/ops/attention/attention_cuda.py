@@ -44,11 +44,12 @@ class Operands(NamedTuple):
     """Segment ids [B, T] int32 of queries; given with key_segments [B, S] and the two bounds."""
     key_segments: jax.Array | None = None
     key_bounds: jax.Array | None = None
-    """Blocks of keys for each block of queries, int32 [B, T / SEGMENT_BLOCK rounded up, 4]: the first
-    that has a key of the queries' segments, the start and end of those that need no mask, and the end
-    of all."""
+    """Indices of blocks of keys for each block of queries, int32 [B, T / SEGMENT_BLOCK rounded up, 4]:
+    the first block with a key of the queries' segments, the start and end of blocks that need no mask,
+    and the end of all blocks."""
     query_bounds: jax.Array | None = None
-    """Blocks of queries for each block of keys, int32 [B, S / SEGMENT_BLOCK rounded up, 4], likewise."""
+    """Blocks of queries for each block of keys, int32 [B, S / SEGMENT_BLOCK rounded up, 4]; as in
+    `key_bounds`."""
     dropout_seeds: jax.Array | None = None
     """Seeds [2, B, N] uint32 of dropout's counter-based random bits."""
     sinks: jax.Array | None = None

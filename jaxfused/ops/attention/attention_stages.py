@@ -78,7 +78,7 @@ class Options:
     def why_not(self, device: dispatch.Device, arrays: "Arrays") -> dict[str, str | None]:
         """Returns, by implementation, why it cannot run forward or backward, or None if it runs both.
 
-        For heads above 256 (`are_wide`), None of "pallas" means the forward alone.
+        For heads above 256 (`are_wide`), None for "pallas" means that it runs the forward only.
         """
         call = dict(
             compute_capability=device.compute_capability,

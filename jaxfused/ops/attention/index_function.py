@@ -64,7 +64,7 @@ class IndexFunction:
         try:
             program = traced(mesh) if mesh.manual_axes else None
             if program is None or not sharding.varying(*program.consts):
-                # The caller's mesh is hidden: kernels evaluate the program on one device's part.
+                # The caller's mesh is hidden: kernels evaluate the program on one device's shard.
                 program = traced(NO_MESH)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
             raise ValueError(

@@ -93,7 +93,7 @@ def conv(
         more than 1 is a transposed convolution, for which `jaxfused.conv_transpose` finds the padding.
       kernel_dilation: the distance between the values of x that neighbouring weights read.
       feature_group_count: into how many groups the input and the output channels are split, each
-        convolved apart; I is depthwise convolution, which has kernels of its own for windows of
+        convolved separately; I groups are a depthwise convolution, with kernels for windows of
         3 x 3, 5 x 5 and 7 x 7, and of 2 to 5 and 7 along one axis. Longer windows of it are products of
         Fourier transforms on a GPU (stride 1, no dilation) where that is faster: see below.
       activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.

@@ -57,7 +57,7 @@ def conv_transpose(
         spatial axis an int or a pair (low, high).
       kernel_dilation: the distance between the values that neighbouring weights reach.
       feature_group_count: into how many groups the input and the output channels are split, each
-        convolved apart.
+        convolved separately.
       transpose_kernel: whether w is that of the convolution that this one transposes: its spatial axes
         are flipped and its channels swapped.
       activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.

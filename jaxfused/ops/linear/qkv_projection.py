@@ -189,7 +189,7 @@ def _of_one_array(
     run: Runner, options: Options, x, w, bias, q_scale, k_scale, cos, sin, *, heads, key_heads
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries, keys and values by kernels, for weights (and biases) in one array."""
-    # A shard of the one array's columns is not a shard of queries, keys and values each.
+    # A shard of w's columns would not have an equal shard of each of queries, keys and values.
     whole: Any = sharding.align(
         (x, w, bias),
         operand_axes=(sharding.leading_axes(x.ndim - 1) + "d", "dc", "c"),

@@ -101,8 +101,8 @@ def weight_gradients(
         piece,
     )
     if sharding.is_explicit(x, *dys):
-        # The devices' products are added before rounding. The sums of dy are taken apart: devices with
-        # different features of x would each add the same sums.
+        # The devices' products are added before rounding. The sums of dy are computed separately:
+        # devices with different features of x would each add the same sums.
         alone = replace(kernel, dtype=jnp.dtype(jnp.float32), sums_rows=False)
         sums = [sum_rows(dy, jnp.float32) for dy in dys] if sums_rows else []
         results = (*run(alone, x, *dys), *sums)

@@ -45,7 +45,7 @@ class Statistics(NamedTuple):
     picked: jax.Array
     """Sum of labels * (logits - maximum): for integer labels, the label's logit - maximum."""
     mean: jax.Array
-    """Mean of logits - maximum over the classes; 0 without label smoothing, which alone reads it."""
+    """Mean of logits - maximum over the classes; 0 without label smoothing, its only use."""
     total: jax.Array
     """Sum of the labels: 1 for a class; 0 for a class on another device."""
 

@@ -91,7 +91,8 @@ def why_unsupported(
 _CACHED_BYTES = 28e6
 """Bytes that a pass reads and the next pass still finds in the L2."""
 _MOST_SUMS = 4096
-"""Most partial sums of an image (slices * groups) that every block merges; a kernel merges more.
+"""Most partial sums of an image (slices * groups) that every block merges; more are merged by
+a separate kernel.
 """
 _LAUNCH = 7.0
 """Microseconds of a launch, including its first loads and a block's sums."""

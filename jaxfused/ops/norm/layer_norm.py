@@ -78,7 +78,7 @@ def layer_norm(
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); D from 1 up.
       scale: [D], multiplies the normalised values. Any float dtype, as for the other parameters.
-        Or of the last axes of x, such as [G, D] for groups that are normed apart (by XLA).
+        Or of the last axes of x, such as [G, D] for groups that are normalised separately (by XLA).
       bias: like scale, is added after it.
       epsilon: is added to the variance.
       scale_offset: is added to `scale`; 1.0 for checkpoints that store scale - 1, as those of

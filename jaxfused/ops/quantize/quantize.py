@@ -67,9 +67,8 @@ def quantize(
       per_tensor: one scale for all of x.
       symmetric: whether there is no zero point, so that code 0 stands for 0. float8 is always symmetric.
       scale: given instead of chosen, positive and finite (in a compiled program others become NaN, and
-        make their groups NaN): a scalar, or an array of x's rank that has along
-        `axis` as many entries as groups, of axis -2 also along the last one, and elsewhere x's size
-        or 1.
+        make their groups NaN): a scalar, or an array of x's rank with one entry
+        per group along `axis` (for axis -2 along the last axis too), and x's size or 1 elsewhere.
       zero_point: with `scale`, for int8 and int4; an integer in the dtype's range, of the scale's
         shape or a scalar.
       layout: order of the numbers in memory: "rows" as x has them; "columns" with the summed axis

@@ -74,8 +74,8 @@ def rope_from_config(
     `YarnRope.logit_factor`, is part of a model's code and not of its config.
 
     Args:
-      config: all of it, as `json.load` or transformers' `to_dict` give it; of a model with several
-        parts that of the language model.
+      config: the whole config.json, as `json.load` or transformers' `to_dict` give it; for a model of
+        several parts, that of the language model.
       layer: the number of a layer, from 0, where layers differ.
       layer_type: "full_attention" or "sliding_attention", in its place where layers of one type agree.
       head_size: H, by default `qk_rope_head_dim`, `head_dim`, or `hidden_size` divided by

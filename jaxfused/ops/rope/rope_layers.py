@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
 
 def layers_of(config: Mapping[str, Any]) -> list[Layer]:
-    """Returns the layers of a model; an empty list if the config does not tell them apart."""
+    """Returns the layers of a model; an empty list if the config states nothing of layers."""
     count = config.get("num_hidden_layers")
     turning = config.get("no_rope_layers")
     if not turning and count is not None:
