@@ -87,8 +87,8 @@ __device__ __forceinline__ int statistical(const Args& args, const Shared<kChann
   return kIdentity;
 }
 
-// Statistics of a thread's values, combined later over the block. All are zero if no step needs
-// statistics.
+// Statistics of a thread's pixels (sum of gray, extremes of colours or counts of levels), combined
+// over the block by `write`. All are zero if no step needs statistics.
 template <int kChannels>
 class Counted {
   static constexpr int kColours = kChannels == 4 ? 3 : kChannels;

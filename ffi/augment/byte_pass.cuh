@@ -48,8 +48,8 @@ struct Tables {
   }
 };
 
-// Whether a kernel compiled for `only` contains the code of `reading`; kDirect contains all of
-// them.
+// Whether a kernel compiled for `only` contains the code of `reading`; one compiled for kDirect
+// contains the code of all.
 __host__ __device__ constexpr bool reads_by(Reading reading, Reading only) {
   return only == Reading::kDirect || reading == only;
 }
@@ -73,7 +73,8 @@ __device__ __forceinline__ void places(const Map& map, const Within<kBlur>& spot
   }
 }
 
-// Reads kPixels adjacent pixels; the values are from 0 to 1.
+// Computes kPixels adjacent pixels of the result from the image's pixels; the values are from 0 to
+// 1.
 template <Reading kOnly, bool kBlur, int kChannels>
 __device__ __forceinline__ void read_values(const Args& args, const Map& map, const Box& box,
                                             int image, const Tables& tables, uint32_t* words,

@@ -158,7 +158,7 @@ __device__ inline Box box_of(const Args& args, const Map& map, const Region& reg
                         map.radius(1, args.widest) == 1.0f;
   if (!args.fill_is_bytes || (!is_plain && args.interpolation != kNearest)) return box;
   // The tile's corners in the image; a wholly visible tile becomes a convex quadrilateral.
-  // Positions within it are rounded, hence the margins below.
+  // Positions computed within it have rounding errors, so the box gets the margins below.
   const float left = fminf(fminf(x[0], x[1]), fminf(x[2], x[3]));
   const float right = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
   const float top = fminf(fminf(y[0], y[1]), fminf(y[2], y[3]));
