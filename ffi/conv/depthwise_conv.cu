@@ -38,7 +38,7 @@ struct ConvArgs : ConvOperands {
   Strips strips;
 };
 
-struct WeightsArgs : WeightsOperands {  // each blockIdx.x writes its own sums
+struct WeightsArgs : WeightsOperands {  // part blockIdx.x of `sums` is of blocks with that index
   Strips strips;
 };
 
@@ -90,13 +90,15 @@ struct Strip {
   }
 };
 
-// Hides a value's origin from the compiler, so that it stays in a register.
+// Hides from the compiler how a value was computed, so that it stays in a register instead of being
+// computed again.
 __device__ __forceinline__ int held(int value) {
   asm("" : "+r"(value));
   return value;
 }
 
-// Returns the address of the pixel `i` pixels to the right, in one instruction.
+// Returns the address of pixel `i` of a row whose pixels are `pitch` bytes apart, in one
+// instruction.
 __device__ __forceinline__ const char* pixel(const char* row, int i, uint32_t pitch) {
   return row + static_cast<uint64_t>(pitch) * static_cast<uint32_t>(i);
 }
@@ -522,7 +524,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
     Dy dy_rows(
         {args.dy, strip.image, shape.out_height, shape.out_width, shape.channels, strip.column},
         reinterpret_cast<char*>(on_their_way[K::strip()]) + X::kBytes);
-    // Below the image there are no inputs to multiply with.
+    // Steps from `end` on would multiply only rows of x below the image, which are zeros.
     const int end = min(strip.end + K::kOlder, (shape.height - 1 + shape.top) / K::kStride + 1);
     const auto request = [&](int step) {
       if (step < end) {

@@ -45,7 +45,7 @@ constexpr int kSlots = kThreads / kOctets;
 // Extra bytes between the planes of the two octets, because adjacent lanes store the same column of
 // both, which must be in different banks.
 constexpr int kSkew = 128 / kOctets;
-// Quads of the next tile that a thread copies ahead of time.
+// Quads (four columns of eight channels) of the next tile that a thread copies ahead of time.
 constexpr int kRounds = 3;
 constexpr int kRequestedBytes = kRounds * 4 * kThreads * 16;
 
@@ -86,7 +86,7 @@ struct ConvArgs {
   int channel_groups;  // thread blocks that share a tile
 };
 
-struct WeightsArgs : WeightsOperands {  // each worker, a tile's thread blocks, writes its own sums
+struct WeightsArgs : WeightsOperands {  // each worker (blocks of the same tiles) has its own sums
   Tiling tiling;
   int width, channel_groups;
 };
@@ -106,7 +106,8 @@ struct Place {
 
 // --- to and from planes --------------------------------------------------------------------------
 
-// Returns the offset in a plane of the first value of a block's input window.
+// Returns the offset, in bytes of a channel's plane, of the first value of a block's input window
+// (kBandColumns columns of S::kRows rows).
 template <typename S>
 __device__ __forceinline__ int block_offset(const Tiling& tiling, int block) {
   const int row = block & ((1 << tiling.row_bits) - 1);
@@ -116,7 +117,7 @@ __device__ __forceinline__ int block_offset(const Tiling& tiling, int block) {
          column * kGranule;
 }
 
-// Returns the offset of row `row` of a window from the window's beginning.
+// Returns the offset in bytes of row `row` of an input window from the window's beginning.
 template <typename S>
 __device__ __forceinline__ int row_offset(const Tiling& tiling, int row) {
   return (row - tiling.first) * tiling.row_pitch + row / S::kPhases * tiling.pad;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void list_output(const Tiling& tiling, uint32_t* quad
   }
 }
 
-// Hides a value's origin from the compiler, so that it is not recomputed again and again.
+// Hides from the compiler how a value was computed, so that it is not computed again at each use.
 template <typename V>
 __device__ __forceinline__ V held(V value) {
 #ifdef __CUDA_ARCH__
@@ -416,7 +417,9 @@ struct Band {
   }
 };
 
-// Adds the convolution of a channel. With kSome, it skips window rows that are outside the image.
+// Adds one channel's convolution, over a tile's 16 blocks, to `sums`. `window` is the shared
+// address that this lane gives to ldmatrix. With kSome, it skips window rows that are outside the
+// image.
 template <typename T, typename S, bool kSome>
 __device__ __forceinline__ void convolve(const Tiling& tiling, uint32_t window,
                                          const uint32_t (&band)[S::kHeight][2],
@@ -651,7 +654,8 @@ __device__ __forceinline__ void load_gradient(const WeightsArgs& args, const Pla
                 });
 }
 
-// Adds a channel's products of x and dy, one for each row of the kernel, and its sums of dy.
+// Adds one channel's products of x and dy to `bands`, one for each row of the kernel, and its sums
+// of dy to `total`. `window` (in x) and `gradient` (in dy) are this lane's addresses for ldmatrix.
 template <typename T, typename S, bool kSome>
 __device__ __forceinline__ void multiply(const Tiling& tiling, uint32_t window, uint32_t gradient,
                                          float (&bands)[S::kHeight][4], float (&total)[4]) {
