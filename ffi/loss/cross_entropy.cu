@@ -874,8 +874,9 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
           for_each_group(part, write_group, write);
           if (row + step < args.rows) fetch(part, next_vectors, next_end);
         }
-        // Groups are written without the label's term. The thread that stored the label's logit
-        // stores it again with the term, so that vectors need not be compared with the label.
+        // Groups are written without the label's term. The thread that stored the gradient of the
+        // label's logit stores it again with that term, so that groups need not be compared with
+        // the label.
         if (kGroup > 1 && label >= 0 && label < args.features) {
           const int ahead = (vectors.shift + label) / kVec - lane_j;
           if (ahead >= 0 && ahead < turns * kWarpSize && ahead % kWarpSize == 0) {
@@ -911,7 +912,8 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
 
 constexpr int kBackwardThreads = 256;
 
-// Each team of threads has a part of a row, with kUnroll vectors per thread.
+// Writes dlogits from saved statistics. args.slice adjacent threads (a team) have a part of a row,
+// with kUnroll vectors per thread.
 template <typename T, int kVec, Form kForm>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_rows(const __grid_constant__ LossArgs args) {

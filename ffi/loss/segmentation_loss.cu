@@ -138,8 +138,8 @@ struct Terms {
   float slope;  // derivative of the loss with respect to a logit, over (probability - share)
 };
 
-// Computes a pixel's terms. The focal loss is the cross-entropy times (1 - p)^gamma, where p is the
-// probability of the label.
+// Computes the Terms of a pixel, whose classes kLanes lanes share. The focal loss is the
+// cross-entropy times (1 - p)^gamma, where p is the probability of the label.
 template <int kLanes, int kOwn>
 __device__ __forceinline__ Terms<kOwn> terms_of(const ImageArgs& args, const Pixel<kOwn>& pixel,
                                                 int lane) {
