@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kLeafThreads, 3)
   }
 }
 
-// Adds up the tiles' sums of each row and each column.
+// Adds up the tiles' sums of squares of each row and each column into of_lines.
 __global__ void __launch_bounds__(kLeafThreads)
     add_lines(const __grid_constant__ FactoredArgs args) {
   const uint32_t index = blockIdx.x * kLeafThreads + threadIdx.x;
@@ -223,7 +223,8 @@ __global__ void __launch_bounds__(kLeafThreads)
   args.of_lines[index] = sum;
 }
 
-// Adds up the totals of the tiles of each leaf or, with `of_matrices`, matrix; each has a block.
+// Adds up tile_totals of each leaf's tiles or, with `of_matrices`, of each matrix's tiles. A block
+// has one leaf or one matrix.
 __global__ void __launch_bounds__(kLeafThreads)
     add_tiles(const __grid_constant__ FactoredArgs args, bool of_matrices) {
   const int which =
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
   for (uint32_t index = args.tiles - 1 - blockIdx.x; index < args.tiles; index -= gridDim.x) {
     const FactoredLeaf& leaf = args.leaves[leaf_at<&FactoredLeaf::first_tile>(args, index)];
     const FactoredTile tile(leaf, index);
-    __syncthreads();  // all threads have read the last tile's rows
+    __syncthreads();  // all threads have read the previous tile's inverse_rows
     if (static_cast<int>(threadIdx.x) < kRows) {
       const int64_t row = static_cast<int64_t>(tile.matrix) * leaf.rows + tile.first_row;
       inverse_rows[threadIdx.x] =

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kLeafThreads) sum_squares(const __grid_constan
   if (threadIdx.x == 0) args.partial[blockIdx.x] = total;
 }
 
-// Adds up the blocks' sums.
+// Adds up the blocks' `partial` [blocks] into `stats`; launched with one block.
 __global__ void __launch_bounds__(kLeafThreads)
     add_blocks(const float2* partial, int blocks, float2* stats) {
   float sum = 0.0f, nonfinite = 0.0f;

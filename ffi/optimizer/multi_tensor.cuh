@@ -48,8 +48,9 @@ __host__ __device__ constexpr bool has_stream(uint32_t streams, int stream) {
   return streams >> stream & 1;
 }
 
-// Keeps a warp's loads above this point ahead of their uses. They should be in flight together, but
-// the compiler would rather save registers. All threads of the warp call it.
+// Keeps the compiler from moving a warp's loads from before this point to their uses after it,
+// which would save registers. The loads are then in flight together. All threads of the warp call
+// it.
 __device__ __forceinline__ void keep_loads_together() { __syncwarp(); }
 
 // A vector as loaded, before conversion to float32: eight 16-bit values, or four values, which fill
