@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     max_pool_gradient_kernel(const __grid_constant__ PoolArgs args) {
   Place place;
   if (!Place::find<kVec>(args.threads, &place)) return;
-  // The range of windows that contain this pixel.
+  // The range of windows (pixels of dy) that contain this pixel of dx.
   const int row = place.row + args.before.height, column = place.column + args.before.width;
   const int first_row =
       row < args.window.height ? 0 : (row - args.window.height) / args.stride.height + 1;
