@@ -144,7 +144,8 @@ struct Columns {
 
 template <typename T>
 __device__ __forceinline__ Columns<T> columns_from(const QuantizeArgs& args, int column) {
-  // Selecting instead of indexing keeps the arguments out of local memory.
+  // Selecting by comparisons keeps the arguments out of local memory; indexing by a variable would
+  // copy them there.
   const bool after_first = column >= args.ends[0], after_second = column >= args.ends[1];
   const int start = after_second ? args.ends[1] : after_first ? args.ends[0] : 0;
   const int end = after_second ? args.ends[2] : after_first ? args.ends[1] : args.ends[0];

@@ -61,7 +61,8 @@ __device__ __forceinline__ int place_of_sum(int row, int column) {
   return row * kTile + (column ^ ((row & 3) * 8));
 }
 
-// Computes a tile of the product. With kGroups, each step's sums are scaled and added in float32.
+// Computes a tile of the product. With kGroups, each step's sums (over 128 features) are multiplied
+// by their scales and added in float32.
 template <typename V, bool kGroups>
 __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductArgs args) {
   if constexpr (kHasByteProducts<V>) {
