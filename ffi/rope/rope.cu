@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
   const uint32_t row = index / args.slots / args.groups;
   if (row >= args.rows) return;
 
-  // First features of the slot's two vectors.
+  // First features of the slot's two vectors in a head.
   const int rotating = args.pairs / kPairs;
   const bool rotates = slot < rotating;
   int first = slot * kVec;
