@@ -25,7 +25,8 @@ struct CsrArgs {
 constexpr int kCsrThreads = 128;
 constexpr int kTogether = 4;  // entries whose loads are in flight together
 
-// Adds kCount rows of b, each times its value, to the `sums` of some columns, in the rows' order.
+// Adds kCount rows of b, each times its entry's value, to `sums`, of the kVec columns from `column`
+// on, in the order of the entries.
 template <typename T, int kVec, int kCount>
 __device__ __forceinline__ void add_rows(const CsrArgs& args, const int (&rows)[kCount],
                                          const float (&values)[kCount], int column,
