@@ -69,7 +69,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[KeyG
     elif logits.needs_registers:
         configs = [few, replace(few, query_stages=5 - few.query_stages)]
     elif widest <= _WIDEST_WITH_MANY_QUERIES:
-        configs = [many, replace(many, tile_stages=1), replace(many, keeps_keys=True), few]
+        configs = [many, replace(many, tile_stages=1), few]
     else:
         late = replace(kept, keeps_keys=False, query_block=96, query_stages=2, tile_stages=1)
         configs = [kept, replace(kept, query_stages=5 - few.query_stages), late, few]
@@ -108,6 +108,10 @@ def key_gradients(
     """Returns (dkey, dvalue). lse2 (base 2) and delta, rowsum(out dout) - dlse, are [B, N, padded T]."""
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
+    if config.loses_keys(shape):
+        raise ValueError(
+            f"keeps_keys needs heads of more than 64, got {shape.head_size}; pass keeps_keys=False"
+        )
     tiles = shared_tiles(shape, logits, config, multiprocessors)
     head, columns = config.columns(shape)
     kind = _SplitGradients if config.splits_roles else _BothGradients

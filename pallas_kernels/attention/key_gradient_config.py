@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.attention.memory import WGMMA_ROWS, Columns
+from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
@@ -32,7 +32,7 @@ class KeyGradientConfig:
     roles do not use this option."""
     keeps_keys: bool = False
     """True if warpgroups load K into registers once a tile, and the products do not read it from shared
-    memory. Split roles do not use this option."""
+    memory. Needs heads of more than 64 (`loses_keys`). Split roles do not use this option."""
     own_lists: bool = False
     """True if each warpgroup visits its own range of a mask object's list of query blocks (`OwnLists`).
     Split roles do not use this option."""
@@ -52,10 +52,6 @@ class KeyGradientConfig:
             raise ValueError(
                 "splits_roles needs keeps_keys and own_lists False, multiplies_early True"
             )
-        if self.own_lists and self.keeps_keys:
-            # On an H200 the gradients were wrong where one warpgroup of a tile had no visit, though
-            # the interpreter's were right (benchmarks/lab, 2026-11-29).
-            raise ValueError("own lists need the keys in shared memory; pass keeps_keys=False")
 
     @property
     def key_block(self) -> int:
@@ -92,4 +88,12 @@ class KeyGradientConfig:
         return count + BARRIER_BYTES
 
     def fits(self, shape: Shape) -> bool:
-        return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
+        return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES and not self.loses_keys(shape)
+
+    def loses_keys(self, shape: Shape) -> bool:
+        """Returns whether the registers of K may be overwritten after a tile's first visit.
+
+        With K of 64 columns ptxas (CUDA 13.0) puts dS^T into the same registers, although the next visit
+        reads K from them, and both gradients are wrong (benchmarks/lab, 2026-11-29).
+        """
+        return self.keeps_keys and shape.head_size <= SWIZZLED_COLUMNS

@@ -14,7 +14,7 @@ DEFAULT = (ForwardConfig(), QueryGradientConfig(), KeyGradientConfig())
 TURNS = (
     ForwardConfig(takes_turns=True),
     QueryGradientConfig(key_block=64),
-    KeyGradientConfig(keeps_keys=True, multiplies_early=False),
+    KeyGradientConfig(multiplies_early=False),
 )
 ONE_CONSUMER = (
     ForwardConfig(consumers=1, key_block=64),
@@ -36,8 +36,7 @@ def with_own_lists(configs, shares=1, **forward):
     """Returns configs in which consumers visit ranges of their own; `forward` has further options."""
     first, queries, keys = configs
     own = dict(own_lists=True, shares=shares)
-    keys = replace(keys, keeps_keys=False, **own)
-    return replace(first, **own, **forward), replace(queries, **own), keys
+    return replace(first, **own, **forward), replace(queries, **own), replace(keys, **own)
 
 
 def draws(random, queries, keys, heads, head_size):

@@ -119,6 +119,19 @@ def test_other_configs_lower(size, query_config, key_config):
     _lower(mask, Operands(), logits, size, size, jnp.bfloat16, config)
 
 
+@pytest.mark.parametrize("head_size", [16, 64])
+def test_narrow_keys_are_not_kept_in_registers(head_size):
+    """There ptxas reuses the registers of K, which neither the interpreter nor the lowering shows."""
+    mask = BlockMask(500, 700)
+    logits = logits_of(mask, Operands())
+    shape = Shape(1, 500, 700, 4, 2, head_size, 128)
+    keys = [c.keys for c in attention_bwd.candidates(shape, logits, 132)]
+    assert keys and not any(config.keeps_keys for config in keys)
+    config = BackwardConfig(QueryGradientConfig(), KEPT_AND_LATE)
+    with pytest.raises(ValueError, match="keeps_keys needs heads of more than 64"):
+        _lower(mask, Operands(), logits, head_size, 128, jnp.bfloat16, config)
+
+
 @pytest.mark.exhaustive
 @parametrize(
     ("queries", "keys", "head_size", "value_size"),
