@@ -190,7 +190,7 @@ def weight_gradient(
     step = max(step, _copies_of_step(work, tile, speeds))
     summed = 0.0
     if work.sums:
-        # Warpgroups with the same columns share the summing of a step's rows, in pieces of eight rows.
+        # Warpgroups with the same columns of dy share the summing of a step's rows, 8 rows at a time.
         turns = math.ceil(line / 8 / (2 * math.ceil(work.features / tile[0])))
         step += speeds.weights_sum_column * tile[1] * turns
         summed = speeds.weights_sum
@@ -342,7 +342,7 @@ def quantized_few_rows(
     resident = max(1, int(of_multiprocessor)) * multiprocessors * room.get(config.parts, 1.0)
     ctas = columns * config.parts
     waves = math.ceil(ctas / resident)
-    # The arithmetic of all CTAs of an SM adds up in a K step; its constant part overlaps in them.
+    # In a K step, the times of all weights of an SM's CTAs add up; `quantized_step` counts once.
     at_once = math.ceil(min(ctas, resident) / multiprocessors)
     number = speeds.quantized_number * (speeds.quantized_four_bits if work.b_bytes < 1 else 1.0)
     step = speeds.quantized_step + config.step_k * width * at_once * number * (1 + rows / 37)

@@ -158,7 +158,7 @@ class Epilogue:
         return merged
 
     def _stream(self, dtype: Any, slots: int) -> Any:
-        """Returns each warpgroup's `slots` buffers for chunks of a matrix in global memory."""
+        """Returns shared memory of `slots` buffers a warpgroup, each for a chunk of a matrix [M, N]."""
         c = self.config
         return self.product.stream_memory((CONSUMERS, slots), c.epilogue_columns, dtype)
 
@@ -175,7 +175,7 @@ class _Results:
     tiles: Mapping[str, jax.Array]
     """Chunks of the outputs."""
     sums: Mapping[str, jax.Array]
-    """Column sums of some outputs over the rows of each warp."""
+    """Sums [4, columns] of some outputs over the rows of each of the four warps."""
 
 
 class _Refs:
@@ -268,7 +268,7 @@ class _EpilogueOfTile:
             yield _Results({n: results[n].astype(d) for n, d in epilogue.outputs.items()}, sums)
 
     def _sums_of_warps(self, values: jax.Array) -> jax.Array:
-        """Returns the sums of a chunk over the rows of each warp."""
+        """Returns the sums [4, columns] of a chunk over the valid rows of each of the four warps."""
         exist = self.epilogue.product.which_rows(
             self.place.m_start, values.shape, plgpu.Layout.WGMMA
         )

@@ -162,7 +162,7 @@ def layer(
     options: LayerOptions,
     functions: Functions = IN_KERNELS,
 ) -> FusedProduct:
-    """Returns y = activation(z) + residual, z, maxima [P, M] of z = scales * x @ w^T + bias [M, N].
+    """Returns y = activation(z) + residual, z and row maxima of z, where z = scales * x @ w^T + bias.
 
     Args:
       x: [M, K].
@@ -173,7 +173,7 @@ def layer(
       options: static options, such as which of the three are returned.
       functions: the activations, as kernels or XLA compute them.
 
-    The maxima are those of each row in each of P columns of tiles.
+    y and z are [M, N]. The maxima [P, M] are those of each row in each of P columns of tiles.
     """
     out_dtype, narrow_dtype = options.out_dtype, options.narrow_dtype
 

@@ -216,7 +216,7 @@ class _Call:
     def first_that_fits(
         self, configs: Sequence[MatmulConfig | FewRowsConfig]
     ) -> MatmulConfig | FewRowsConfig:
-        """Returns the first config that suits the product and fits into shared memory."""
+        """Returns the first config that can run the product and fits into shared memory."""
         p = self.product
         of_tiles = p.a_transposed or p.row_vectors or p.scalars
         for config in configs:

@@ -308,7 +308,7 @@ class _GroupedProduct(Product):
             self.b_tile.copy(b_matrix, b_smem, slot, start, k_start, full)
 
     def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
-        """Stores a tile's rows before the group's end, by copies whose rows are powers of two."""
+        """Stores a tile's rows before the group's end, in copies of 2^i rows, since sizes are static."""
         tile_m = self.config.tile_m
         rows = jnp.clip(place.group.end - place.m_start, 0, tile_m)
 

@@ -191,7 +191,7 @@ class GroupedQuantizedTiles(QuantizedTiles):
         return ref.at[place.group.index]
 
     def store_rows(self, source: Any, ref: Any, place: Place, columns: Any) -> None:
-        """Stores the rows before the group's end, by copies whose rows are powers of two."""
+        """Stores the rows before the group's end, in copies of 2^i rows, since sizes are static."""
         rows = jnp.clip(place.group.end - place.m_start, 0, STORED_ROWS)
 
         def copy(start: Any, size: int) -> None:

@@ -187,7 +187,7 @@ def gated_forward_candidates(
 
 
 def _takes_two_products(work: Work) -> bool:
-    """Returns whether two passes over x are faster than one, whose tiles have half as many columns."""
+    """Returns whether two passes over x, with tiles of twice as many columns, are faster than one."""
     return min(work.m, work.k) >= _LONG_SUM
 
 

@@ -173,7 +173,7 @@ class _HeadsOfTile:
 
     @property
     def _stored(self) -> tuple[Sequence[Any], ...]:
-        """Output arrays: saved projections, if any, and results. Each group gets every unit."""
+        """Groups of output arrays: saved projections, if any, and results. Each has all units."""
         return tuple(filter(None, (self.gmem.projections, self.gmem.outputs)))
 
     def _results(self, pieces: Sequence[jax.Array]) -> Iterator[Sequence[tuple[int, jax.Array]]]:

@@ -149,7 +149,7 @@ def filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> Quanti
 
 
 class Part(NamedTuple):
-    """A range of a product's columns whose tiles have one size."""
+    """A range of the result's columns, in which all tiles have one size."""
 
     rows: int
     """Rows of x in a tile."""
@@ -165,7 +165,7 @@ class Part(NamedTuple):
 
 
 def _parts(m: int, n: int, config: QuantizedTilesConfig, multiprocessors: int) -> list[Part]:
-    """Returns a product's ranges of columns; with `tail_rows`, the first is of whole waves of tiles."""
+    """Returns the result's ranges of columns; with `tail_rows`, the first is of whole waves of tiles."""
     down, across = pl.cdiv(m, config.rows), pl.cdiv(n, config.columns)
     main = across
     if config.tail_rows:
@@ -218,7 +218,7 @@ class QuantizedTiles:
         return self.config.x_stages or _PIECES * self.config.stages
 
     def x_rows(self, memory: Any, part: Part, slot: Any) -> Any:
-        """Returns the rows of x's buffer `slot` that the tiles of a part have."""
+        """Returns the first `part.rows` rows of x's buffer `slot`, which a tile of the part uses."""
         place = memory.at[slot, 0]
         return place if part.rows == self.config.rows else place.at[pl.ds(0, part.rows)]
 

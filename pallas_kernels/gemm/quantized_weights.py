@@ -157,7 +157,8 @@ class QuantizedTile:
         else:
             # A row of a block is 128 bytes, which are swizzled as one unit.
             memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
-        # A TMA copy must begin at a multiple of 128 bytes: rows of one byte a column are padded to it.
+        # A TMA copy into shared memory must begin at a multiple of 128 bytes: a stage of scales or zero
+        # points of one byte has as many rows as that takes.
         rows = self.scale_rows
         while rows * self.span % 128:
             rows += 1

@@ -107,7 +107,7 @@ class Speeds:
     weights_step_element: float = 1.9e-5
     """Time that each element of a CTA's tile adds to a wgrad step."""
     weights_ragged: float = 1.2
-    """Factor of a wgrad step in which a WGMMA reads one block of 64 columns, if a tile has over two."""
+    """Factor of a wgrad step whose WGMMAs read one block of 64 columns each, of more than two a tile."""
     weights_line: float = 1.13e-3
     """Least time of a wgrad step for each line of 128 bytes of memory that its copies touch."""
     weights_sum: float = 0.55

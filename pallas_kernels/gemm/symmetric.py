@@ -285,7 +285,7 @@ class _BatchedProduct(Product):
         return row * TILE, n_idx
 
     def fold(self, row: Any, column: Any) -> tuple[Any, Any]:
-        """Returns the square's row and column, given a position in the rectangle of `tile_grid`."""
+        """Returns a square's row and column in the matrix, given those in the folded rectangle."""
         even = 1 - self.sides % 2
         below = column <= row - even
         m_idx = jnp.where(below, row - even, self.sides - 1 - row)

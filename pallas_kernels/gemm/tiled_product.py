@@ -99,8 +99,8 @@ class TiledProduct:
     b_columns: int = 0
     """Columns of each product's b in memory where it is [K, N]; more than `n` where XLA padded it."""
     scaled_columns: int = 0
-    """Columns that share a scale, or 0 without scales. The sums of each K step are multiplied by a scale
-    of the row and one of these columns before they are added to those of the steps before."""
+    """Columns of b that share a scale in a K step, or 0 without scales. The sums of each K step are
+    multiplied by a scale of the row and one of these columns before those of other steps are added."""
     quantized: Format | None = None
     """Format of b, if it is quantised: the producer warpgroup then dequantises it to a's dtype."""
     b_dtype: Any = None
