@@ -49,9 +49,10 @@ def leak_of(name: str | None) -> float | None:
 
 
 def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Returns the activation called `name` of float32 `x`; None is the identity.
+    """Returns the activation called `name` of each element of float32 `x`; None is the identity.
 
-    The result is float32, exact enough to be rounded to `dtype`.
+    The result is float32 of x's shape. `dtype` is the one to which the caller will round it: for 16
+    bits, gelu_erf uses a polynomial of lower degree.
     """
     leak = leak_of(name)
     if leak is not None:
@@ -156,7 +157,7 @@ def activation_and_derivative(
 
 
 class Functions(NamedTuple):
-    """Functions (name, float32 x, dtype of the result) by which an epilogue evaluates activations."""
+    """Functions that an epilogue calls with (name, float32 x, dtype to which it rounds the result)."""
 
     activation: Callable[[str | None, jax.Array, Any], jax.Array]
     activation_and_derivative: Callable[
@@ -168,7 +169,7 @@ IN_KERNELS = Functions(activation, activation_and_derivative)
 
 
 def _distance(x: jax.Array) -> jax.Array:
-    """Returns |x| clipped to `_FAR`. Every tail is 0 there, and infinity times 0 would be NaN."""
+    """Returns min(|x|, _FAR). Tails of x >= _FAR are 0 in float32, and infinity times 0 would be NaN."""
     return jnp.minimum(jnp.abs(x), _FAR)
 
 
@@ -221,7 +222,7 @@ _TANH = (0.9999999674, -0.333327915, 0.133188188, -0.05258626, 0.0163104039)
 def _tanh(x: jax.Array, tail: jax.Array) -> jax.Array:
     """Returns tanh(x), given tail = 1 / (1 + exp(2 |x|)).
 
-    It is 1 - 2 tail with x's sign, or near 0, where that difference cancels, a polynomial.
+    tanh(|x|) is 1 - 2 tail. Below 0.55 that difference cancels, so a polynomial in x is taken there.
     """
     squared = jnp.minimum(x * x, 1.0)
     near = x * _polynomial(_TANH, squared)
@@ -306,7 +307,8 @@ _LOG2_NORMAL_TAIL_16_BITS = (
     0.0083551991, -0.00089031768, 5.645109e-05, -1.5810565e-06,
 )  # fmt: skip
 """Polynomials in x >= 0 for log2 of T(x) = P(N(0, 1) > x), lowest power first: weighted minimax fits
-on 0 <= x <= 8 that are exact at 0. The errors of x T(x) are 4e-8 and 7e-7."""
+on 0 <= x <= 8 that are exact at 0. The errors of x T(x) are 4e-8 and, for the fit that is used if the
+result is rounded to 16 bits, 7e-7."""
 
 
 def _normal_tail(distance: jax.Array, dtype: Any) -> jax.Array:

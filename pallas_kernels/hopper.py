@@ -7,7 +7,7 @@ import jax.numpy as jnp
 SHARED_MEMORY_BYTES = 227 * 1024
 """Bytes of shared memory that one CTA may use."""
 BARRIER_BYTES = 1024
-"""Bytes of shared memory that a kernel leaves free for the mbarriers that Mosaic allocates."""
+"""Bytes of shared memory that configs leave free for a kernel's mbarriers, which Mosaic allocates."""
 MBARRIER_BYTES = 8
 """Bytes of shared memory of one mbarrier."""
 ALLOCATION_BYTES = 1024
@@ -27,7 +27,10 @@ LANES = 32
 
 
 def row_of_copies(count: int, dtype: Any) -> int:
-    """Returns `count` elements rounded up to whole `COPY_BYTES`, so that a next row is aligned."""
+    """Returns the elements of `dtype` from one row to the next in shared memory, for rows of `count`.
+
+    They are a multiple of `COPY_BYTES`, so that each row can be the destination of a copy.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     return -(-count * itemsize // COPY_BYTES) * COPY_BYTES // itemsize
 

@@ -9,9 +9,10 @@ from jaxlib.mlir.dialects import nvvm
 
 
 def store_unoptimized(ref, value: jax.Array) -> None:
-    """Writes a value without the check that its layout fills whole sectors and avoids bank conflicts.
+    """Writes `value` to `ref`, in any register layout.
 
-    Since JAX 0.12, `ref[...] = value` makes the check; JAX 0.11 does not, and has no `plgpu.store`.
+    Since JAX 0.12, `ref[...] = value` rejects layouts that fill no whole sectors or have bank conflicts,
+    unless `plgpu.store` is called with optimized=False. JAX 0.11 has neither check nor function.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
@@ -20,7 +21,7 @@ def store_unoptimized(ref, value: jax.Array) -> None:
 
 
 def store_registers(ref, value: jax.Array, layout: Any) -> None:
-    """Writes an array in a register layout to unswizzled memory, without a barrier.
+    """Writes an array held in registers as `layout` to unswizzled memory, without a barrier.
 
     As with `store_piece`, the caller synchronises with other readers and writers of that memory.
     """
@@ -38,7 +39,7 @@ def store_piece(ref, value: jax.Array) -> None:
 
     `ref[...] = value` has a barrier of the warpgroup before and after the stores. Here the caller
     ensures that earlier reads of this memory have ended, and calls `commit_stores` before later
-    reads. A row, value.shape[1] elements, is one swizzled piece of at most 128 bytes.
+    reads. `value` is [rows, columns], and a row of at most 128 bytes: the swizzle's width.
     """
     columns = value.shape[1]
     swizzle = columns * value.dtype.itemsize
@@ -57,7 +58,7 @@ def store_piece(ref, value: jax.Array) -> None:
 
 
 def store_swizzled(ref, value: jax.Array, layout: Any) -> None:
-    """Writes an array whose rows are several swizzled pieces of 128 bytes each, without a barrier.
+    """Writes an array [rows, columns] to shared memory with a swizzle of 128 bytes, without a barrier.
 
     As with `store_piece`, the caller synchronises with other readers and writers of that memory.
     """
@@ -122,7 +123,8 @@ def store_in_turn(
             # The stores of the previous result have completed by now.
             commit_and_send(number - 1)
         if not overlaps or (number == 0 and count % slots):
-            # Otherwise the last `commit_stores`, of this or the previous tile, freed this buffer.
+            # In the other cases the last `commit_stores`, of this tile or the one before it, has waited
+            # until the copy out of this buffer had read it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(number, result)
         if not overlaps:

@@ -15,8 +15,8 @@ from pallas_kernels.hopper import WARPS
 def await_all() -> None:
     """Waits until all warps of the warpgroup have reached this point.
 
-    `plgpu.commit_smem` does the same, but first waits for the stores to shared memory. Memory that
-    the warps have only read may be overwritten without that wait.
+    `plgpu.commit_smem` does the same, but first waits until stores to shared memory are visible to
+    copies. Before memory is overwritten that the warps have only read, this wait is not needed.
     """
 
     @plgpu.inline_mgpu()
@@ -30,8 +30,8 @@ def await_all() -> None:
 def run_by_one(turn: jax.Array, function: Callable[[], None]) -> None:
     """Runs `function`, which starts copies, in warp `turn` modulo `WARPS` alone, without a barrier.
 
-    A copy that the whole warpgroup starts is issued by one thread, but all four warps compute its
-    addresses: twice as many instructions in each of them.
+    One thread issues a copy. If the whole warpgroup calls the copy function, all four warps compute the
+    copy's addresses: twice as many instructions in each warp.
     """
 
     @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))

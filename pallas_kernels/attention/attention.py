@@ -83,9 +83,11 @@ BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackw
 
 
 _FEW_QUERIES = 64
-"""Rows of a tile in kernels that do not split keys; with fewer queries a head, some are empty."""
+"""Queries in a warpgroup's tile in the kernels that do not split keys. A head with fewer queries leaves
+rows of the tile empty, so the kernels that split the keys over CTAs are considered for it."""
 _GAIN = 0.9
-"""Ratio of predicted times below which a family of kernels replaces the family tried first."""
+"""Ratio of predicted times below which a family of kernels (long, short, split keys) replaces the family
+that `forward_candidates` or `backward_candidates` considers first."""
 
 
 def forward_candidates(
@@ -118,7 +120,8 @@ def backward_candidates(
             estimate.backward(shape, logits, configs[0], multiprocessors)
             for configs in (longs, shorts)
         )
-        # A CTA of the short kernel takes all queries of a key head: few key heads leave most SMs idle.
+        # The short kernel has one CTA for each batch entry and key head, so with few of them most SMs
+        # are idle, and the long kernels can be faster.
         longer = long_time < _GAIN * short_time
         whole = (*longs, shorts[0]) if longer else (*shorts, longs[0])
     splits = split_keys_backward.candidates(shape, logits, multiprocessors)
@@ -135,8 +138,9 @@ def _in_order(
 ) -> tuple[Any, ...]:
     """Returns the configs of the faster of two families, then the best of the other family.
 
-    `whole` are kernels in which a CTA reads all keys of its queries, `splits` those that split the keys
-    over CTAs. These read less, or occupy more SMs, only if queries are few.
+    `whole` are configs of kernels in which a CTA reads all keys of its queries, `splits` configs of the
+    kernels that split the keys over CTAs. The latter are faster only if there are few queries: they then
+    read K and V fewer times, or occupy more SMs.
     """
     whole_time, split_time = (
         expected(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)

@@ -100,8 +100,9 @@ def backward(
     dkey, dvalue = key_gradients(*arrays, **options, config=config.keys)
     dreads: dict[int, jax.Array] = {}
     if shapes:
-        # delta is computed from the output, which is rounded to 16 bits. Gradients of the arrays of
-        # score_mod would multiply its error, so the kernel's own sums of P dP correct it.
+        # delta [B, N, T] is computed from the output, which is rounded to 16 bits. Its error would be
+        # multiplied into the gradients of score_mod's arrays, so delta is replaced by `exact`, which
+        # the kernel of dQ has computed as float32 sums of P dP over the keys.
         exact = sums[0] if dlse is None else sums[0] - dlse
         error = delta[:, :, : shape.query_count] - exact
         for i, number in enumerate(of_rows):
@@ -126,7 +127,10 @@ def backward(
 
 
 def _shapes_of_reads(logits: Logits, operands: Operands) -> dict[int, tuple[int, ...]]:
-    """Returns the shapes of those arrays that `logits.score` reads which get gradients, from 1."""
+    """Returns {number: shape} of the arrays that `logits.score` reads and that get gradients.
+
+    They are numbered from 1, and are [B or 1, N or 1, T or 1, S or 1].
+    """
     if logits.score is None:
         return {}
     reads = logits.score_reads(operands)
@@ -150,11 +154,11 @@ def prepare(
     blocks: tuple[int, ...] = (),
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (log-sum-exp in base 2, delta, dbias, dsinks), with which each backward starts.
+    """Returns (lse in base 2, delta, dbias, dsinks), given out and dout [B, T, N, V], lse [B, N, R].
 
-    dbias is None without a bias, and for one that differs between keys, whose gradient takes a kernel.
-    Kernels read log-sum-exp and delta of the queries in whole blocks, so both are padded to multiples of
-    `blocks`.
+    lse and delta are [B, N, T padded to a multiple of each of `blocks`], as kernels read them in whole
+    blocks of queries. dbias is None without a bias, and for a bias that differs between keys, whose
+    gradient a kernel computes.
     """
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)

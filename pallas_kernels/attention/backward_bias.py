@@ -4,7 +4,7 @@ For a bias that is not broadcast, `backward_dq` writes the gradient.
 
 A CTA owns a tile of the bias and visits every tile of logits that this tile is broadcast to: all batch
 entries and heads that share it and, where the bias has a single row, all tiles of queries. The CTA
-recomputes the gradient of these logits, at the cost of two more products, and keeps the sum in
+recomputes the gradient of these logits from the products Q K^T and dO V^T, and holds the sum in
 registers, so that no array of the size of the logits is ever written.
 """
 
@@ -78,7 +78,8 @@ def bias_gradient(
     out_shape = (*own[:2], own[2] * BIAS_GRADIENT_TILE[0], own[3] * BIAS_GRADIENT_TILE[1])
     dbias = plgpu.kernel(
         run,
-        # If all queries share a row of the bias, XLA adds up the sums of the query tiles.
+        # If all queries share a row of the bias, the result has one row for each query of a tile; XLA
+        # adds up these rows, so they are in float32.
         out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32 if bias_shape[2] == 1 else dtype),
         grid=own,
         grid_names=("b", "n", "t", "s"),
@@ -92,11 +93,12 @@ def bias_gradient(
 
 
 class _References(NamedTuple):
-    """References to the arrays in global memory and the buffers that a CTA reads and writes."""
+    """References to arrays in global memory and to buffers in shared memory."""
 
     arrays: tuple[Any, ...]
-    """Q, K, V and dO in global memory."""
+    """Q [B, T, N, H], K [B, S, K, H], V [B, S, K, V] and dO [B, T, N, V]."""
     lse: Any
+    """Log-sum-exp in base 2, and delta in the next field, both [B, N, padded T]."""
     delta: Any
     operands: Operands
     dbias: Any
@@ -113,7 +115,7 @@ class _BiasGradient:
     logits: Logits
     read: int | None
     shared: tuple[int, ...]
-    """Numbers of batch entries, heads and query tiles that share a tile of the bias."""
+    """How many batch entries, heads and tiles of queries share a tile of the bias."""
     head: Columns
     value: Columns
 
@@ -131,7 +133,8 @@ class _BiasGradient:
         rows, columns = BIAS_GRADIENT_TILE
         own_idx = [lax.axis_index(name) for name in ("b", "n", "t", "s")]
         count: Any = math.prod(self.shared)
-        # With query offsets no tile is skipped: batch entries that share the bias may differ in them.
+        # With query offsets no tile is skipped: batch entries that share the bias may have different
+        # offsets, and with them different empty tiles.
         if self.shared[2] == 1 and not self.logits.mask.has_query_offset:
             first = own_idx[2] * rows
             blocks = self.logits.mask.key_blocks(
@@ -146,7 +149,11 @@ class _BiasGradient:
         place[...] = total.astype(place.dtype)
 
     def add(self, refs: _References, own_idx: list[Any], step: jax.Array, total: jax.Array) -> Any:
-        """Returns `total` plus the gradient of one more tile of logits that shares this bias tile."""
+        """Returns `total` plus the gradient of logits tile `step` of those that share a bias tile.
+
+        `own_idx` is the bias tile's index (batch entry, head, tile of queries, tile of keys); `total` is
+        float32 [64, 128].
+        """
         *other_idx, s = own_idx
         place: list[Any] = []
         for index, count in zip(reversed(other_idx), reversed(self.shared), strict=True):
@@ -197,7 +204,7 @@ class _BiasGradient:
         return s_acc[...], dp_acc[...]
 
     def of_rows(self, gmem: Any, tile: Tile) -> jax.Array:
-        """Loads one number for each query of a tile and broadcasts it over the tile's keys."""
+        """Loads a tile's 64 queries of `gmem` [B, N, T], broadcast over keys to [64, 128]."""
         values = plgpu.load(
             gmem.at[tile.batch, tile.head, pl.ds(tile.query_start, BIAS_GRADIENT_TILE[0])],
             layout=plgpu.Layout.WGMMA.reduce(1),

@@ -5,9 +5,9 @@ visits are copied to shared memory one after the other. The tiles of logits are 
 rows and queries as columns, so that P^T and dS^T are operands of the next products in the registers in
 which they were computed: warpgroups neither wait for each other nor exchange tiles.
 
-With wide heads, dK and dV of 64 keys fill the registers of two warpgroups. In that case one warpgroup
-computes S^T, P^T and dV and passes P^T to the other, which computes dP^T, dS^T and dK. Each of them
-computes two of the four products.
+With heads of more than 128 features, dK and dV of 64 keys fill the registers of two warpgroups. In that
+case one warpgroup computes S^T, P^T and dV and passes P^T to the other, which computes dP^T, dS^T and
+dK. Each of them computes two of the four products.
 """
 
 import functools
@@ -47,7 +47,7 @@ from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
 
 _QUERY_SHARES = (2, 3, 4, 6, 8, 12, 16)
 _MOST_SHARED_TILES = 4
-"""Tiles per SM above which the work is balanced without dividing tiles into shares."""
+"""Tiles of keys per SM above which SMs have about equal work without dividing tiles into shares."""
 _WIDEST_WITH_MANY_QUERIES = 80
 """Largest head size at which dK and dV of 64 keys and tiles of 128 queries fit into the registers."""
 
@@ -105,7 +105,11 @@ def key_gradients(
     multiprocessors: int,
     config: KeyGradientConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (dkey, dvalue). lse2 (base 2) and delta, rowsum(out dout) - dlse, are [B, N, padded T]."""
+    """Returns (dkey [B, S, K, H], dvalue [B, S, K, V]) for query and dout [B, T, N, .].
+
+    lse2, the log-sum-exp in base 2, and delta, rowsum(out * dout) - dlse, are float32 [B, N, T padded to
+    whole blocks of queries].
+    """
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
     if config.loses_keys(shape):
@@ -148,10 +152,10 @@ def shared_tiles(
 ) -> KeyTiles:
     """Returns the tiles of keys, each divided into the number of shares predicted fastest.
 
-    A tile of keys visits the queries of all heads that share it. If there are too few tiles for all SMs,
-    or the first of them visit many queries and the last few, as in causal attention, the heads are
-    divided into shares, and the queries too if there are no more heads. Each share has a tile of its
-    own, whose gradients are added up afterwards.
+    A tile of keys visits the queries of all query heads that share its key head. If there are fewer
+    tiles than SMs, or the first tiles visit many queries and the last few, as in causal attention, these
+    heads are divided into shares for different CTAs, and with one head in a share, its blocks of queries
+    too. The dK and dV of a tile's shares are added up afterwards.
     """
     whole = KeyTiles(
         *(logits.mask, shape.key_heads, shape.group, config.key_block, config.query_block),
@@ -181,7 +185,7 @@ def microseconds(
 
 
 class _Visit(NamedTuple):
-    """A block of queries whose contribution a warpgroup adds to the gradients of its keys."""
+    """A block of queries whose contribution a warpgroup adds to dK and dV of its 64 keys."""
 
     step: jax.Array
     """Number of blocks of queries that the CTA has processed before this one, over all its tiles."""
@@ -228,7 +232,7 @@ class _KeyGradients:
         )
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of the list shares' dK and dV; () if no tile's list is divided."""
+        """Returns the shapes of the shares' float32 dK and dV; () if no tile's list is divided."""
         tiles = self.tiles
         sizes = (tiles.own, self.shape.batch, self.shape.key_heads * tiles.shares, tiles.rows)
         of_both = (result_of_shares(*sizes, columns.width) for columns in (self.head, self.value))
@@ -244,7 +248,7 @@ class _KeyGradients:
         return Ring(*memory, self.config.key_slots)
 
     def key_slot(self, tile_idx: Any, part: Any) -> jax.Array:
-        """Returns the slot of the 64 keys that are part number `part` of a tile."""
+        """Returns the slot of shared memory for keys 64 * part to 64 * part + 63 of the CTA's tile."""
         stage = lax.rem(tile_idx, jnp.int32(self.config.tile_stages))
         return stage * self.config.key_parts + part
 
@@ -259,7 +263,7 @@ class _KeyGradients:
             ring.drain()
 
     def copy_keys(self, cta: Cta, tile_idx: Any) -> None:
-        """Copies the keys and values of a tile."""
+        """Starts the copies of K and V of the CTA's tile number `tile_idx` to shared memory."""
         at = cta.place(tile_idx)
         _, k_heads, v_heads = map(Heads, cta.arrays[:3])
         ring = self.keys(cta)
@@ -271,7 +275,10 @@ class _KeyGradients:
             values.fill(v_heads, at.batch_idx, start, at.key_head_idx, ring.full.at[slot])
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, first: jax.Array) -> jax.Array:
-        """Copies the queries that a tile visits; takes and returns the CTA's count of copied blocks."""
+        """Copies the blocks of queries that a tile visits; returns `first`, a count, plus their number.
+
+        The count is that of the blocks that the CTA has copied over all its tiles.
+        """
         at = cta.place(tile_idx)
         following = tile_idx + 1
         copies_ahead = self.config.tile_stages > 1
@@ -321,7 +328,10 @@ class _KeyGradients:
     # --- shared by the consumers of both kernels --------------------------------------------------
 
     def begin(self, cta: Cta, part: Any) -> None:
-        """Sets a warpgroup's registers, and frees the stages of its 64 keys (`part`) and of queries."""
+        """Sets a warpgroup's register count, and marks all pipeline stages as free for the producer.
+
+        They are those of Q and dO, and of the 64 keys of a tile (`part`) that the warpgroup owns.
+        """
         plgpu.set_max_registers(registers(self.config.warpgroups)[0], action="increase")
         keys = self.keys(cta)
         for stage in range(self.config.tile_stages):
@@ -390,7 +400,10 @@ class _KeyGradients:
     def probabilities(
         self, cta: Cta, visit: _Visit, products: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns P^T, and the derivative of the logits by the products, or None if it is `scale`."""
+        """Returns P^T [64 keys, queries of a block], and the logits' derivative by `products` (S^T).
+
+        The derivative is None if it is the constant `scale`.
+        """
         logits, is_partial = self.logits, visit.is_partial
         if logits.mask.is_always_full(self.config.query_block, self.config.key_block):
             is_partial = False
@@ -503,8 +516,8 @@ class _BothGradients(_KeyGradients):
         else:
             ds = gradient(None, None)
         memory.multiply(dk_accs, ds.astype(self.dtype), queries.matrix(q_slot))
-        # Wait for the products here: in flight, they would occupy the registers of P and dS. The
-        # other warpgroup uses the tensor cores meanwhile.
+        # Wait for the product here: WGMMAs in flight would keep the registers of P and dS occupied
+        # during the next visit. The other warpgroup uses the tensor cores meanwhile.
         memory.load_accumulators(dk_accs)
         self.release(cta, visit)
 
@@ -518,7 +531,7 @@ class _BothGradients(_KeyGradients):
         s_acc: Any,
         dp_acc: Any,
     ) -> jax.Array:
-        """Returns dS^T of a visit, and adds the contribution of the visit to dV.
+        """Returns dS^T [64 keys, queries of the block], and adds the block's contribution to dV.
 
         If `s_acc` and `dp_acc` are None, S^T and dP^T are multiplied one after the other.
         """

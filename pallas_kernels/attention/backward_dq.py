@@ -69,7 +69,7 @@ class QueryGradientConfig:
         return self.consumers * WGMMA_ROWS
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
-        """Returns the layout of Q and K, and the layout of V and dO."""
+        """Returns how shared memory holds columns (features) of Q and K, and of V and dO."""
         lengths = (shape.query_count, shape.key_count)
         return (
             Columns.of(shape.head_size, lengths, self.key_block),
@@ -94,9 +94,9 @@ def candidates(
 ) -> tuple[QueryGradientConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
-    The guess has the largest blocks that registers and shared memory hold. If that leaves half of the
-    SMs idle, it has one consumer instead of two. If blocks of 64 keys save a padded copy of the bias or
-    mask, it has those.
+    The guess has the largest blocks that registers and shared memory hold; one consumer, if tiles of two
+    leave half of the SMs idle; blocks of 64 keys, if the bias or mask, which must be padded to whole
+    blocks of keys, needs no padded copy with these.
     """
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
@@ -171,7 +171,8 @@ def query_gradient(
     head, columns = config.columns(shape)
     parts = config.consumers if config.own_lists else 0
     writes_dlogits = dlogits_dtype is not None
-    # With `dlogits_dtype` or `reads` lists are not divided: these results are not merged over shares.
+    # If `dlogits_dtype` or `reads` is given, no list is divided into shares, as only dQ is summed over
+    # shares.
     shares = 1 if writes_dlogits or reads is not None else config.shares
     blocks = (config.query_block, config.key_block)
     tiles = QueryTiles(logits.mask, shape.heads, *blocks, parts, shares)
@@ -244,7 +245,7 @@ class _QueryGradient:
 
     @property
     def padded_logits(self) -> tuple[int, int, int, int]:
-        """Shape of the logits' gradient, padded because consumers write whole tiles."""
+        """Shape of the logits' gradient [B, N, T, S], T and S padded, as consumers write whole tiles."""
         batch, heads, queries, keys = self.shape.logits
         return batch, heads, ceil_to(queries, WGMMA_ROWS), ceil_to(keys, self.config.key_block)
 
@@ -269,7 +270,7 @@ class _QueryGradient:
         return memory
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shape of the list shares' dQ; () if no tile's list is divided."""
+        """Returns the shape of the shares' float32 dQ; () if no tile's list is divided."""
         sizes = (self.shape.batch, self.shape.heads, self.tiles.rows, self.head.width)
         return result_of_shares(self.tiles.own, *sizes)
 
@@ -367,15 +368,15 @@ class _QueryGradient:
     def visit(
         self, cta: Cta, rows: _Rows, dq_accs: list[Any], i: jax.Array, sums: list[jax.Array]
     ) -> list[jax.Array]:
-        """Adds the contribution of the visited block of keys to the gradient, and to the sums."""
+        """Adds the contribution of the block of keys of visit i to dQ (`dq_accs`) and to `sums` [64]."""
         _, keys, values = self.rings(cta)
         k_slot, v_slot = keys.slot(rows.step + i), values.slot(rows.step + i)
         acc = plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
         products = functools.partial(self.logits_gradient, cta, rows, i, k_slot, v_slot)
         ds, own_sums = pl.run_scoped(products, acc, acc)
         memory.multiply(dq_accs, ds, keys.matrix(k_slot))
-        # Wait for the product here: in flight, it would occupy the registers of dS. The other consumer
-        # uses the tensor cores meanwhile.
+        # Wait for the product here: WGMMAs in flight would keep the registers of dS occupied during the
+        # next visit. The other consumer uses the tensor cores meanwhile.
         memory.load_accumulators(dq_accs)
         keys.release(k_slot)
         return [x + own for x, own in zip(sums, own_sums, strict=True)]
@@ -383,7 +384,7 @@ class _QueryGradient:
     def logits_gradient(
         self, cta: Cta, rows: _Rows, i: Any, k_slot: Any, v_slot: Any, s_acc: Any, dp_acc: Any
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns dS in the visited block, rounded to the operands' dtype, and the block's sums."""
+        """Returns dS [64 queries, keys of visit i's block] in Q's dtype, and sums [64] over these keys."""
         queries, keys, values = self.rings(cta)
         at, logits, block = rows.at, self.logits, self.config.key_block
         key_start = rows.visits.block(i) * block
@@ -440,7 +441,10 @@ class _QueryGradient:
         dlogits: jax.Array,
         probabilities: jax.Array,
     ) -> list[jax.Array]:
-        """Returns the block's sums over keys of dL g and P g, g the derivative by each of `reads`."""
+        """Returns sums [64] over the block's keys of dL g and P g, for each of `reads`.
+
+        dL and P are [64, keys]; g is the logits' derivative by that array, which `logits.score` reads.
+        """
         assert self.reads is not None
         parts = self.logits.derivatives_of_score(self.reads, products, tile, operands)
         sums = []
@@ -456,7 +460,7 @@ class _QueryGradient:
         return sums
 
     def write_sums(self, cta: Cta, rows: _Rows, sums: list[jax.Array]) -> None:
-        """Stores the sums of the tile's rows, unless all rows lie beyond the array."""
+        """Stores this consumer's sums [64], unless all of its queries lie beyond the last query."""
         at, count = rows.at, self.padded_logits[2]
         first = 2 if self.writes_dlogits else 1
         for place, values in zip(cta.results[first : first + self.sum_count], sums, strict=True):
@@ -470,7 +474,7 @@ class _QueryGradient:
                 write()
 
     def write_zeros(self, cta: Cta, rows: _Rows) -> None:
-        """Stores zeros as the logits' gradient in blocks of keys that the rows do not visit."""
+        """Stores zeros as the logits' gradient of blocks of keys that this consumer does not visit."""
         block = self.config.key_block
 
         def write(i, _):
@@ -480,14 +484,15 @@ class _QueryGradient:
 
         blocks = self.padded_logits[3] // block
         if not isinstance(rows.visits, Visits):
-            # A visited block is overwritten later, each element by the thread that wrote its zero.
+            # Zeros are stored in all blocks. In a visited block the same thread overwrites each of its
+            # zeros later, so no barrier is needed.
             lax.fori_loop(0, blocks, write, None)
             return
         lax.fori_loop(0, rows.at.first, write, None)
         lax.fori_loop(rows.visits.last + 1, blocks, write, None)
 
     def write_dlogits(self, cta: Cta, rows: _Rows, key_start: Any, dlogits: jax.Array) -> None:
-        """Stores the logits' gradient in a block of keys, unless all rows lie beyond the array."""
+        """Stores `dlogits` [64, keys of a block], unless all its rows lie beyond the last query."""
         at, count = rows.at, self.padded_logits[2]
         columns = pl.ds(key_start, self.config.key_block)
 
@@ -536,5 +541,5 @@ class _QueryGradient:
 
 
 def _across(vector: jax.Array, columns: int) -> jax.Array:
-    """Broadcasts one number for each row over `columns` columns."""
+    """Broadcasts a vector [rows] to [rows, columns]."""
     return lax.broadcast_in_dim(vector, (vector.shape[0], columns), [0])

@@ -1,8 +1,8 @@
 """What XLA computes in attention's backward: log-sum-exp and delta of each query, and two gradients.
 
-The gradients are those of sinks, and of a bias that is the same for all keys. Let D = sum(out * dout) of
-a query, and p the probability of its sink, which is 0 without a sink. Then delta = D - dlse is
-common to the gradients of all its logits: dL_s = P_s (dP_s - delta).
+The gradients are those of sinks, and of a bias that is the same for all keys. For a query, let D be the
+sum of out * dout over its features, and p the probability of its sink, 0 without a sink. The gradient of
+its logit for key s is dL_s = P_s (dP_s - delta), with delta = D - dlse for all keys.
 """
 
 import jax
@@ -28,13 +28,15 @@ def row_statistics(
 def row_gradients(
     operands: Operands, lse2: jax.Array, delta: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns (dbias, dsinks) for sinks, and for a bias that is the same for all keys; else None.
+    """Returns (dbias [B or 1, N or 1, T or 1, 1], dsinks [N]) from lse2, delta and dlse [B, N, T].
 
-    A sink is a logit whose probability is multiplied by no value, so its dP is 0. A bias that all keys
-    of a query share changes the log-sum-exp by 1 - p and the output by p times the output, so its
-    gradient is p D + (1 - p) dlse. The sum of dL over the keys is the same number in exact arithmetic,
-    but has the error of delta, which is computed from an output of 16 bits. Without a sink, where the
-    gradient is dlse, that error would be too large.
+    Each is None without its operand; dbias also if the bias differs between keys. A sink is a logit
+    whose probability is multiplied by no value, so its dP is 0. A bias that all keys of a query share
+    changes lse by 1 - p and out by p * out, so its gradient is p D + (1 - p) dlse.
+
+    The sum of dL over the keys is the same number in exact arithmetic, but has the error of delta, which
+    is computed from an output of 16 bits. Without a sink, where the gradient is dlse, that error would
+    be too large.
     """
     bias, sinks = operands.bias, operands.sinks
     rows = jnp.zeros_like(delta) if dlse is None else jnp.where(jnp.isinf(lse2), 0.0, dlse)

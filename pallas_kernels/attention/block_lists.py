@@ -19,7 +19,7 @@ from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent
 
 _WORD = 32
-"""Bits per word of `Tables.bits`."""
+"""Bits in a word of the packed masks, `Tables.bits`."""
 
 
 class Tiles(Protocol):
@@ -38,7 +38,7 @@ class Pattern(Protocol):
     """Interface of hashable masks that are known when a kernel is compiled."""
 
     def tiles(self, query_block: int, key_block: int) -> Tiles:
-        """Returns the masks cut into tiles; columns of a tile beyond the last key are forbidden."""
+        """Returns the masks cut into tiles; a tile's keys beyond the last one are forbidden."""
 
     def allowed(self, heads: jax.Array | None) -> jax.Array:
         """Returns the allowed pairs, bool [1, N or 1, T, S]; `heads` [N] says which mask a head has."""
@@ -48,15 +48,16 @@ class Tables(NamedTuple):
     """Arrays that a kernel reads to find a tile's blocks; in a kernel, references in global memory."""
 
     bounds: Any = None
-    """Ranges of blocks that a tile's segments allow, from `segment_blocks`; None without segments."""
+    """Ranges of blocks with elements of a tile's segments, int32 [B, tiles, 4], from
+    `mask.segment_blocks`; None without segments."""
     ranges: Any = None
     """Entries [start, stop) of each tile's list, int32 [B or 1, masks, tiles, 2]. `ranges`, `entries`
     and `bits` are None without lists. Lists of `OwnLists` have more columns."""
     entries: Any = None
     """Block of each entry, and the index of its mask bits, int32 [masks, tiles, entries, 2]."""
     bits: Any = None
-    """Partial blocks, uint32 [blocks, words of a row, rows]: bit c % 32 of word c // 32 is column c. Or
-    those of `OwnLists`, uint32 [blocks, rows, 8]."""
+    """Masks of partial blocks, uint32 [blocks, words of a row, rows]: column c is bit c % 32 of word
+    c // 32, 1 where attention is allowed. With `OwnLists` they are uint32 [blocks, rows, 8]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +67,7 @@ class BlockLists:
     counts: np.ndarray
     """Number of entries in each tile's list, int32 [masks, tiles]."""
     entries: np.ndarray
-    """`Tables.entries`; the last entry of each list is a block that forbids all pairs."""
+    """As `Tables.entries`, padded to lists of equal length with entries whose bits forbid all pairs."""
     bits: np.ndarray
 
     def costs(self, columns: int) -> list[int]:
@@ -156,7 +157,7 @@ def block_lists(
 
 
 def _packed(partial: np.ndarray) -> np.ndarray:
-    """Packs bool [blocks, rows, columns] into words [blocks, words, rows]."""
+    """Packs bool [blocks, rows, columns] into uint32 [blocks, words, rows], 32 columns a word."""
     blocks, rows, columns = partial.shape
     words = -(-columns // _WORD)
     padded = np.zeros((blocks, rows, words * _WORD), np.bool_)

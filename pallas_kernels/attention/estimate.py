@@ -47,7 +47,8 @@ def _split_forward(
     by_tasks = -(-tasks // places) * (1.5 + blocks * per_block)
     read = _bytes_of_keys(shape, keys)
     by_memory = max(read / BYTES, read * tiles / CACHED_BYTES)
-    # Each part's float32 output is written once, and read once by the merge (one part: by XLA).
+    # A part is the float32 output of one CTA over its keys: 4 bytes a number, written once, and read
+    # once by the kernel that merges the parts (with one part, by XLA).
     parts = 8 * tasks * min(WGMMA_ROWS, Packing.of(shape).rows) * shape.value_size
     merged = shape.batch * shape.heads * -(-shape.query_count // 4)
     merging = merged / (16 * max(1, multiprocessors)) if config.splits > 1 else 0.0
@@ -63,7 +64,8 @@ def backward(
 ) -> float:
     """Returns the microseconds of a backward, without XLA's kernel for log-sum-exp and delta.
 
-    The backward for few keys computes both itself: the time of XLA's kernel is subtracted from it.
+    The backward for few keys (`short_backward`) computes both without XLA's kernel, so the time of that
+    kernel is subtracted from it.
     """
     keys = visited_keys(shape, logits)
     multiprocessors = max(1, multiprocessors)
@@ -90,7 +92,7 @@ def _row_statistics(shape: Shape) -> float:
 
 
 def _short_backward(shape: Shape, multiprocessors: int) -> float:
-    """Returns the microseconds of the short backward, a CTA for each key head, 64 queries a step."""
+    """Returns the microseconds of the short backward: a CTA for each key head, 64 queries at a time."""
     steps = shape.group * -(-shape.query_count // WGMMA_ROWS)
     tiles = -(-shape.key_count // WGMMA_ROWS)
     alone = steps * max(1.0, shape.head_size / 64) * (1 + 0.5 * tiles)

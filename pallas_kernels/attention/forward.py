@@ -51,8 +51,8 @@ class ForwardConfig:
     heads_together: int = 1
     """Heads whose tiles are scheduled together, so that K and V stay in the L2 cache."""
     wide_blocks: bool = False
-    """True if the last columns of a head take a block of 64, padded with zeros, instead of narrower
-    blocks, each of which takes separate products."""
+    """True if the last features of a head, less than 64, are one block of 64 columns, padded with zeros,
+    and not blocks of 32 and 16 columns, each of which takes WGMMAs of its own."""
     own_lists: bool = False
     """True if each consumer visits its own range of a mask object's list of key blocks (`OwnLists`)."""
     shares: int = 1
@@ -73,7 +73,7 @@ class ForwardConfig:
         return self.consumers * WGMMA_ROWS
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
-        """Returns the layout of Q and K, and the layout of V and the output."""
+        """Returns how shared memory holds columns (features) of Q and K, and of V and the output."""
         lengths = (shape.query_count, shape.key_count)
         return (
             self._blocks(shape.head_size, lengths, SWIZZLED_COLUMNS),
@@ -88,7 +88,7 @@ class ForwardConfig:
         return Columns.in_wide_blocks(size) if widens else layout
 
     def has_own_output(self, shape: Shape) -> bool:
-        """True if the output has shared memory of its own, as it must where Q has another layout."""
+        """True if the output has shared memory of its own. It can share Q's only in the same layout."""
         head, value = self.columns(shape)
         return self.separate_output or head != value
 
@@ -106,16 +106,17 @@ class ForwardConfig:
 
 
 _CACHED_BYTES = 2**24
-"""Bytes of K and V that all CTAs read at a time: a part of the L2, which other data need too."""
+"""Bytes of K and V of the heads whose tiles run at the same time: they stay in a Hopper GPU's L2 of
+50 MB, together with other data."""
 
 
 def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[ForwardConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
     Tensor cores idle least when several consumers compute exponentials while another multiplies. The
-    guess therefore has as many consumers as the registers allow, and then the largest blocks that fit.
-    If that leaves half of the SMs idle, it has one consumer. If blocks of 64 keys save a padded copy of
-    the bias or mask, it has those.
+    guess therefore has as many consumers as the registers allow, and then the largest blocks that fit;
+    one consumer, if tiles of that many queries leave half of the SMs idle; blocks of 64 keys, if the
+    bias or mask, which must be padded to whole blocks of keys, needs no padded copy with these.
     """
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
@@ -142,20 +143,22 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
             ForwardConfig(consumers=1, key_block=64, separate_output=False),
             ForwardConfig(consumers=1, key_block=128, separate_output=False),
         )
-    # Products of two blocks of 32 and 16 columns take longer than one product of 64 columns.
+    # A product of 64 columns, padded with zeros, takes less time than one of 32 and one of 16 columns.
     wide_blocks = any(size % SWIZZLED_COLUMNS > 32 for size in (shape.head_size, shape.value_size))
     together = _heads_together(shape, logits, configs[0].query_block, multiprocessors)
     configs = tuple(
         replace(config, heads_together=together[0], wide_blocks=wide_blocks) for config in configs
     )
     if any(layout.count > 1 for layout in configs[0].columns(shape)):
-        # If heads have several blocks of columns, each with WGMMAs of its own, turns are faster.
+        # With heads of several blocks of columns, each of which takes WGMMAs of its own, consumers that
+        # issue their WGMMAs in turns are faster.
         configs = tuple(sorted(configs, key=lambda config: not config.takes_turns))
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
         legal.sort(key=lambda config: config.consumers > 1)
     if logits.mask.pattern is not None:
-        # Tiles of more than 128 queries visit blocks to which few of their rows attend.
+        # Tiles of at most 128 queries come first: larger ones visit blocks of keys to which only few of
+        # their queries attend.
         legal.sort(key=lambda config: config.query_block > 128)
     if logits.has_functions and logits.mask.pattern is None and legal[0].consumers > 1:
         # While one of three consumers evaluates a function, tensor cores multiply for two.
@@ -174,7 +177,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
 def _with_own_lists(
     config: ForwardConfig, shape: Shape, logits: Logits, multiprocessors: int
 ) -> ForwardConfig:
-    """Returns the config with `own_lists`, and blocks of 64 keys, of which fewer are partial."""
+    """Returns the config with `own_lists` and blocks of 64 keys; with larger blocks more are partial."""
     stages = config.stages * config.key_block // WGMMA_ROWS
     config = replace(config, own_lists=True, key_block=WGMMA_ROWS, stages=stages)
     shares = shares_for(
@@ -190,8 +193,9 @@ def _heads_together(
 ) -> list[int]:
     """Returns the values of `heads_together` worth trying, the best guess first.
 
-    The heads of a group share K and V. More heads together only help if a CTA has few tiles that visit
-    unequal numbers of keys: the longest tiles of all heads then run first, and the shortest last.
+    The query heads of a key head share K and V, so these are scheduled together. More heads only help
+    if a CTA has few tiles and these visit unequal numbers of keys, as under a causal mask: the longest
+    tiles of all heads then run first, and the shortest last.
     """
     head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
     most = max(1, _CACHED_BYTES // head_bytes) * shape.group
@@ -220,7 +224,7 @@ def forward(
     config = config or default_config(shape, logits, multiprocessors)
     head, columns = config.columns(shape)
     parts = config.consumers if config.own_lists else 0
-    # Sinks rule out shares: each share of a tile would add the sink again.
+    # With sinks no list is divided into shares: each share would add the sink to its sum again.
     shares = 1 if logits.has_sinks else config.shares
     blocks = (config.query_block, config.key_block)
     tiles = QueryTiles(logits.mask, shape.heads, *blocks, parts, shares)
@@ -293,9 +297,9 @@ class _Forward:
         return memory
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of list shares' output and log-sum-exp; () if no tile's list is divided."""
+        """Returns the shapes of the shares' float32 output and log-sum-exp; () if no list is divided."""
         sizes = (self.tiles.own, self.shape.batch, self.shape.heads, self.tiles.rows)
-        # Registers are stored in whole blocks of columns, so V is padded to the blocks' width.
+        # Registers are stored in whole blocks of columns, so the output's last axis is padded to these.
         return result_of_shares(*sizes, self.value.width) + result_of_shares(*sizes)
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
@@ -406,7 +410,11 @@ class _Forward:
         values.release(slot)
 
     def clear_values(self, cta: Cta, at: Place, block: jax.Array, slot: jax.Array) -> None:
-        """Sets values of a block beyond the keys' length to zero; has a barrier of all consumers."""
+        """Sets values of keys from the key length on to zero, in block `block` of V, which `slot` holds.
+
+        Their weights are 0, but 0 times NaN is NaN. Where a block has such rows, the first consumer
+        clears them while the others wait at a barrier.
+        """
         if not self.logits.mask.has_key_lengths:
             return
         end = at.extent.key_length - block * self.config.key_block
@@ -419,7 +427,7 @@ class _Forward:
             plgpu.barrier_wait(cta.memory["cleared"])
 
     def is_masked(self, visits: Visits | ListedVisits, i: int | jax.Array) -> bool | jax.Array:
-        """Returns whether the visited block needs masking, as a Python bool if that is static."""
+        """Returns whether visit i's block needs masking, as a Python bool if known at compile time."""
         mask, block = self.logits.mask, self.config.key_block
         if isinstance(i, int):
             assert i == 0
@@ -431,7 +439,10 @@ class _Forward:
         return visits.is_partial(i)
 
     def tile(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> Tile:
-        """Returns the logits' tile of visit i, with the operands that are loaded before its products."""
+        """Returns the tile of logits of visit i, with what is loaded before its products.
+
+        This is the pattern's mask bits, and arrays of score and mask functions (see `Tile.loaded`).
+        """
         block = self.config.key_block
         key_start = rows.visits.block(i) * block
         at = rows.at
@@ -453,7 +464,11 @@ class _Forward:
         products: jax.Array,
         softmax: Softmax,
     ) -> Weighted:
-        """Returns the softmax weights of visit i's block, and the running softmax with this block."""
+        """Returns the weights of the logits of visit i, the running softmax after it, and its decay.
+
+        `products` is Q K^T, float32 [64, keys]. The decay [64] rescales the output so far, because the
+        maximum that is subtracted from the logits has grown.
+        """
         is_partial = self.is_masked(rows.visits, i)
         weighing = Weighing(self.logits, self.dtype)
         return weighing(products, tile, cta.operands, rows.at.extent, is_partial, softmax)
@@ -541,9 +556,10 @@ class _Forward:
     def normalized(
         self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: Softmax
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Returns output and log-sum-exp with the sink; for empty rows these are 0 and EMPTY_LSE.
+        """Returns the output, in blocks [64, columns], divided by the sums, and the log-sum-exp [64].
 
-        Rows are empty without keys or sink, and from the query length on.
+        Both include the sink. For empty rows they are 0 and EMPTY_LSE. A row is empty if its query attends to neither a key nor
+        a sink, or is not below the query length.
         """
         (maximum, total), at = softmax, rows.at
         if self.logits.has_sinks:
@@ -566,7 +582,7 @@ class _Forward:
         return [block * across(inverse, block.shape) for block in out], lse
 
     def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
-        """Stores the results of the tile's rows, clipped at the arrays' ends."""
+        """Stores this consumer's output and log-sum-exp: 64 queries, without those beyond the last."""
         queries, _, _ = self.rings(cta)
         if self.of_shares():
             number = self.tiles.share(rows.at)

@@ -23,7 +23,8 @@ class KeyGradientConfig:
     splits_roles: bool = False
     """True if both warpgroups own the same keys; one computes dV, the other dK (for wide heads)."""
     tile_stages: int = 2
-    """Pipeline stages of K and V, one tile each; with 2, the next tile is copied during the current."""
+    """Pipeline stages of K and V, of one tile each. With 2, the next tile's K and V are copied while the
+    current tile is computed."""
     heads_together: int = 4
     """Key heads whose tiles are scheduled together, so that Q and dO stay in the L2 cache."""
     multiplies_early: bool = True
@@ -68,7 +69,7 @@ class KeyGradientConfig:
         return self.tile_stages * self.key_parts
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
-        """Returns the layout of Q and K, and the layout of V and dO."""
+        """Returns how shared memory holds columns (features) of Q and K, and of V and dO."""
         lengths = (shape.query_count, shape.key_count)
         head, value = (
             Columns.of(size, lengths, self.query_block)

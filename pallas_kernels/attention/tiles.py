@@ -33,7 +33,7 @@ class Place(NamedTuple):
     """Function from a range of the tile's queries to the blocks of keys that they attend to."""
     first: jax.Array
     """Range [first, stop) of blocks of keys, or of rows of `entries` if the mask has lists. The tile's
-    loop goes from the last one to the first."""
+    loop goes from block or row stop - 1 down to `first`."""
     stop: jax.Array
     entries: Any = None
     """The tile's list, int32: in each row a block of keys and the index of its mask bits; or None."""
@@ -48,9 +48,10 @@ class Place(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Loop of one consumer over blocks of keys for its rows of a tile; iteration i is block last - i.
+    """Loop of a consumer over blocks of keys for its 64 queries; iteration i visits block `last` - i.
 
-    Under a causal mask, the tile's first blocks may be empty for all rows of this consumer.
+    Under a causal mask, the blocks that the tile visits first (its last keys) may be empty for all rows
+    of this consumer.
     """
 
     skipped: jax.Array
@@ -78,12 +79,12 @@ class Visits(NamedTuple):
 
 
 class ListedVisits(NamedTuple):
-    """Loop over a tile's list of blocks of keys, all of which each consumer processes."""
+    """Loop over a tile's list of blocks of keys; every consumer of the tile visits all of them."""
 
     at: Place
     full: Blocks | None
-    """`Blocks` by all masks but the pattern: no other mask forbids elements of [full_start, full_stop).
-    None if the pattern is the only mask."""
+    """Range [full_start, full_stop) of blocks in which no mask but the pattern forbids elements; None if
+    the pattern is the only mask."""
 
     @property
     def skipped(self) -> int:
@@ -116,7 +117,7 @@ class ListedVisits(NamedTuple):
 
 
 class OwnVisits(NamedTuple):
-    """Loop of one consumer over its own range [first, stop) of the tile's list, from the end on."""
+    """Loop of a consumer over its own range of the tile's list, from entry stop - 1 down to `first`."""
 
     at: Place
     part: jax.Array
@@ -151,9 +152,10 @@ class OwnVisits(NamedTuple):
 
 
 _MANY = 4
-"""Fewest tiles per SM for which the schedule is computed on the device, from the segments.
+"""Fewest tiles per SM for which the schedule is computed on the device, from a call's segment ids.
 
-With fewer tiles, better balance saves less time than XLA's kernels take to compute the schedule.
+With fewer tiles, the better balance saves less time than XLA's kernels take to compute the schedule, so
+the schedule of the compile time is used, in which segments are not known.
 """
 
 
@@ -167,13 +169,13 @@ class QueryTiles:
     """Queries in a tile."""
     key_block: int
     parts: int = 0
-    """Consumers of a tile if each has a range of its own of the tile's list (`OwnLists`); else 0."""
+    """Consumers in a CTA if each visits a range of its own of the tile's list (`OwnLists`); else 0."""
     shares: int = 1
     """Shares into which the longest lists are divided, for different CTAs; used with `parts`."""
 
     @property
     def count(self) -> int:
-        """Tiles of one head, where each share of a divided tile counts."""
+        """Tiles of one head; a tile whose list is divided into shares counts once for each share."""
         if self.own is not None:
             return len(self.own.costs)
         return -(-self.mask.query_count // self.rows)
@@ -189,11 +191,11 @@ class QueryTiles:
 
     @property
     def starts_of_shared(self) -> list[int]:
-        """First query of each tile that is divided into shares."""
+        """Index of the first query of each tile whose list of blocks of keys is divided into shares."""
         return [] if self.own is None else [tile * self.rows for tile in self.own.split]
 
     def share(self, at: Place) -> jax.Array:
-        """Returns the number of a tile's share, from 1 over all divided tiles; 0 for a whole tile."""
+        """Returns the share's number, from 1 over all divided tiles; 0 if the tile is undivided."""
         return at.ranges[3 + 2 * self.parts]
 
     def schedule(
@@ -215,7 +217,7 @@ class QueryTiles:
         return self.planned(batch, heads_together, multiprocessors)
 
     def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """Returns the schedule computed at compile time, when lengths and segments are not known."""
+        """Returns the schedule (see `schedule`) without a call's lengths and segments, at compile time."""
         visited = []
         for i in range(-(-self.mask.query_count // self.rows)):
             blocks = self.mask.key_blocks(
@@ -232,13 +234,13 @@ class QueryTiles:
 
     @functools.cached_property
     def lists(self) -> BlockLists | None:
-        """Blocks that each tile visits, if the mask has a pattern."""
+        """Lists of the blocks of keys that each tile visits; None unless the mask has a pattern."""
         if self.mask.pattern is None:
             return None
         return block_lists(self.mask.pattern, self.rows, self.key_block)
 
     def tables(self, operands: Operands) -> Tables:
-        """Returns the arrays from which a kernel finds the blocks of keys of its tiles."""
+        """Returns the arrays from which a kernel reads which blocks of keys each tile visits."""
         if self.own is not None:
             return self.own.tables
         bounds, mask, rows, block = None, self.mask, self.rows, self.key_block
@@ -279,7 +281,8 @@ class QueryTiles:
                 *(batch_idx, head_idx, start, extent, key_blocks, first, stop, entries, tables.bits)
             )
         blocks = key_blocks(start, start + self.rows)
-        # A tile that visits no keys still runs the kernel's loop once, over a fully masked block.
+        # A tile without keys to visit still visits one block, which is masked as a whole: the forward
+        # processes a tile's first block outside of its loop.
         key_blocks_count = -(-mask.key_count // block)
         first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
         stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
@@ -315,14 +318,15 @@ class KeyPlace(NamedTuple):
     first_head_idx: jax.Array
     """Index of the first visited query head."""
     shared_head_idx: jax.Array
-    """Head index in dK and dV, where each share of a key head is a head of its own."""
+    """Index on the head axis of dK and dV [B, S, K * shares, .], where each share has its own head."""
     start: jax.Array
     """Index of the first key."""
     extent: Extent
     visits: Callable[[Index], "QueryVisits"]
     """Function from a visited head's number, from 0, to the loop over that head's blocks of queries."""
     share: jax.Array | None = None
-    """Number of the list share, from 1 over all divided tiles; 0: whole tile; None: no lists."""
+    """Number of the share of the tile's list, counted from 1 over all divided tiles; 0 if the tile is
+    undivided, None without `OwnLists`."""
 
 
 class QueryVisits(NamedTuple):
@@ -331,17 +335,17 @@ class QueryVisits(NamedTuple):
     start: jax.Array
     stop: jax.Array
     full: Blocks | None
-    """`Blocks` by all masks but the pattern: no other mask forbids elements of [full_start, full_stop).
-    None if the pattern is the only mask."""
+    """Range [full_start, full_stop) of blocks in which no mask but the pattern forbids elements; None if
+    the pattern is the only mask."""
     entries: Any = None
-    """The tile's list, int32 [entries, 2]: a block of queries, and the index of its mask bits. Without a
-    list, the iterations are numbered as the blocks."""
+    """The tile's list, int32 [entries, 2]: a block of queries, and the index of its mask bits. If it is
+    None, iteration i visits block i."""
     bits_gmem: Any = None
     ranges: Any = None
     """Integers with each warpgroup's range [start, stop) of the list (see `OwnLists`), or None."""
 
     def of_part(self, part: Index) -> "OwnQueryVisits | QueryVisits":
-        """Returns the loop of one warpgroup, which owns part number `part` of the tile's keys."""
+        """Returns the loop of the warpgroup that owns keys 64 * part to 64 * part + 63 of the tile."""
         if self.ranges is None:
             return self
         first, stop = (
@@ -367,7 +371,7 @@ class QueryVisits(NamedTuple):
 
 
 class OwnQueryVisits(NamedTuple):
-    """Loop of one warpgroup over its own range [start, stop) of the tile's list."""
+    """Loop of one warpgroup over its own range [start, stop) of the tile's list of blocks of queries."""
 
     start: jax.Array
     stop: jax.Array
@@ -390,43 +394,45 @@ class OwnQueryVisits(NamedTuple):
 
 
 _EVEN = 16
-"""Tiles per SM above which `longest` takes the mean work per SM, without computing a schedule."""
+"""Tiles per SM above which `KeyTiles.longest` estimates the largest work of a CTA from the mean, instead
+of computing a schedule in a Python loop over all tiles."""
 
 
 @dataclass(frozen=True)
 class KeyTiles:
     """Division of keys into tiles, and of queries into blocks: `QueryTiles` transposed.
 
-    Shares divide a tile's blocks of queries among CTAs. Each share of a key head has a dK and dV of its
-    own, as if it were a head, which are added up afterwards.
+    A tile's blocks of queries can be divided into shares for different CTAs. Each share has its own dK
+    and dV, at its own index of the head axis; XLA adds up the shares of a key head afterwards.
     """
 
     mask: BlockMask
     key_heads: int
     group: int
-    """Query heads that a share visits."""
+    """Query heads that a tile visits, in one share of its work."""
     rows: int
     """Keys in a tile."""
     query_block: int
     group_shares: int = 1
     """Shares into which the query heads of a key head are divided."""
     query_shares: int = 1
-    """Shares into which the blocks of queries are divided, for each share of the query heads."""
+    """Shares into which the blocks of queries are divided, too; a tile has group_shares * query_shares
+    shares."""
     parts: int = 0
-    """Warpgroups of a tile if each has a range of its own of the tile's list (`OwnLists`); else 0."""
+    """Warpgroups of a CTA if each visits a range of its own of the tile's list (`OwnLists`); else 0."""
     list_shares: int = 1
     """Shares into which only the longest lists are divided, for different CTAs; used with `parts`."""
 
     @property
     def count(self) -> int:
-        """Tiles of one key head, where each list share of a divided tile counts."""
+        """Tiles of one key head; a tile whose list is divided counts once for each share of the list."""
         if self.own is not None:
             return len(self.own.costs)
         return -(-self.mask.key_count // self.rows)
 
     @property
     def starts_of_shared(self) -> list[int]:
-        """First key of each tile whose list is divided into shares."""
+        """Index of the first key of each tile whose list of blocks of queries is divided into shares."""
         return [] if self.own is None else [tile * self.rows for tile in self.own.split]
 
     @property
@@ -461,13 +467,13 @@ class KeyTiles:
 
     @functools.cached_property
     def lists(self) -> BlockLists | None:
-        """Blocks of queries that each tile visits, if the mask has a pattern."""
+        """Lists of the blocks of queries that each tile visits; None unless the mask has a pattern."""
         if self.mask.pattern is None:
             return None
         return block_lists(self.mask.pattern, self.query_block, self.rows, transposed=True)
 
     def tables(self, operands: Operands) -> Tables:
-        """Returns the arrays from which a kernel finds the blocks of queries of its tiles."""
+        """Returns the arrays from which a kernel reads which blocks of queries each tile visits."""
         if self.own is not None:
             return self.own.tables
         bounds, mask, rows, block = None, self.mask, self.rows, self.query_block
@@ -500,7 +506,7 @@ class KeyTiles:
         return self.planned(batch, heads_together, multiprocessors)
 
     def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """Returns the schedule computed at compile time, when lengths and segments are not known."""
+        """Returns the schedule (see `schedule`) without a call's lengths and segments, at compile time."""
         heads = batch * self.key_heads * self.shares
         return schedule(self.costs, heads, heads_together, multiprocessors)
 
@@ -529,7 +535,8 @@ class KeyTiles:
         extent = operands.extent(self.mask, batch_idx)
         number, start = None, tile_idx * self.rows
         if self.own is not None:
-            # Tile and share number of a listed tile are the same in all masks: mask 0's are read.
+            # Columns of the tile's index and of the share's number; they are equal for all masks of the
+            # pattern, so those of mask 0 are read.
             tile, number = (tables.ranges[0, 0, tile_idx, 2 + 2 * self.parts + i] for i in (0, 1))
             start = tile * self.rows
         blocks = None
@@ -562,7 +569,7 @@ class KeyTiles:
     def of_share(
         self, start: jax.Array, stop: jax.Array, share: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the part of a tile's visits [start, stop) that share number `share` of queries has."""
+        """Returns the range of share number `share` of a tile's visits [start, stop)."""
         if self.query_shares == 1:
             return start, stop
         visits = lax.max(stop - start, jnp.int32(0))
@@ -572,7 +579,7 @@ class KeyTiles:
 
 
 def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks | None:
-    """Returns the blocks with keys (or queries) of a tile's segments, or None without segments."""
+    """Returns the blocks that hold keys (for `KeyTiles`, queries) of a tile's segments, or None."""
     if tables.bounds is None:
         return None
     return Blocks(*(tables.bounds[batch_idx, tile_idx, i] for i in range(4)))
@@ -581,7 +588,7 @@ def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks
 def _listed(
     tables: Tables, operands: Operands, batch_idx: Any, head_idx: Any, tile_idx: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns the range (first, stop) of the entries to visit, and the tile's list of blocks."""
+    """Returns the range (first, stop) of entries to visit, and the tile's list, int32 [entries, 2]."""
     mask_idx = _mask_idx(operands, head_idx)
     batch_idx = batch_idx if tables.ranges.shape[0] > 1 else 0
     first, stop = (tables.ranges[batch_idx, mask_idx, tile_idx, i] for i in range(2))
@@ -589,7 +596,7 @@ def _listed(
 
 
 def _mask_idx(operands: Operands, head_idx: Any) -> Any:
-    """Returns the index of a head's mask in the pattern."""
+    """Returns which of the pattern's masks query head `head_idx` has."""
     heads = operands.pattern_heads
     return 0 if heads is None else heads[head_idx]
 
@@ -600,9 +607,10 @@ def schedule(
 ) -> np.ndarray:
     """Returns each CTA's count of tiles, then their numbers in order, int32 [CTAs, 1 + most tiles].
 
-    Groups of `heads_together` heads follow each other. Within a group, the tiles that cost most come
-    first, and each goes to the CTA with the least work so far. A dynamic queue would do the same, but
-    its order would vary between runs. A tile's number is head * len(costs) + tile.
+    `costs` has the work of each tile of a head, and `heads` counts those of all batch entries. Groups of
+    `heads_together` heads follow each other. Within a group, the tiles that cost most come first, and
+    each goes to the CTA with the least work so far. A dynamic queue would do the same, but its order
+    would vary between runs. A tile's number is head * len(costs) + tile.
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     ctas = min(multiprocessors, heads * len(costs))
