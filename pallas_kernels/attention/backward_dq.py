@@ -384,7 +384,7 @@ class _QueryGradient:
     def logits_gradient(
         self, cta: Cta, rows: _Rows, i: Any, k_slot: Any, v_slot: Any, s_acc: Any, dp_acc: Any
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns dS [64 queries, keys of visit i's block] in Q's dtype, and sums [64] over these keys."""
+        """Returns dS [64 queries, keys of visit i's block] in Q's dtype, and sums [64] over its keys."""
         queries, keys, values = self.rings(cta)
         at, logits, block = rows.at, self.logits, self.config.key_block
         key_start = rows.visits.block(i) * block

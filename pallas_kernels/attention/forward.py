@@ -558,8 +558,8 @@ class _Forward:
     ) -> tuple[list[jax.Array], jax.Array]:
         """Returns the output, in blocks [64, columns], divided by the sums, and the log-sum-exp [64].
 
-        Both include the sink. For empty rows they are 0 and EMPTY_LSE. A row is empty if its query attends to neither a key nor
-        a sink, or is not below the query length.
+        Both include the sink. For empty rows they are 0 and EMPTY_LSE. A row is empty if its query
+        attends to neither a key nor a sink, or is not below the query length.
         """
         (maximum, total), at = softmax, rows.at
         if self.logits.has_sinks:

@@ -23,10 +23,10 @@ from pallas_kernels.attention.tile_function import Part, TileFunction, total
 
 LOG2E = math.log2(math.e)
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Log-sum-exp of a row that attends to nothing, equal to the reference's."""
+"""Log-sum-exp of a query that attends to nothing: that of the jax.numpy reference."""
 
 _SAVED_ROWS = 64
-"""Queries whose log-sum-exp a warpgroup writes at a time."""
+"""Queries of a warpgroup, whose log-sum-exps it writes together."""
 
 
 def saved_length(query_count: int) -> int:
@@ -80,7 +80,10 @@ class Operands(NamedTuple):
         )
 
     def padded(self, query_block: int, key_block: int) -> "Operands":
-        """Returns the operands padded to whole blocks, since register loads are not clipped."""
+        """Returns the operands, T padded to whole `query_block`s and S to whole `key_block`s.
+
+        Kernels load them into registers, and such loads, unlike TMA copies, are not clipped.
+        """
 
         def pad(array, axes: dict[int, int]):
             widths = [(0, 0)] * array.ndim
@@ -116,7 +119,7 @@ class Operands(NamedTuple):
         )
 
     def transposed(self) -> "Operands":
-        """Returns the operands for `TransposedTile`: with the logits' last two axes swapped."""
+        """Returns the operands for `TransposedTile`: bias, explicit mask and `reads` are [.., S, T]."""
 
         def swap(array):
             return None if array is None else array.swapaxes(2, 3)
@@ -134,7 +137,7 @@ class Bits(NamedTuple):
     first_row: Index
 
     def words(self, rows: int, layout: Any) -> list[jax.Array]:
-        """Loads the words of `rows` rows; each array of the list has one word of every row."""
+        """Loads the words of `rows` rows: array i [rows] of the list has columns 32 i to 32 i + 31."""
         place = pl.ds(self.first_row, rows)
         return [
             plgpu.load(self.gmem.at[self.number, i, place], layout=layout, optimized=False)
@@ -143,13 +146,13 @@ class Bits(NamedTuple):
 
 
 class OwnBits(NamedTuple):
-    """Mask bits of one consumer's rows: matrix `number` of the bits of `own_lists.OwnLists`."""
+    """Mask bits of the 64 rows of one consumer: matrix `number` of `own_lists.OwnLists.tables.bits`."""
 
     gmem: Any
     number: Index
 
     def words(self, layout: Any) -> jax.Array:
-        """Loads the mask's bits as words [rows, 8]; a thread holds two words of each of its rows."""
+        """Loads the bits as uint32 words [64, 8]; a thread holds two words of each of its rows."""
         return plgpu.load(self.gmem.at[self.number], layout=layout, optimized=False)
 
 
@@ -168,16 +171,17 @@ class Tile:
     bits: "Bits | OwnBits | list[jax.Array] | jax.Array | None" = None
     """Mask bits of the pattern, or their words in registers; None without a pattern."""
     early: tuple[tuple[Any, jax.Array], ...] = ()
-    """Pairs of an array's reference in global memory and its values for this tile in registers."""
+    """Arrays of score and mask functions that are in registers already: pairs of the reference in global
+    memory and the tile's values, as `read` returns them."""
 
     @property
     def query_axis(self) -> int:
         return 1 if self.transposed else 0
 
     def numbers(self, axis: int, from_start: bool = False) -> jax.Array:
-        """Returns the query indices (axis 0) or key indices (axis 1) of the rows or of the columns.
+        """Returns the tile's query indices (axis 0) or key indices (axis 1), an int32 vector.
 
-        With `from_start` they are counted from the tile's first one.
+        With `from_start` the tile's first query or key has index 0.
         """
         start = self.query_start if axis == 0 else self.key_start
         dimension = axis ^ self.query_axis
@@ -195,11 +199,11 @@ class Tile:
         return lax.broadcast_in_dim(self.numbers(axis), self.shape, [axis ^ self.query_axis])
 
     def seed(self, ref, word: int) -> jax.Array:
-        """Returns one of the two seeds of dropout, from the array of `dropout_seeds`."""
+        """Returns seed `word` (0 or 1) of the tile's batch entry and head; `ref` is [2, B, N]."""
         return ref[word, self.batch, self.head]
 
     def vector(self, ref, axis: int) -> jax.Array:
-        """Loads the tile's queries (axis 0) or keys (axis 1) of `ref`, [B, T or S], as a full tile."""
+        """Loads the tile's queries (axis 0) or keys (axis 1) of `ref` [B, T or S], as a full tile."""
         dimension = axis ^ self.query_axis
         start = self.query_start if axis == 0 else self.key_start
         values = plgpu.load(
@@ -210,7 +214,10 @@ class Tile:
         return lax.broadcast_in_dim(values, self.shape, [dimension])
 
     def matrix(self, ref) -> jax.Array:
-        """Loads the tile's part of `ref`, [B or 1, N or 1, T or 1, S or 1]; rows must be queries."""
+        """Loads the tile of `ref` [B or 1, N or 1, T or 1, S or 1], broadcast to `shape`.
+
+        A tile whose rows are keys needs `TransposedTile`, for which `ref` is [.., S or 1, T or 1].
+        """
         values, axes = self.read(ref), self.axes(ref)
         if len(axes) == 2:
             return values
@@ -223,7 +230,7 @@ class Tile:
         return tuple(axis for axis in (0, 1) if ref.shape[2 + axis] > 1)
 
     def read(self, ref) -> jax.Array:
-        """Loads the tile's part of `ref` along its `axes`, not broadcast; rows must be queries."""
+        """Loads the tile of `ref` without broadcasts: with the axes that `axes` returns, or a scalar."""
         for known, part in self.early:
             if known is ref:
                 return part
@@ -240,9 +247,9 @@ class Tile:
         return plgpu.load(ref.at[tuple(index)], layout=layout, optimized=False)
 
     def loaded(self, reads: Sequence[Any]) -> Any:
-        """Returns the tile with mask bits, and those `reads` that do not vary along keys, in registers.
+        """Returns the tile with its mask bits, and those `reads` that are the same for all keys, loaded.
 
-        The latency of the loads is hidden by the tile's products, before which they start.
+        Kernels call this before they start the tile's products, which hide the latency of the loads.
         """
         few = [ref for ref in reads if 1 not in self.axes(ref)]
         early = tuple((ref, self.read(ref)) for ref in few)
@@ -258,9 +265,9 @@ class Tile:
     def allowed_by_bits(self) -> jax.Array:
         """Returns whether the pattern allows each element.
 
-        A row's bits are in words of 32 columns. A thread's columns differ from each other by multiples
-        of 8 that are known at compile time. So are the word of a column, and all but the lowest 3 bits
-        of its bit index in the word.
+        A row's bits are in words of 32 columns. In the WGMMA layout, a thread's columns differ from each
+        other by multiples of 8 that are known at compile time. So are the word of each column, and all
+        but the lowest 3 bits of its bit index in the word.
         """
         words = self._words()
         _, columns = self.shape
@@ -308,11 +315,11 @@ class Logits:
     score: TileFunction | None = None
     """Function that changes each logit after cap and bias; it reads the first of `Operands.reads`."""
     allows: TileFunction | None = None
-    """Function that forbids further elements; it reads those `Operands.reads` that `score` does not."""
+    """Function that forbids further elements; it reads the `Operands.reads` after those of `score`."""
 
     @property
     def needs_registers(self) -> bool:
-        """True if cap, dropout or a function take so many registers that tiles should be smaller."""
+        """True if cap, dropout or score function take so many registers that tiles should be small."""
         by_score = self.score is not None and self.score.derivative_by_element
         return self.soft_cap is not None or self.dropout_rate > 0 or by_score
 
@@ -326,16 +333,16 @@ class Logits:
         return self.score is not None or self.allows is not None
 
     def pads_keys(self, key_block: int) -> bool:
-        """True if XLA must pad bias or mask [.., S]: `key_block` does not divide S, but 64 does."""
+        """True if `key_block` makes XLA pad bias or mask [.., S], and blocks of 64 keys would not."""
         count = self.mask.key_count
         return self.has_matrices and count % key_block > 0 and count % WGMMA_ROWS == 0
 
     def operand_start(self, start: jax.Array, count: int, tile_rows: int) -> jax.Array:
-        """Returns the first row of bias, mask or other operands to load for a warpgroup's rows.
+        """Returns the first row of bias, mask or other operands to load for 64 rows from `start` on.
 
-        Operands have `count` rows, padded to a multiple of 64. They are not padded to whole tiles of
-        `tile_rows`, since padding takes a copy. A warpgroup with all its rows beyond the operands' end
-        loads the last 64 rows instead, and does not store its results.
+        Operands have `count` rows, padded to a multiple of 64, but not to whole tiles of `tile_rows`,
+        since padding takes a copy. A warpgroup whose rows all lie beyond the operands' end loads the
+        last 64 rows instead, and does not store its results.
         """
         length = ceil_to(count, WGMMA_ROWS)
         has_rows = self.has_matrices or self.mask.has_segments or self.has_functions
@@ -345,7 +352,10 @@ class Logits:
 
     @property
     def multiplier(self) -> float:
-        """Factor that `logits` leaves out; callers multiply by it where they subtract the maximum."""
+        """Constant by which `logits` has divided its result.
+
+        Callers multiply by it in the expression that subtracts the maximum: one fused multiply-add.
+        """
         if self.score is not None:
             return LOG2E
         if self.soft_cap is None and not self.has_bias and self.scale > 0:
@@ -417,7 +427,7 @@ class Logits:
         return x
 
     def scored(self, scores: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
-        """Returns the result of `score`, without the terms per query that `shift` returns."""
+        """Returns the tile of `score`'s results, without the term of each query that `shift` returns."""
         assert self.score is not None
         reads = self.score_reads(operands)
         separated = self.score.separated(tile, reads, self.limits)
@@ -431,7 +441,7 @@ class Logits:
         return scores + lax.broadcast_in_dim(by_key, tile.shape, [axis])
 
     def shift(self, tile: Tile, operands: Operands) -> jax.Array | None:
-        """Returns a term per query, in base 2, that `logits` leaves out of `score`'s result, or None."""
+        """Returns the terms [queries], base 2, that `logits` leaves out of `score`'s result, or None."""
         if self.score is None:
             return None
         separated = self.score.separated(tile, self.score_reads(operands), self.limits)
@@ -442,7 +452,10 @@ class Logits:
     def derivatives_of_score(
         self, which: Sequence[int], products: jax.Array, tile: Tile, operands: Operands
     ) -> list[Part]:
-        """Returns the logits' derivatives by inputs: 0 is the score, i the i-th read with a gradient."""
+        """Returns the derivatives of `score`'s result by the inputs whose numbers are in `which`.
+
+        Input 0 is the score; input i is the i-th, from 1, of the arrays it reads that have a gradient.
+        """
         assert self.score is not None
         score = functools.partial(self.scores, products, tile, operands)
         reads = self.score_reads(operands)
@@ -469,16 +482,16 @@ class Logits:
         return jnp.where(gradient == 0.0, 0.0, gradient * derivative)
 
     def within_rows(self, probabilities: jax.Array, lse2: jax.Array) -> jax.Array:
-        """Returns the probabilities, with 0 for queries beyond the last one.
+        """Returns the probabilities, with 0 for queries beyond the last one, whose `lse2` is inf.
 
-        There the log-sum-exp is inf, and functions may be NaN.
+        exp2(x - inf) is 0, except where a caller's score function returned NaN for such a query.
         """
         if not self.has_functions:
             return probabilities
         return jnp.where(lse2 == jnp.inf, 0.0, probabilities)
 
     def derivative_of_capped(self, products: jax.Array) -> jax.Array | float:
-        """Returns the derivative of the logits with respect to the products."""
+        """Returns the derivative of the logits before bias with respect to the products Q K^T."""
         if self.soft_cap is None:
             return self.scale
         tanh = _tanh(products * (self.scale / self.soft_cap))
@@ -494,9 +507,9 @@ class Logits:
     ) -> jax.Array:
         """Returns the gradient of the products, divided by `scale` if there is no cap.
 
-        dp is the gradient of the probabilities after dropout, and `kept` are these probabilities (None
-        without dropout). `derivative` is that of cap and score function, or None without either; the
-        result is then the gradient of the logits, and of the bias.
+        All arrays are tiles. dp is the gradient of the probabilities after dropout, and `kept` are these
+        probabilities (None without dropout). `derivative` is that of cap and score function. If it is
+        None, the result is the gradient of the logits, and so of the bias.
         """
         if kept is not None:
             dp = jnp.where(kept == 0, 0.0, dp * (1 / self.keep_probability))
@@ -541,7 +554,7 @@ class Logits:
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-    """Computes tanh by an exponential: the tanh instruction errs by more than bfloat16's rounding."""
+    """Computes tanh by an exponential: the GPU's tanh instruction errs by more than bfloat16 rounds."""
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 

@@ -88,13 +88,16 @@ class BlockMask:
 
     @property
     def extent(self) -> Extent:
-        """Extent that schedules assume: full lengths; with unknown offsets, last query at last key."""
+        """Extent that schedules assume at compile time: full lengths.
+
+        If batch entries have query offsets, the last query is assumed at the position of the last key.
+        """
         offset = max(0, self.key_count - self.query_count) if self.has_query_offset else 0
         return Extent(self.query_count, self.key_count, offset)
 
     @property
     def has_left_edge(self) -> bool:
-        """True if the first visited blocks may be partial; if False, full_start equals start."""
+        """True if the first visited blocks of keys may be partial; if False, full_start equals start."""
         is_listed = self.pattern is not None
         return is_listed or self.window is not None or self.has_segments or self.forbids_anywhere
 
@@ -111,9 +114,10 @@ class BlockMask:
         )
 
     def right_partial_blocks(self, rows: int, key_block: int) -> int:
-        """Returns the most partial blocks at the end of the keys of `rows` queries, as at a diagonal.
+        """Returns how many of the last blocks of keys that `rows` queries visit may be partial, at most.
 
-        The first of these queries is at a multiple of `rows`.
+        Under a causal mask these are the blocks on the diagonal. The first query's index is a multiple
+        of `rows`.
         """
         if self.pattern is not None or self.has_segments or self.forbids_anywhere:
             return -(-self.key_count // key_block)
@@ -169,8 +173,8 @@ class BlockMask:
         """Returns the blocks of `block` queries for the keys [keys[0], keys[1]): the transposed case.
 
         Queries from query_length on are either not visited or in blocks that count as full, since their
-        log-sum-exp and cotangents make their contribution 0. Keys from key_length on make a block
-        partial.
+        log-sum-exp and their cotangents make their contribution to dK and dV 0. Keys from key_length on
+        make a block partial.
         """
         query_length, key_length, offset = extent
         left, right = self.reach()
@@ -196,7 +200,7 @@ class BlockMask:
         block: int,
         within: Blocks | None,
     ) -> Blocks:
-        """Converts bounds in elements to bounds in blocks; a partial block is visited but not full."""
+        """Converts bounds in elements to bounds in blocks, cut to those of the segments, `within`."""
         bounds = Blocks(
             _down(start, block), _up(full_start, block), _down(full_stop, block), _up(stop, block)
         )
@@ -234,7 +238,7 @@ class BlockMask:
             conditions.append(key() <= stands_at(right))
         if left is not None:
             conditions.append(key() >= stands_at(-left))
-        # With a causal mask and T <= S, s <= t implies s < S: no test for the last key.
+        # With a causal mask and T <= S, key <= query implies key < S: no test for the last key.
         ends_with_queries = right == 0 and self.query_count <= self.key_count
         # A pattern forbids keys beyond the last one, so no test is needed.
         ends_with_queries = ends_with_queries or self.pattern is not None
@@ -249,11 +253,11 @@ class BlockMask:
 def segment_blocks(
     query_segments: jax.Array, key_segments: jax.Array, query_block: int, key_block: int
 ) -> jax.Array:
-    """Returns for each block of queries the `Blocks` of keys of its segments, int32 [B, blocks, 4].
+    """Returns the `Blocks` of keys of each block of queries, int32 [B, blocks of queries, 4].
 
-    The bounds come from the least and the greatest segment of each block. They are exact if segments are
-    in ascending order, as in packed sequences; otherwise more blocks are visited than necessary. Swapped
-    arguments give the transposed bounds.
+    They come from the least and the greatest segment id of each block, in query_segments [B, T] and
+    key_segments [B, S]. They are exact if ids are in ascending order, as in packed sequences; otherwise
+    more blocks are visited than necessary. Swapped arguments give the blocks of queries of keys.
     """
 
     def extremes(segments, block):

@@ -1,10 +1,9 @@
 """Matrices in shared memory, in layouts that both TMA and WGMMA can read and write.
 
-WGMMA reads its operands in tiles of 8 rows. TMA copies through such tiles only if the array in global
-memory consists of whole tiles, which an array of 197 rows or of 72 columns does not. In that case a
-matrix is stored as blocks of columns, each as wide as its swizzle. Within such a block, rows in order
-and rows in tiles of 8 are the same bytes: TMA is given the rows in order, and can copy any number of
-them, while WGMMA is given the tiles.
+WGMMA reads its operands in tiles of 8 rows. Mosaic's TMA copies fill such tiles only if the array in
+global memory consists of whole tiles, which an array of 197 rows or of 72 columns does not. In that case
+a matrix is stored as blocks of columns, each as wide as its swizzle. In such a block, a layout of rows
+in order and one of tiles of 8 rows are the same bytes: TMA copies use the former, WGMMA the latter.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,10 @@ def ceil_to(count: int, multiple: int) -> int:
 
 
 def shared_width(size: int) -> int:
-    """Returns the columns that a matrix of `size` columns occupies in shared memory, padded for TMA."""
+    """Returns the columns that `size` columns of 16 bits occupy in shared memory.
+
+    They are 16, 32 or 64, and above 64 a multiple of 16, so that whole swizzles cover them.
+    """
     for width in reversed(_WIDTHS):
         if size <= width:
             return width
@@ -47,7 +49,8 @@ class Columns:
     widths: tuple[int, ...]
     """Widths of the blocks in order; their sum may be more than the width of the matrix."""
     swizzled: int
-    """Columns of a swizzle; less than the width only for a single block that TMA copies by tiles."""
+    """Columns of 16 bits of a block's swizzle (a narrower block has a swizzle of its own width). Only a
+    single block that TMA copies by tiles is wider than its swizzle."""
     copies_tiles: bool = False
     """True if TMA copies through tiles of 8 rows."""
 
@@ -55,10 +58,10 @@ class Columns:
     def of(
         cls, size: int, lengths: tuple[int, ...], contracted: int = SWIZZLED_COLUMNS
     ) -> "Columns":
-        """Returns the layout for arrays [.., length, .., size] of the given lengths.
+        """Returns the layout for arrays [B, length, heads, size] of the given `lengths`.
 
-        `contracted` is the number of rows that a product sums over, if any. The product takes as many
-        rows at a time as a swizzle has columns, so the swizzle's columns divide it.
+        `contracted` is the number of rows of a matrix, if a product sums over its rows. WGMMA then takes
+        as many rows at a time as the swizzle has columns, so the swizzle is chosen to divide it.
         """
         whole = size <= SWIZZLED_COLUMNS or size % SWIZZLED_COLUMNS == 0
         if whole and all(length % 8 == 0 for length in lengths):
@@ -68,7 +71,7 @@ class Columns:
 
     @classmethod
     def in_blocks(cls, size: int, contracted: int = SWIZZLED_COLUMNS) -> "Columns":
-        """Returns the layout for any length: full blocks of 64 columns first, then narrower ones."""
+        """Returns the layout for arrays of any length: blocks of 64 columns, then narrower ones."""
         widest = _widest(SWIZZLED_COLUMNS, contracted)
         widths: list[int] = []
         while sum(widths) < size:
@@ -78,7 +81,7 @@ class Columns:
 
     @classmethod
     def in_wide_blocks(cls, size: int) -> "Columns":
-        """Returns the layout of `in_blocks` with 64 columns in every block, so that all are alike."""
+        """Returns the layout of blocks of 64 columns each; the last one is padded."""
         return cls((SWIZZLED_COLUMNS,) * -(-size // SWIZZLED_COLUMNS), SWIZZLED_COLUMNS)
 
     @property
@@ -87,11 +90,11 @@ class Columns:
 
     @property
     def count(self) -> int:
-        """Number of blocks of columns, and so of copies and products of a matrix."""
+        """Number of blocks of columns; each takes a copy and WGMMAs of its own."""
         return len(self.widths)
 
     def memory(self, leading: tuple[int, ...], rows: int, dtype: Any) -> list[Any]:
-        """Returns the buffers of `leading` matrices with `rows` rows, a multiple of 8; see `Matrix`."""
+        """Returns buffers [*leading, rows, width], one for each block; `rows` is a multiple of 8."""
         memory: list[Any] = []
         for width in self.widths:
             swizzled = min(width, self.swizzled)
@@ -116,7 +119,7 @@ class Columns:
         ]
 
     def bytes(self, rows: int) -> int:
-        """Returns the bytes of a matrix with `rows` rows."""
+        """Returns the bytes of a matrix of 16-bit numbers with `rows` rows."""
         return 2 * rows * self.width
 
 
@@ -125,7 +128,7 @@ def _widest(columns: int, contracted: int) -> int:
 
 
 def tiled(leading: tuple[int, ...], rows: int, columns: int, dtype: Any, swizzled: int = 64) -> Any:
-    """Returns the buffer of `leading` matrices [rows, columns] that registers fill and WGMMA reads."""
+    """Returns a buffer [*leading, rows, columns] in tiles of 8 rows, which WGMMA can read."""
     tiling = plgpu.TilingTransform((8, swizzled))
     swizzle = plgpu.SwizzleTransform(swizzled * jnp.dtype(dtype).itemsize)
     return plgpu.SMEM((*leading, rows, columns), dtype, transforms=(tiling, swizzle))
@@ -146,7 +149,10 @@ def queries_keys_values(refs: Any, heads: int, key_heads: int) -> tuple[Heads, H
 
 
 class Matrix(NamedTuple):
-    """A matrix in blocks of columns: `operands` for WGMMA and registers, `copied` for TMA."""
+    """A matrix [rows, columns] in shared memory, as references to its blocks of columns.
+
+    `operands` are for WGMMA, loads and stores, `copied` for TMA: other views of the same bytes.
+    """
 
     operands: tuple[Any, ...]
     copied: tuple[Any, ...]
@@ -167,10 +173,7 @@ class Matrix(NamedTuple):
         return Matrix(*(tuple(ref.at[index] for ref in refs) for refs in self))
 
     def _places(self, heads: Heads, batch, start, head, first=0):
-        """Yields the slice of global memory for each block of columns, from row `start` on.
-
-        The first block begins with column `first`.
-        """
+        """Yields the slice of `heads` for each block of columns, from row `start` and column `first`."""
         # JAX rejects static indices if a block ends beyond its axis, so these are traced.
         traced_zero = batch * 0
         for block in self.copied:
@@ -183,19 +186,19 @@ class Matrix(NamedTuple):
     def fill(
         self, heads: Heads, batch: Any, start: Any, head: Any, barrier: Any, first: int = 0
     ) -> None:
-        """Starts the copies into shared memory, each of which arrives at the barrier.
+        """Starts the copies from `heads` into this matrix: one for each block of columns.
 
-        They begin with row `start` and column `first`. Elements beyond the end of the array become
-        zeros.
+        They begin with row `start` and column `first`, and each arrives at `barrier`. Elements beyond
+        the end of the array become zeros.
         """
         places = self._places(heads, batch, start, head, first)
         for copied, place in zip(self.copied, places, strict=True):
             plgpu.copy_gmem_to_smem(place, copied, barrier)
 
     def clear_beyond(self, mask: BlockMask, extent: Extent, start: Any) -> None:
-        """Sets values of keys beyond the length to zero; the matrix begins with key `start`.
+        """Sets rows (values of keys) from the key length on to zero; row 0 is the value of key `start`.
 
-        Their weights are 0, but WGMMA multiplies 0 by NaN to NaN.
+        Their weights are 0, but the cache may hold NaN there, and 0 times NaN is NaN.
         """
         if mask.has_key_lengths:
             end = extent.key_length - start
@@ -228,18 +231,18 @@ class Matrix(NamedTuple):
 
 
 def multiply_transposed(accumulator: Any, a: Matrix | list[jax.Array], b: Matrix) -> None:
-    """Adds a b^T, summed over the columns of both, to the accumulator; a may be blocks in registers."""
+    """Adds a b^T to the accumulator [rows of a, rows of b]; a may be blocks of columns in registers."""
     a_blocks = a.operands if isinstance(a, Matrix) else a
     for a_block, b_block in zip(a_blocks, b.operands, strict=True):
         plgpu.wgmma(accumulator, a_block, b_block.transpose((1, 0)))
 
 
 def multiply(accumulators: Any, a: jax.Array, b: Matrix) -> None:
-    """Adds a b to the accumulators of b's blocks, with a in registers or a reference."""
+    """Adds a b to the accumulators, one for each block of b's columns; a may be in registers."""
     for accumulator, block in zip(accumulators, b.operands, strict=True):
         plgpu.wgmma(accumulator, a, block)
 
 
 def load_accumulators(accumulators: Any, wait_n: int = 0) -> list[jax.Array]:
-    """Returns the accumulators' values once all products but the last `wait_n` are done."""
+    """Returns the accumulators' values once all WGMMAs but the last `wait_n` groups are done."""
     return [plgpu.wgmma_accumulator_load(acc, wait_n=wait_n) for acc in accumulators]

@@ -1,8 +1,9 @@
-"""Merges paged attention over parts of the keys; the number of parts depends on run-time lengths.
+"""Merges parts of paged attention: each is the output of one CTA over some of a tile's keys.
 
-As in `merge_splits`, the output is the mean of the parts' outputs, weighted by the parts' sums of
-exponentials, and added in a fixed order. A CTA merges four rows, one in each warp. Parts are copied four
-at a time, while earlier parts are added.
+How many parts a tile of rows has depends on run-time lengths (`page_work`). As in `merge_splits`, the
+output is the mean of the parts' outputs, weighted by the parts' sums of exponentials, and added in a
+fixed order. A CTA merges four rows, one in each warp. Parts are copied four at a time, while earlier
+parts are added.
 """
 
 import functools
@@ -24,7 +25,7 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import WARPS
 
 _TOGETHER = 4
-"""Parts whose rows are copied to shared memory together, for one pipeline stage."""
+"""Parts whose outputs of four rows are copied to shared memory together, for one pipeline stage."""
 _SLOTS = 3
 """Pipeline stages, each with the copies of `_TOGETHER` parts."""
 
@@ -39,7 +40,10 @@ def merge(
     shape: Shape,
     dtype: Any,
 ) -> jax.Array:
-    """Merges outs [parts, rows, 1, V], by base-2 lses [parts, 64], into [tiles of rows, rows, V]."""
+    """Merges outs [parts, rows, 1, V] into [B * tiles of rows, rows, V], weighted by lses [parts, 64].
+
+    A part has the rows of one tile; lses are the log-sum-exps in base 2.
+    """
     kernel = _Merge(shape, dtype, division, packing, outs.shape[1])
     optional = {"sinks": operands.sinks, "query_lengths": operands.query_lengths}
     optional = {name: array for name, array in optional.items() if array is not None}
@@ -83,7 +87,8 @@ class _Merge(MergedRows):
     def memory(self) -> dict[str, Any]:
         return dict(
             outs_smem=plgpu.SMEM((_SLOTS, _TOGETHER, WARPS, self.columns), jnp.float32),
-            # A copy moves a multiple of 128 bytes: eight log-sum-exps of each part, for four rows.
+            # A copy moves a multiple of 128 bytes: for four parts, eight log-sum-exps (32 bytes) each,
+            # of which four are used.
             lses_smem=plgpu.SMEM((_SLOTS, _TOGETHER, 2 * WARPS), jnp.float32),
             out_smem=plgpu.SMEM((WARPS, self.columns), self.dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
@@ -180,7 +185,10 @@ class _Merge(MergedRows):
         plgpu.wait_smem_to_gmem(0)
 
     def write(self, out_smem: Any, out_gmem: Any, start: jax.Array, chunk: jax.Array) -> None:
-        """Starts the copies of each row to the output [rows, V] of a tile of rows."""
+        """Starts the copies of four rows from `start` on to a tile's output [rows, V].
+
+        `chunk` says which 64 or 128 columns they are.
+        """
         for c in range(self.chunks):
             first = c * self.columns
             count = min(self.columns, self.shape.value_size - first)
@@ -201,9 +209,10 @@ class _Merge(MergedRows):
         start: jax.Array,
         layout: Any,
     ) -> jax.Array:
-        """Returns the factor of each merged row, 1 / total, or 0 for rows past the query length.
+        """Returns 1 / total [4], the factor of each merged row; 0 for rows past the query length.
 
-        The parts of a row without keys are 0; each adds 1 to the total, which is thus not 0.
+        It is finite for a row without keys too: the log-sum-exp of each of its parts is EMPTY_LSE, equal
+        to the maximum, so each adds 1 to the total.
         """
         tiles, count = jnp.int32(self.packing.tiles), jnp.int32(self.packing.query_count)
         key_head = lax.div(unit, tiles)

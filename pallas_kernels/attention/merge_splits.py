@@ -1,9 +1,9 @@
 """Merges attention over parts of the keys into attention over all of them, on Hopper.
 
-The output over all keys is the mean of the parts' outputs, weighted by the parts' sums of exponentials.
-A CTA merges four consecutive queries of a head, each in one warp. It starts all of its copies at once,
-and so waits for the latency of memory once. The parts are added in a fixed order, whatever order they
-were computed in.
+A part is the output of one CTA of `split_keys` or `wide_heads` over some of the keys. The output over
+all keys is the mean of the parts' outputs, weighted by the parts' sums of exponentials. A CTA merges
+four consecutive queries of a head, one in each warp. It starts all of its copies at once, and so waits
+for the latency of memory once. Parts are added in a fixed order, so that results repeat bit for bit.
 """
 
 from dataclasses import dataclass
@@ -38,8 +38,9 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does.
 
-    outs is [B * K, parts, rows, V] in float32 with the rows of `packing`, and lses, in base 2, is
-    [B * K, parts, rows rounded up]. If a row attends to no keys of a part, they hold 0 and EMPTY_LSE.
+    outs is [B * K, parts, rows, V] in float32, and lses, in base 2, [B * K, parts, rows rounded up]. Row
+    g * T + t of a key head is query t of its g-th query head. If it attends to no keys of a part, outs
+    and lses hold 0 and EMPTY_LSE.
     """
     kernel = _Merge(shape, dtype, outs.shape[1])
     optional = {
@@ -73,7 +74,7 @@ def merge(
 def only_part(
     outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `merge`'s results for a single part, by XLA: only sinks, lengths and rounding remain."""
+    """Returns `merge`'s results for a single part, by XLA: it applies sinks and lengths, and rounds."""
     batch, query_count, _, heads, key_heads, _, value_size = shape
     packing = Packing.of(shape)
     out = packing.unpacked(outs.reshape(batch, key_heads, packing.rows, value_size))
@@ -146,7 +147,8 @@ class _Merge(MergedRows):
         )
         group, start = jnp.int32(shape.group), quad * WARPS
         pair = batch * shape.key_heads + lax.div(head, group)
-        # Rows beyond the last query are those of the next head or zeros, and are not used.
+        # The last of four rows may lie beyond the head's last query: they are then rows of the next
+        # head, or zeros, and their results are not written.
         first = lax.rem(head, group) * shape.query_count + start
         rows = pl.ds(first, WARPS)
         # JAX refuses static indices beyond the end of an array, but not traced ones.
@@ -220,9 +222,10 @@ class _Merge(MergedRows):
         start: jax.Array,
         layout: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the number subtracted from parts' log-sum-exps, and the row's log-sum-exp (base 2).
+        """Returns two vectors [4]: the log-sum-exp subtracted from those of parts, and the one to save.
 
-        The number is infinity for rows without keys or sink, and for those past the query length.
+        Both are the row's in base 2. For rows without keys or sink, and past the query length, they are
+        infinity, which makes all weights 0, and EMPTY_LSE.
         """
         maximum = lses[0]
         for lse in lses[1:]:

@@ -9,7 +9,7 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import LANES, WARPS
 
 _WIDEST = 128
-"""Largest number of columns of the output that a CTA merges."""
+"""Largest number of columns of the output [..., V] that a CTA merges."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MergedRows:
         return -(-self.shape.value_size // self.columns)
 
     def layout(self) -> Any:
-        """Returns the register layout of a tile: a row in each warp, a lane's columns contiguous."""
+        """Returns the register layout of [4, columns]: a row in each warp, contiguous in a lane."""
         vector = self.columns // LANES
         return plgpu.Layout.TILED(
             plgpu.Tiling(((WARPS, self.columns), (vector,))),

@@ -1,13 +1,13 @@
 """Lists of blocks in which each consumer of a tile has a range of its own, and bits of its own rows.
 
-A tile of 128 rows visits a block if any row attends to it, though often only rows of one consumer do,
-as at the edge of a window. Here the blocks for the first consumer's rows alone are at the start of the
-tile's list, and those for the last consumer's at its end: each consumer visits one range of the list,
-and skips the rest. A block may be full for one consumer and partial for another.
+A tile of 128 rows, 64 for each consumer, visits a block if any row attends to it, though often only rows
+of one consumer do, as at the edge of a window. In these lists, blocks that only the first consumer needs
+come first, and blocks that only the last consumer needs come last: each consumer visits one range of the
+list, and skips the rest. A block may be full for one consumer and partial for another.
 
-The bits of a row are in the order in which threads hold them: of a tile of WGMMA a thread has the
-columns 2 l, 2 l + 1, 2 l + 8, 2 l + 9, ..., so bit i of word j is column 8 i + j. A thread needs two
-words of a row, and the place of each bit is known at compile time.
+The mask bits of a row are in the order in which threads hold columns: in WGMMA's layout, thread l of the
+four that share a row has columns 2 l, 2 l + 1, 2 l + 8, 2 l + 9, ..., so bit i of word j is column
+8 i + j. A thread needs two words of a row, and the index of each bit is known at compile time.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.memory import WGMMA_ROWS
 
 _STEP = 8
-"""Columns from a thread's pair of columns to its next pair, in WGMMA's layout."""
+"""Distance in columns of a thread's pairs of columns in WGMMA's layout; also the words of a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ def own_lists(
     shares: int = 1,
     least: int = 0,
 ) -> OwnLists:
-    """Returns the lists of tiles of `parts` consumers, of queries, or of keys if `transposed`.
+    """Returns the lists for tiles of queries (of keys if `transposed`) that `parts` consumers share.
 
     Args:
       pattern: the masks.
@@ -104,7 +104,7 @@ def own_lists(
 
 
 _TILE = 128
-"""Queries, and keys, of the blocks that `helps` counts: those of two consumers without own lists."""
+"""Queries and keys of the blocks that `helps` counts: a usual tile, of two consumers, and key block."""
 _SHARES = (1, 2, 4, 8)
 HEADS_TOGETHER = 16
 """Heads whose tiles are scheduled together, longest lists first."""
@@ -128,7 +128,7 @@ def shares_for(
     multiprocessors: int,
     transposed: bool = False,
 ) -> int:
-    """Returns the fewest shares of which none has over a quarter of the mean visits per SM.
+    """Returns the least number of shares such that no share has over a quarter of an SM's mean work.
 
     `heads` is the number of query heads of all batch entries, or of key heads if `transposed`. The other
     parameters are those of `own_lists`.
@@ -142,8 +142,8 @@ def shares_for(
 def _order(kinds: np.ndarray) -> np.ndarray:
     """Returns the blocks that a tile visits, in the order of its list, from kinds [parts, blocks].
 
-    Consumers visit a list from its end on, and mask the first block even if it is full: partial blocks
-    come last.
+    Consumers visit a list from its end on, and mask the first visited block even if it is full. So,
+    among the blocks that the same consumers need, partial blocks come last.
     """
     needs = kinds >= 0
     visited = np.flatnonzero(needs.any(axis=0))
@@ -154,20 +154,23 @@ def _order(kinds: np.ndarray) -> np.ndarray:
 
 
 def _share(count: int, share: int, shares: int) -> tuple[int, int]:
-    """Returns the entries [start, stop) of share number `share`, from 1, or of a whole list (0)."""
+    """Returns the range [start, stop) of share `share` (from 1) of `count` entries; all if it is 0."""
     if share == 0:
         return 0, count
     return (share - 1) * count // shares, share * count // shares
 
 
 def _own(needed: np.ndarray, least: int) -> tuple[int, int]:
-    """Returns the range [start, stop) of the entries that a consumer visits."""
+    """Returns the range [start, stop) from the first to the last entry that a consumer needs.
+
+    `needed` is bool [entries]. Without such an entry the range is [0, least).
+    """
     found = np.flatnonzero(needed)
     return (int(found[0]), int(found[-1]) + 1) if found.size else (0, least)
 
 
 def _words(partial: np.ndarray) -> np.ndarray:
-    """Packs bool [blocks, rows, columns] into words [blocks, rows, 8]."""
+    """Packs bool [blocks, rows, columns] to uint32 [blocks, rows, 8]; bit i of word j: column 8i + j."""
     blocks, rows, columns = partial.shape
     bits = partial.reshape(blocks, rows, columns // _STEP, _STEP).astype(np.uint32)
     places = np.arange(columns // _STEP, dtype=np.uint32)[:, None]

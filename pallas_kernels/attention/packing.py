@@ -44,7 +44,7 @@ class Packing:
     def queries(self, array: jax.Array) -> jax.Array:
         """Returns an array [B, T, N, H] as [B * K, rows, 1, H], unchanged if `group` is 1.
 
-        `place` returns indices into the result. With one query it is a reshape, without a copy.
+        `place` returns indices into the result. If T is 1, the reshape needs no copy.
         """
         if self.group == 1:
             return array
@@ -59,7 +59,7 @@ class Packing:
         return heads.transpose(0, 3, 1, 2, 4).reshape(batch, self.query_count, -1, size)
 
     def place(self, batch_idx: jax.Array, key_head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the indices on axes 0 and 2 at which `queries` holds the rows of a key head."""
+        """Returns the indices, on axes 0 and 2 of the result of `queries`, of a key head's rows."""
         if self.group == 1:
             return batch_idx, key_head
         return batch_idx * self.key_heads + key_head, batch_idx * 0
@@ -74,9 +74,9 @@ class Packing:
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)], constant_values=fill)
 
     def operands(self, operands: Operands) -> Operands:
-        """Returns the operands for `PackedTile`, in which heads are key heads and queries are rows.
+        """Returns the operands for `PackedTile`: [.., K, rows, ..] in place of [.., N, T, ..].
 
-        Sinks and query lengths stay as they are, since they concern whole rows.
+        Sinks and query lengths stay as they are: kernels apply them to a row's result, not to logits.
         """
 
         def pack(array):
@@ -104,13 +104,16 @@ class Packing:
         return jnp.broadcast_to(array, shape).reshape(batch, key_heads, self.rows, keys)
 
     def query_range(self, start: Index, count: int) -> tuple[Index, Index]:
-        """Returns a range [start, stop) of queries that contains those of `count` rows."""
+        """Returns a range [start, stop) of queries that contains those of `count` rows from row `start`.
+
+        With several query heads per key head it is all queries, since the rows may be of several heads.
+        """
         if self.group == 1:
             return start, start + count
         return 0, self.query_count
 
     def query(self, row: jax.Array) -> jax.Array:
-        """Returns the query index of each row of a key head."""
+        """Returns the query index of each of the rows `row` of a key head."""
         if self.query_count == 1:
             # A traced 0: Mosaic finds no register layout for a constant index in dropout.
             return jnp.minimum(row, 0)
@@ -119,7 +122,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedTile(Tile):
-    """A tile of logits whose rows are those of a key head; `query_start` is the first row."""
+    """A tile of logits of a key head: row g * T + t is query t of its g-th query head.
+
+    `head` is the key head, and `query_start` the index of the tile's first row.
+    """
 
     packing: Packing | None = None
 
@@ -148,7 +154,10 @@ class PackedTile(Tile):
 
 @dataclass(frozen=True)
 class TransposedPackedTile(TransposedTile):
-    """A tile of logits whose columns are the rows of a key head; `query_start` is the first of them."""
+    """A tile of logits with keys as rows and, as columns, the rows of a key head as in `PackedTile`.
+
+    `head` is the key head, and `query_start` the index of the tile's first column.
+    """
 
     packing: Packing | None = None
 

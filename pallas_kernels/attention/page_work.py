@@ -35,9 +35,9 @@ class Place(NamedTuple):
     unit: jax.Array
     """Index of the tile of rows (unit) among the tiles of all key heads of the sequence."""
     block: jax.Array
-    """Index of the block among those that the unit (tile of rows) visits."""
+    """Index of the block of keys among those that the tile of rows visits."""
     blocks: jax.Array
-    """Number of blocks that each unit of this sequence visits."""
+    """Number of blocks of keys that each tile of rows of this sequence visits."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Division:
     """Tiles of rows of a sequence, over all of its key heads."""
     key_block: int
     is_whole: bool = False
-    """True if each CTA has one unit, with all of its blocks; there are then as many CTAs as units."""
+    """True if each CTA computes one tile of rows (unit) over all of its keys."""
 
     def blocks(self, mask: BlockMask, extent: Extent) -> tuple[Index, jax.Array]:
-        """Returns the first block that a sequence visits, and how many it visits, at least one.
+        """Returns the first block of keys that a sequence visits, and how many it visits, at least one.
 
-        A sequence without keys visits a block that is masked, so that every unit has a part.
+        A sequence without keys visits one fully masked block, so that each of its tiles has a result.
         """
         blocks = mask.key_blocks((0, mask.query_count), self.key_block, extent)
         count = jnp.asarray(blocks.stop, jnp.int32) - jnp.asarray(blocks.start, jnp.int32)
@@ -82,7 +82,7 @@ class Division:
         return lax.div(total + (self.ctas - 1), jnp.int32(self.ctas))
 
     def work(self, plan: Plan, cta: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the range [begin, stop) of a CTA's blocks in the list; a kernel calls this."""
+        """Returns the range [begin, stop) of a CTA's blocks in the list of all blocks, in a kernel."""
         if self.is_whole:
             sequence = lax.div(cta, jnp.int32(self.units))
             start = plan.starts[sequence]
@@ -94,7 +94,10 @@ class Division:
         return jnp.minimum(cta * quota, total), jnp.minimum((cta + 1) * quota, total)
 
     def place(self, plan: Plan, number: jax.Array, sequence: jax.Array) -> Place:
-        """Returns the `Place` of block `number`, in `sequence` or the next one; a kernel calls this."""
+        """Returns the `Place` of block `number` of the list, in a kernel.
+
+        The block is one of `sequence` or of the next sequence.
+        """
         sequence += (number >= plan.starts[sequence + 1]).astype(jnp.int32)
         start = plan.starts[sequence]
         blocks = lax.div(plan.starts[sequence + 1] - start, jnp.int32(self.units))
@@ -102,7 +105,10 @@ class Division:
         return Place(sequence, lax.div(within, blocks), lax.rem(within, blocks), blocks)
 
     def parts(self, plan: Plan, sequence: jax.Array, unit: jax.Array) -> tuple[Index, Index]:
-        """Returns the range [start, stop) of the numbers of a unit's parts; a kernel calls this."""
+        """Returns the range [start, stop) of part numbers of tile of rows `unit` of a sequence.
+
+        A part is the output of one CTA for that tile; with `is_whole` there is one. A kernel calls this.
+        """
         number = sequence * self.units + unit
         if self.is_whole:
             return 2 * number, 2 * number + 1

@@ -32,12 +32,11 @@ from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY
 
 Layout = Literal["KPSH", "PSKH"]
 MOST_QUERIES = 64
-"""Largest number of new tokens per sequence: with more, a query head takes more than one tile of
-rows."""
+"""Largest number of queries (new tokens) of a sequence: those of a query head fill one tile of rows."""
 
 
 class Pages(NamedTuple):
-    """Pools of pages in global memory, and the page table."""
+    """Pools of P pages of S tokens in global memory, and the page table; K key heads of H columns."""
 
     key: Any
     """Pool of keys [P, S, K, H] or [K, P, S, H]; or [P, S, 2 K, H] with keys at even heads and values at
@@ -92,7 +91,7 @@ class Sizes(NamedTuple):
         )
 
     def pieces(self, key_block: int) -> int:
-        """Returns the number of TMA copies of a block of keys, each of rows of one page."""
+        """Returns how many TMA copies bring a block of keys; each copies rows of one page."""
         return 1 if self.most_pages == 1 else max(1, key_block // self.page_size)
 
     def fits(self, key_block: int) -> bool:
@@ -133,7 +132,7 @@ def why_unsupported(
 
 
 _SCALES = 32
-"""Least number of scales that a copy moves: 128 bytes."""
+"""Least number of float32 scales that a copy moves: 128 bytes."""
 _BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -165,7 +164,7 @@ class PagedConfig:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
     def ctas(self, shape: Shape, multiprocessors: int) -> int:
-        """Returns the CTAs that the GPU holds at once, but no more than there can be blocks of keys."""
+        """Returns the CTAs that the GPU holds at once, at most one for each block of keys of a tile."""
         units = shape.batch * shape.key_heads * Packing.of(shape).tiles
         most = units * -(-shape.key_count // self.key_block)
         return min(most, self.ctas_per_multiprocessor * max(1, multiprocessors))
@@ -332,7 +331,7 @@ class _Paged:
 
     @property
     def part_rows(self) -> int:
-        """Rows of a part that are written to global memory; other rows of a tile are padding."""
+        """Rows of a part's output that are written to global memory; the rest of 64 rows is padding."""
         return min(WGMMA_ROWS, self.packing.rows)
 
     def memory(self) -> dict[str, Any]:
@@ -361,7 +360,7 @@ class _Paged:
         )
 
     def _bytes(self) -> dict[str, Any]:
-        """Returns the buffers of 8-bit keys and values, and of the block converted to 16 bits."""
+        """Returns buffers of 8-bit keys and values, their scales, and a block converted to 16 bits."""
         block, stages, size = self.config.key_block, self.config.stages, self.sizes.head_size
         swizzled = min(size, 2 * memory.SWIZZLED_COLUMNS)
         bytes_smem = memory.tiled((stages,), block, size, self.sizes.kept_dtype, swizzled)
@@ -404,7 +403,10 @@ class _Paged:
         plgpu.wait_smem_to_gmem(0)
 
     def units(self, cta: _Cta, work: _Work, first: jax.Array, last: jax.Array) -> jax.Array:
-        """Returns a CTA's number of tiles of rows; `last` is the sequence where the next CTA begins."""
+        """Returns the number of tiles of rows of which a CTA computes blocks.
+
+        `first` and `last` are the sequences of this CTA's and of the next CTA's first block.
+        """
         begin = jnp.minimum(work.begin, work.stop - 1)
         start = self.division.place(cta.plan, begin, first)
         stop = self.division.place(cta.plan, work.stop - 1, jnp.maximum(last - 1, first))
@@ -433,7 +435,7 @@ class _Paged:
         return self.division.place(cta.plan, jnp.minimum(number, work.stop - 1), sequence)
 
     def copy(self, name: str, cta: _Cta, work: _Work, i: int | jax.Array, place: Place) -> None:
-        """Starts the copies of the keys or the values of the CTA's block i, if there is one."""
+        """Starts the copies of the keys (`name` "k") or values ("v") of the CTA's block i, if any."""
         slot = self.slot(i)
 
         def copy():
@@ -476,7 +478,7 @@ class _Paged:
         key_head: jax.Array,
         barrier: Any,
     ) -> None:
-        """Starts the copies of rows of a page, each of which arrives at the barrier."""
+        """Starts the copies to `matrix` from row `row` of a page on; each arrives at `barrier`."""
         is_value = name == "v"
         pool, head = cta.pools[self.pools[-1] if is_value else 0], key_head
         if self.sizes.is_combined:
@@ -503,13 +505,16 @@ class _Paged:
         row: jax.Array,
         key_head: jax.Array,
     ) -> None:
-        """Starts the copy of the scales of rows of a page, which arrives at the barrier."""
+        """Starts the copy of the scales of `count` rows of a page, from row `row` on.
+
+        They become scales `start` and following of stage `slot`; the copy arrives at its full barrier.
+        """
         scales = cta.pools[3 if name == "v" else 2].at[key_head, page, pl.ds(row, count)]
         place = cta.shared[f"{name}_scale"].at[slot, pl.ds(start, count)]
         plgpu.copy_gmem_to_smem(scales, place, cta.full(name, slot))
 
     def scale(self, name: str, cta: _Cta, slot: Any, end: jax.Array | None = None) -> jax.Array:
-        """Returns the scales of a block's keys or values, broadcast to a tile; 0 from `end` on."""
+        """Returns the scales of a block's keys or values as [64, keys]; 0 from column `end` on."""
         block = self.config.key_block
         scales = cta.shared[f"{name}_scale"].at[slot]
         layout = plgpu.Layout.WGMMA.reduce(0)
@@ -520,9 +525,10 @@ class _Paged:
         return lax.broadcast_in_dim(scales, (WGMMA_ROWS, block), [1])
 
     def widen(self, name: str, cta: _Cta, slot: Any) -> Matrix:
-        """Converts an 8-bit block to the queries' dtype; the result is valid until the next call.
+        """Converts an 8-bit block of keys or values [keys, H] to the queries' dtype.
 
-        Before it is stored, all warps have read the bytes and multiplied the previous block.
+        The result is in `wide_smem`, which the next call overwrites: the product that reads it must have
+        ended by then.
         """
         [kept] = self.matrix(name, cta, slot).operands
         [[wide]] = cta.shared["wide_smem"]
@@ -549,9 +555,10 @@ class _Paged:
     def visit(
         self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array, ahead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes the part that begins at block `number`.
+        """Computes a part, the output for one tile of rows, that begins at block `number` of the list.
 
-        Returns the first block of the next part, its sequence, and that of the block copied last.
+        Returns the next part's first block, this part's sequence, and the sequence of the block whose
+        copy started last. `sequence` and `ahead` are the latter two before the call.
         """
         place = self.division.place(cta.plan, number, sequence)
         count = jnp.minimum(place.blocks - place.block, work.stop - number)
@@ -578,7 +585,7 @@ class _Paged:
         out: list[jax.Array],
         softmax: Softmax,
     ) -> tuple[jax.Array, list[jax.Array], Softmax]:
-        """Adds block n of a part to the output and the softmax."""
+        """Adds block n of a part's `count` blocks to `out` [64, V] and to the softmax of 64 rows."""
         block, i = self.config.key_block, number - work.begin + n
         slot, later = self.slot(i), i + self.config.stages
         next_place = self.ahead(cta, work, work.begin + later, ahead)
@@ -673,7 +680,7 @@ class _Paged:
         staged.write(Heads(out_gmem), part, part * 0, part * 0)
 
     def narrow(self, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Cuts a product's blocks of columns into those of `out_smem`, 32 columns of float32."""
+        """Cuts float32 blocks [64, columns] into those of `out_smem`, of at most 32 columns."""
         pieces = []
         for block in blocks:
             for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):

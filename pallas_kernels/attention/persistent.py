@@ -23,7 +23,7 @@ from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
 
 
 def registers(consumers: int) -> tuple[int, int]:
-    """Returns the registers of a consumer's and of a producer's thread; an SM has 64 Ki in all."""
+    """Returns the registers of a consumer's thread and of a producer's; an SM has 65,536 in all."""
     return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[consumers]
 
 
@@ -88,7 +88,7 @@ class Ring(NamedTuple):
 
 
 def skip_step(rings: Sequence[Ring], first: jax.Array, i: jax.Array, _: None) -> None:
-    """Waits for and releases the slots of step `first` + i, whose data only other consumers read."""
+    """Waits for and releases the slots of step `first` + i, a block that this consumer does not need."""
     for ring in rings:
         slot = ring.slot(first + i)
         ring.wait(slot)
@@ -123,7 +123,7 @@ class PersistentKernel:
     def __call__(
         self, arrays: Sequence[jax.Array], operands: Operands, tables: Tables
     ) -> Sequence[jax.Array]:
-        """Returns the results, given operands padded to whole blocks and the lists of `tiles`."""
+        """Runs the kernel and returns its results; `operands` are padded, `tables` those of `tiles`."""
         optional, tree = jax.tree.flatten(operands)
         given = {name: x for name, x in tables._asdict().items() if x is not None}
 

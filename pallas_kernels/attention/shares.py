@@ -1,8 +1,9 @@
 """Results of tiles whose blocks of keys are divided among CTAs (shares), and how these are merged.
 
-Where few rows attend to all keys, as those of global tokens do, the SM with these rows would end long
-after the others. Each share is the tile's rows over some of their blocks of keys: its CTA writes output
-and log-sum-exp in float32, and XLA merges the shares in their order, so that bits repeat.
+Where few queries attend to all keys, as global tokens do, the SM that computes their tile would end long
+after the others. So the tile's list of key blocks is divided into shares. The CTA of a share computes
+output and log-sum-exp of the tile's queries over the share's keys, in float32, and XLA merges a tile's
+shares in a fixed order, so that results repeat bit for bit.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,10 @@ def result_of_shares(
 
 
 def store_share(gmem: Any, place: tuple[Any, ...], blocks: Sequence[jax.Array]) -> None:
-    """Stores a warpgroup's blocks of columns in `gmem` at (batch, head, share, rows), `place`."""
+    """Stores float32 blocks [64, columns] in `gmem` [B, N, all shares, rows, width].
+
+    `place` has the indices (batch, head, share, range of rows); the blocks are adjacent in the width.
+    """
     column = 0
     for block in blocks:
         gmem[(*place, pl.ds(column, block.shape[1]))] = block

@@ -15,10 +15,11 @@ from pallas_kernels.attention.short_forward import forward, forward_packed, work
 __all__ = ["backward", "backward_packed", "forward", "forward_packed", "why_unsupported"]
 
 _LARGEST_KEY_COUNT = 256
-"""Widest tile of one WGMMA, and so the longest row of logits that the forward can hold."""
+"""Largest number of columns of a WGMMA's accumulator, in which the forward has a row's logits."""
 
 _LARGEST_ACCUMULATORS = 256
-"""Columns of dK and dV together, over all key tiles of a warpgroup, that fit into its registers."""
+"""Most columns of dK and dV together, over all tiles of 64 keys of a warpgroup, that fit into its
+registers."""
 
 
 def why_unsupported(

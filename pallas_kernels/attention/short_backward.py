@@ -37,9 +37,10 @@ class ShortBackwardConfig:
     key_tiles: int
     """Tiles of 64 keys that each of these warpgroups holds."""
     key_slots: int
-    """Pipeline stages of K and V, one head each; with 2, the next head is copied during the current."""
+    """Pipeline stages of K and V, of one head each. With 2, the next head's K and V are copied while the
+    current head is computed."""
     query_slots: int = 2
-    """Pipeline stages of the queries, one step each."""
+    """Pipeline stages of Q, dO and out, of 64 queries each."""
 
     @property
     def tiles(self) -> int:
@@ -54,12 +55,12 @@ class ShortBackwardConfig:
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that computes dK and dV, and of a thread of the remaining warpgroup.
 
-        Their sum over the warpgroups is fixed at launch: 168 for each of 3.
+        Their sum over the warpgroups is fixed at launch: with 3 warpgroups, 3 * 168.
         """
         return {1: (240, 128), 2: (216, 72)}[self.warpgroups]
 
     def accumulator_columns(self, head_size: int, value_size: int) -> int:
-        """Returns the columns of dK and dV that a warpgroup holds in registers."""
+        """Returns the columns of dK and dV together, over `key_tiles`, in a warpgroup's registers."""
         head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
         return self.key_tiles * (head.width + value.width)
 
@@ -312,7 +313,10 @@ class _ShortBackward:
 
     @property
     def scale(self) -> float:
-        """Factor still missing from dQ and dK: 1 with a cap, whose derivative contains the scale."""
+        """Factor by which sums of dS K and dS^T Q are multiplied for dQ and dK.
+
+        It is 1 with a cap, whose derivative, a factor of dS, contains the scale.
+        """
         return self.logits.scale if self.logits.soft_cap is None else 1.0
 
     def logits_gradient(self) -> jax.ShapeDtypeStruct:
@@ -397,7 +401,8 @@ class _ShortBackward:
                 lax.rem(step, jnp.int32(self.steps)),
             )
             pl.when(within == self.steps - 1)(lambda: cta.arrive("key_read"))
-            # With one key slot the next keys are copied after this item's last step, else at its first.
+            # With one stage of K and V, the next item's are copied after this item's last step; with
+            # two, in its first step.
             copies = within == (0 if self.config.key_slots > 1 else self.steps - 1)
             pl.when(copies & (item + 1 < cta.items))(lambda: self.copy_keys(cta, item + 1))
 
@@ -423,7 +428,7 @@ class _ShortBackward:
                 plgpu.copy_gmem_to_smem(gmem.at[batch_idx, head_idx, rows], smem.at[slot], full)
 
     def copy_keys(self, cta: _Cta, item: Any) -> None:
-        """Copies the keys and values of an item."""
+        """Starts the copies of K and V of a CTA's item (a key head of a batch entry)."""
         batch_idx, key_head = self.item_place(cta, item)
         slot = self.key_slot(item)
         cta.wait("key_free", slot)
@@ -586,7 +591,10 @@ class _ShortBackward:
         dv_accs: Any,
         dk_accs: Any,
     ) -> None:
-        """Adds a step's contribution to 64 keys; `is_first` marks a warpgroup's first tile."""
+        """Adds the contribution of a step's 64 queries to dK and dV of tile `tile` of 64 keys.
+
+        `is_first` is True for the first of the warpgroup's tiles, which waits for the step's barriers.
+        """
         batch_idx, head_idx, start = self.place(cta, step)
         slot, logits, operands = self.query_slot(step), self.logits, cta.operands
         q, do = cta.matrix("q", slot), cta.matrix("do", slot)
@@ -635,5 +643,6 @@ class _ShortBackward:
             ds = ds * logits.derivative_of_capped(s)
         ds = ds.astype(self.dtype)
         memory.multiply(dk_accs, ds, q)
-        # After the wait for `ds_free` nothing reads this memory; `accumulate` commits the stores.
+        # No barrier is needed before these stores, as nothing reads this memory after the wait for
+        # `ds_free`; `accumulate` makes them visible to WGMMA.
         store.store_piece(cta.shared["ds_smem"].at[tile], ds)

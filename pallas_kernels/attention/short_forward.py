@@ -233,7 +233,7 @@ class _ShortForward:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a head's queries, each of `config.tiles` tiles of 64."""
+        """Number of parts into which a head's queries are divided, each of `config.tiles` * 64."""
         return -(-self.shape.query_count // (self.config.tiles * WGMMA_ROWS))
 
     @property
@@ -351,8 +351,8 @@ class _ShortForward:
     ) -> list[_Part]:
         """Returns the logits in parts of 64 columns.
 
-        Few float32 weights are then live at once, only the parts with masked elements are masked, and
-        an element's position is found without a division.
+        `products` is Q K^T, float32 [64, keys]. With parts, few float32 weights occupy registers at the
+        same time, and only parts that may have masked elements are masked.
         """
         key_count, operands = self.shape.key_count, worker.operands
         masks_anywhere = not self.logits.mask.is_always_full(WGMMA_ROWS, 1)
@@ -372,7 +372,7 @@ class _ShortForward:
     def softmax(
         self, worker: _Worker, at: _Place, parts: list[_Part]
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Returns (the weights of each part, the maximum of each row, the sum of its weights)."""
+        """Returns the weights of each part [64, 64], and each row's maximum [64] and sum [64]."""
         logits, operands = self.logits, worker.operands
         maximum = functools.reduce(jnp.maximum, [jnp.max(part, axis=1) for _, part in parts])
         maximum = maximum * logits.multiplier
@@ -425,7 +425,7 @@ class _ShortForward:
         out_gmem, lse_gmem = worker.results
         output.write(Heads(out_gmem), at.batch_idx, at.start, at.head_idx)
 
-        # A part of the queries may end with a tile that begins beyond the last query. The copy of its
+        # The last of a worker's tiles of a head may begin beyond the last query. The copy of the tile's
         # log-sum-exp would not be clipped at the end of the head, and would overwrite the next head's.
         @pl.when(at.start < self.shape.query_count)
         def _():

@@ -15,7 +15,7 @@ from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import WGMMA_ROWS
 
 _LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
-"""Initial running maximum, finite so that its difference to -inf is not NaN."""
+"""Initial running maximum of a row: finite, as -inf (a masked logit) minus a maximum of -inf is NaN."""
 
 VECTOR = plgpu.Layout.WGMMA.reduce(1)
 """Register layout of one number for each row of a tile."""
@@ -38,10 +38,10 @@ class Softmax(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """Weights of a block of keys, and the running softmax after it."""
+    """Result of `Weighing` for a tile of 64 queries and a block of keys."""
 
     weights: jax.Array
-    """Weights of the block's values, in the dtype of the operands."""
+    """exp(logit - maximum) [64, keys of the block], after dropout, in the dtype of the operands."""
     softmax: Softmax
     decay: jax.Array
     """Factor of each row by which the sums over earlier blocks are rescaled."""
@@ -76,7 +76,8 @@ class Weighing:
         decay = jnp.exp2(softmax.maximum - maximum)
         of_block = maximum if shift is None else maximum - shift
         weights = jnp.exp2(_times(x, logits.multiplier) - across(of_block, products.shape))
-        # Each thread adds its own columns, 8 apart; the sums of a row's threads are added at the end.
+        # Each thread adds the weights of its own columns, which are 8 apart in WGMMA's layout. The sums
+        # of the four threads of a row are added once, after the last block.
         total = softmax.total * across(decay, softmax.total.shape)
         columns = range(0, products.shape[1], 8)
         total += functools.reduce(operator.add, [weights[:, c : c + 8] for c in columns])

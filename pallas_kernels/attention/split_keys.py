@@ -81,7 +81,7 @@ def _columns_of_output(shape: Shape) -> Columns:
 
 
 def visited_keys(shape: Shape, logits: Logits) -> int:
-    """Returns an estimate of the keys that some query attends to, by causal mask, window and pattern."""
+    """Estimates how many keys of a head are visited under causal mask, window and pattern."""
     blocks = logits.mask.key_blocks((0, shape.query_count), 1, logits.mask.extent)
     return max(1, round((int(blocks.stop) - int(blocks.start)) * logits.mask.visited_share))
 
@@ -108,7 +108,7 @@ def candidates(
         if not config.fits(shape):
             continue
         counts = numbers_of_splits(shape, logits, config, multiprocessors)
-        # Numbers of parts of the keys other than the best are tried only with the first options.
+        # The first options are tried with all of `counts`, the others only with the best one.
         for splits in counts[:1] if result else counts:
             result.append(SplitForwardConfig(splits, **options))
     return tuple(result)
@@ -250,7 +250,7 @@ class SplitForward:
         )
 
     def part(self, cta: Cta) -> Part:
-        """Returns this CTA's task; tasks that read the same keys are consecutive."""
+        """Returns this CTA's task. CTAs of consecutive index read the same keys, for other rows."""
         splits, key_heads = jnp.int32(self.config.splits), jnp.int32(self.shape.key_heads)
         number, tiles = lax.axis_index("cta"), jnp.int32(self.packing.tiles)
         start = lax.rem(number, tiles) * WGMMA_ROWS
@@ -262,7 +262,8 @@ class SplitForward:
         extent = cta.operands.extent(mask, batch_idx)
         queries = self.packing.query_range(start, WGMMA_ROWS)
         blocks = mask.key_blocks(queries, block, extent)
-        # Visited blocks, whose number may depend on lengths, are divided evenly among the parts.
+        # The visited blocks of keys, whose number may depend on run-time lengths, are divided evenly
+        # among the CTAs of a tile of rows.
         visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
         first = blocks.start + lax.div(visited * split, splits)
         stop = blocks.start + lax.div(visited * (split + 1), splits)
@@ -292,7 +293,7 @@ class SplitForward:
     # --- copies -----------------------------------------------------------------------------------
 
     def start(self, cta: Cta, part: Part) -> None:
-        """Starts the copies of the queries and of the first blocks."""
+        """Starts the copies of 64 rows of queries, and of the first block of keys for each stage."""
         batch_idx, head_idx = self.packing.place(part.batch_idx, part.key_head)
         queries = Matrix.of(cta.shared["q_smem"])
         queries.fill(cta.heads[0], batch_idx, part.start, head_idx, cta.shared["q_full"])
@@ -323,7 +324,7 @@ class SplitForward:
     def visit(
         self, cta: Cta, part: Part, i: jax.Array, out: list[jax.Array], softmax: Softmax
     ) -> tuple[list[jax.Array], Softmax]:
-        """Adds a block of keys to the output and to the softmax."""
+        """Adds the block of keys of visit i to `out` [64, V] and to the softmax of 64 rows."""
         block, slot = self.config.key_block, self.slot(i)
         # The queries arrive once: a second wait for their barrier would never end.
         pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
@@ -391,7 +392,7 @@ class SplitForward:
         plgpu.wait_smem_to_gmem(0)
 
     def pieces(self, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Cuts a product's blocks of columns into those of `out_smem`, 32 columns of float32."""
+        """Cuts float32 blocks [64, columns] into those of `out_smem`, of at most 32 columns."""
         pieces = []
         for block in blocks:
             for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):

@@ -217,7 +217,7 @@ class QueryTiles:
         return self.planned(batch, heads_together, multiprocessors)
 
     def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """Returns the schedule (see `schedule`) without a call's lengths and segments, at compile time."""
+        """Returns what `schedule` does, at compile time, when lengths and segments are not known."""
         visited = []
         for i in range(-(-self.mask.query_count // self.rows)):
             blocks = self.mask.key_blocks(
@@ -506,7 +506,7 @@ class KeyTiles:
         return self.planned(batch, heads_together, multiprocessors)
 
     def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """Returns the schedule (see `schedule`) without a call's lengths and segments, at compile time."""
+        """Returns what `schedule` does, at compile time, when lengths and segments are not known."""
         heads = batch * self.key_heads * self.shares
         return schedule(self.costs, heads, heads_together, multiprocessors)
 

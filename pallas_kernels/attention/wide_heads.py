@@ -2,9 +2,9 @@
 
 The output of 64 queries and 512 columns, 128 KiB in float32, does not fit into the registers of a
 warpgroup together with the logits. Each of two warpgroups computes one half of the output's columns,
-from its own half of the values. Both compute all logits and weights: one product more than if each
-computed half of them, but no exchange. Q, a block of K and a block of V of 512 columns take 192 of an
-SM's 227 KiB of shared memory, so that a CTA is alone on its SM.
+from its own half of the values. Both compute all logits and weights: Q K^T is computed twice, but the
+warpgroups exchange no weights. Q, a block of K and a block of V of 512 columns take 192 of an SM's 227
+KiB of shared memory, so that a CTA is alone on its SM.
 
 As in `split_keys`, the keys of a head may be split over CTAs, and `merge_splits` merges the parts. The
 rows of a CTA are the queries of all heads that share a key head if these are few (decoding), and those
@@ -39,7 +39,8 @@ from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 MOST_COLUMNS = 512
 """Most columns of the values: 256 in the registers of each warpgroup."""
 MOST_KEY_COLUMNS = 576
-"""Most columns of queries and keys: those of MLA's latent heads, 512 and 64 that are rotated."""
+"""Most columns of queries and keys: MLA (multi-head latent attention) has 512 latent columns and 64 with
+rotary positions."""
 _HALVES = 2
 """Warpgroups of a CTA, each with one half of the output's columns."""
 
@@ -80,7 +81,10 @@ def _half(value_size: int) -> int:
 
 
 def _of_rows(shape: Shape) -> Shape:
-    """Returns the sizes for `Packing`; beyond 64 queries, each query head counts as a key head."""
+    """Returns `shape`, with above 64 queries as many key heads as query heads.
+
+    `Packing` then puts the queries of one head into a tile of rows, and not those of a group.
+    """
     return shape if shape.query_count <= WGMMA_ROWS else shape._replace(key_heads=shape.heads)
 
 
@@ -93,7 +97,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Wide
     for form in legal:
         config = WideForwardConfig(1, **form)
         counts = numbers_of_splits(shape, logits, config, multiprocessors)
-        # Numbers of parts of the keys other than the best are tried only with the first form.
+        # The first form is tried with all of `counts`, the others only with the best one.
         result += [WideForwardConfig(n, **form) for n in (counts[:1] if result else counts)]
     return tuple(result)
 
@@ -149,7 +153,8 @@ class _WideForward(SplitForward):
     """The forward kernel for wide heads: its static parameters, shared memory and code."""
 
     sharing: int = 1
-    """Number of `shape.key_heads` that share a key head of K and V; 1 for up to 64 queries."""
+    """How many heads of `shape.key_heads` read the same head of K and V: the group's query heads if a
+    tile has rows of one head (above 64 queries), else 1."""
 
     def memory(self) -> dict[str, Any]:
         block, stages, dtype = self.config.key_block, self.config.stages, self.dtype
@@ -213,7 +218,7 @@ class _WideForward(SplitForward):
         return _HALVES * self.slot(i) + lax.axis_index("wg")
 
     def release_keys(self, cta: Cta, part: Part, i: jax.Array) -> None:
-        """Starts the copy of the keys that replace those of visit i, which both warpgroups read."""
+        """Starts the copy that replaces the keys of visit i, once both warpgroups have read them."""
         following, free = i + self.config.stages, cta.shared["k_free"].at[self.slot(i)]
 
         @pl.when(following < part.count)

@@ -50,8 +50,8 @@ class ConvCall:
     first_channels: int = 0
     """Channels of the first array if x is two concatenated arrays; 0 if x is one array."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns of pixels that one row of the product computes, with all their features: more
-    than one in a transposed convolution without overlap and in strided dgrad."""
+    """Rows and columns of the result's pixels in one row of the product, which has the features of all
+    of them: more than one in a transposed convolution without overlap and in strided dgrad."""
 
     @property
     def is_matrix_product(self) -> bool:
@@ -80,7 +80,7 @@ class ConvCall:
         return jnp.dtype(self.dtype).itemsize == 1
 
     def as_product(self, read_bytes: int, written_bytes: int, activations: int) -> Work:
-        """Returns the sizes of the matrix product that a convolution by a window of one weight is."""
+        """Returns the sizes of the product [pixels, C] @ [C, F], for a window of one weight."""
         return Work(
             m=math.prod(self.sizes),
             n=self.features,
@@ -147,7 +147,8 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
         # Tiles of transposed weights have any multiple of 8 features: 8 bits take the widths of 16.
         whole = swizzled_columns(jnp.bfloat16)
         shapes = [replace(shape, turns_weights=True) for shape in shapes]
-    # Warpgroups that share a tile read fewer bytes of operands than warpgroups in ping-pong.
+    # Two warpgroups that share a tile read fewer bytes of operands than two with a tile each, which is
+    # ping-pong.
     shapes += [replace(shape, ping_pong=False) for shape in shapes if shape.tile_n > whole]
     if call.window.kernel[-2] > 1:
         shapes += [
@@ -308,7 +309,8 @@ def why_enlarging_unsupported(
 
 
 _EPILOGUE_COLUMNS = 32
-"""Columns that an epilogue stores at a time; all belong to the same pixel of a block."""
+"""Columns of a tile that an epilogue stores at a time. With blocks of pixels, a pixel's features are a
+multiple of it, so that all of these columns belong to one pixel."""
 _LARGEST_BLOCK = 16
 
 

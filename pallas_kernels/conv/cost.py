@@ -19,12 +19,12 @@ class Speeds:
     multiplication: float = 2.4e-7
     """Time of a multiply-add on one SM."""
     narrow: float = 1.14
-    """Factor of `multiplication` with tiles of 64 columns: a WGMMA reads as many pixels for fewer
-    results."""
+    """Factor of `multiplication` with tiles of 64 columns (features): a WGMMA reads the same pixels from
+    shared memory for fewer results than with wider tiles."""
     narrowest: float = 1.45
     """Factor of `multiplication` with tiles of 32 columns and fewer."""
     few_channels: float = 1.3
-    """Factor of a K step whose channels do not fill a pipeline stage; zeros fill the rest."""
+    """Factor of a K step if x has fewer channels than a pipeline stage takes; zeros fill the rest."""
     in_pieces: float = 2.0
     """Factor of a K step if features are no multiple of 16: weights are copied 8 columns at a time."""
     strided: float = 1.5
@@ -32,7 +32,7 @@ class Speeds:
     cached_byte: float = 5.8e-8
     """Time of a byte that the SMs copy from the L2 cache."""
     starved: tuple[float, float, float] = (1.6, 1.3, 1.03)
-    """Factors of a K step with one, two or three pipeline stages: tensor cores wait for copies."""
+    """Factors of a K step with one, two or three pipeline stages: tensor cores then wait for copies."""
     element: float = 9.4e-5
     """Time of an epilogue for each element of a warpgroup's tile."""
     read_byte: float = 6.7e-5
@@ -42,7 +42,7 @@ class Speeds:
     activation: float = 1.3e-4
     """Time of an epilogue for each activation of each element."""
     both_store: float = 1.45
-    """Factor of an epilogue that both warpgroups run at the same time."""
+    """Factor of an epilogue's time if both consumer warpgroups run theirs at the same time."""
     memory_byte: float = 1.54e-7
     """Time of a byte of the arrays, each counted once; the L2 cache serves some of them."""
     overlap: float = 2.4
@@ -57,7 +57,7 @@ class Speeds:
     weights_sum: float = 6 / 3.6e6
     """Time for XLA to add one element of one CTA's partial gradient, in the layout of the weights."""
     weights_pixels: int = 384
-    """Pixels that the pipeline stages must hold together so that no K step waits for copies."""
+    """Pixels that the pipeline stages of wgrad must hold together so that no K step waits for copies."""
 
 
 SPEEDS = Speeds()
@@ -68,7 +68,7 @@ class Work:
     """Sizes of a convolution in this package's kernel: tiles, pipeline steps and bytes."""
 
     tiles: int
-    """Number of tiles, of all CTAs."""
+    """Number of tiles of the result, over all CTAs."""
     rows: int
     """Pixels of a tile of the result."""
     columns: int
@@ -116,7 +116,8 @@ def kernel(work: Work, multiprocessors: int) -> float:
     )
     product = work.slots * slot
     stored = work.rows * work.columns * of_element / (CONSUMERS if work.shared_tile else 1)
-    # With few tiles, few SMs share the bandwidth of stores, which then take down to half as long.
+    # With fewer tiles than SMs, fewer SMs share the bandwidth of stores, which take down to half as long
+    # as with all SMs.
     stored *= (1 + readers / multiprocessors) / 2
     rounds = math.ceil(work.tiles / multiprocessors)
     if work.shared_tile:

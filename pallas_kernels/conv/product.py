@@ -5,9 +5,9 @@ weight of the window. The left operand is never written to memory: each of its t
 TMA copies for the tap and the channels of a K step. There are three plans:
 
 - "taps": a K step is one weight of the window and 128 bytes of channels (64 of 16 bits).
-- "rows": a K step is all weights of a column of the window. Its box of x is higher by the window's
-  reach, and each weight of the column reads it from another row on: x is copied for each column of the
-  window, and not for each weight.
+- "rows": a K step is all weights of a column of the window. Its box of x has the window's reach (the
+  distance of its first and last row) more rows than the result's box, and each weight of the column
+  reads it from another row on: x is copied once for each column of the window, not for each weight.
 - "resident": as "rows", but the weights stay in shared memory for all tiles of a CTA. This is for few
   channels, where the copies of the weights for each tile would dominate.
 """

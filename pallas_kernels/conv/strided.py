@@ -22,13 +22,16 @@ from pallas_kernels.conv.window import Window
 
 @dataclass(frozen=True)
 class _Axis:
-    """One axis of a strided window, rewritten as a window over dz."""
+    """One axis of a strided window, rewritten as a window over dz with stride 1.
+
+    Each result of that window is a block of `stride` pixels of dx.
+    """
 
     first: int
-    """Offset in dz of the first weight, relative to the block's index."""
+    """Index in dz that the window's first element reads, minus the index of the block of dx."""
     places: tuple[tuple[int | None, ...], ...]
-    """places[i][p] is the index in the strided window of the weight with which element i of the window
-    over dz contributes to pixel p of a block; None for a zero."""
+    """places[i][p] is the index, in the strided window, of the weight by which element i of the window
+    over dz is multiplied for pixel p of a block of dx; None for a zero."""
 
     @classmethod
     def of(cls, kernel: int, stride: int, low: int) -> "_Axis":
@@ -63,7 +66,10 @@ def _block(window: Window) -> tuple[int, int]:
 
 
 def window_of_blocks(window: Window, sizes: tuple[int, ...]) -> Window:
-    """Returns the window over dz that produces the blocks of dx; `sizes` are x's spatial axes."""
+    """Returns the window over dz, with stride 1, each of whose results is one block of dx.
+
+    A block has as many pixels as the strides of `window`; `sizes` are the lengths of x's spatial axes.
+    """
     kernel, padding = [], []
     for axis, size, stride, result in zip(
         _axes(window), sizes, window.strides, window.result(sizes), strict=True
@@ -155,7 +161,10 @@ def input_gradient(
 
 
 def _weights_of_blocks(w: jax.Array, window: Window) -> jax.Array:
-    """Returns w [rows, columns, C, F] as [rows', columns', F, block * C], the weights over dz."""
+    """Returns the weights [rows', columns', F, pixels of a block * C] of `window_of_blocks`.
+
+    They are those of w [rows, columns, C, F], and zeros.
+    """
     turned = w.transpose(0, 1, 3, 2)
     nothing = jnp.zeros_like(turned[0, 0])
 

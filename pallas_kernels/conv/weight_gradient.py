@@ -81,7 +81,10 @@ class _WeightProduct(Product):
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """Boxes of pixels that a CTA sums; the last CTA of a tile may have fewer, and adds zeros."""
+        """Boxes of pixels that a CTA sums, as a tuple of one number.
+
+        The last CTA of a tile may have fewer; its copies past the last box bring zeros.
+        """
         return (pl.cdiv(self.boxes.count, self.parts),)
 
     @property
@@ -104,7 +107,7 @@ class _WeightProduct(Product):
         )
 
     def _memory(self, blocks: int, box: tuple[int, ...]) -> plgpu.RefUnion:
-        """Returns memory for `blocks` boxes per pipeline stage, of 128 bytes of channels a pixel."""
+        """Returns buffers [stages, blocks, pixels of `box`, 128 bytes of channels]."""
         leading = (self.config.stages, blocks)
         swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
         return plgpu.RefUnion(
@@ -123,7 +126,7 @@ class _WeightProduct(Product):
     # --- on the device ----------------------------------------------------------------------------
 
     def _place(self, m_start: Any) -> tuple[Any, Any, Any]:
-        """Returns a tile's split-K index, the column of the window and the first channel of x."""
+        """Returns a tile's split-K index, its column of the window, and its first channel of x."""
         tile = lax.div(m_start, jnp.int32(self.config.tile_m))
         channel = lax.rem(tile, jnp.int32(self.channel_tiles)) * CHANNELS
         tile = lax.div(tile, jnp.int32(self.channel_tiles))
@@ -188,7 +191,7 @@ class _WeightProduct(Product):
 def _best_parts(
     tiles: int, boxes: int, multiprocessors: int, of_parts: Callable[..., float]
 ) -> int:
-    """Returns the number of CTAs a tile (split-K) with which all tiles take the least time.
+    """Returns into how many CTAs to split each tile's sum (split-K) for the least predicted time.
 
     Args:
       tiles: the gradient's tiles.

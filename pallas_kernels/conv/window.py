@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 GROUP = 8
-"""Rows after which the swizzle pattern repeats; a WGMMA operand must start at a multiple of it."""
+"""Rows in shared memory after which the swizzle repeats; WGMMA operands start at multiples of it."""
 MAX_REACH = 48
-"""Largest reach, in rows, of windows whose columns of weights each read one copied box of x."""
+"""Largest reach (distance of the first and last row that a window reads) of the plans "rows" and
+"resident", in which all weights of a column of the window read one copied box of x."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Boxes:
 
 @functools.cache
 def best_box(sizes: tuple[int, ...], rows: int, *, halo: int = 0) -> tuple[int, ...]:
-    """Returns the box of `rows` elements that reads the least of x; among equals, with fewest boxes.
+    """Returns the box of `rows` pixels with which the least of x is read; among equals, fewest boxes.
 
     Args:
       sizes: the result's images, then each axis of its picture.

@@ -91,7 +91,10 @@ class Norm:
     round_before_scale: bool
 
     def scaled(self, normalised: jax.Array, dtype: Any) -> jax.Array:
-        """Returns the factor of the scale, float32: rounded to x's dtype with `round_before_scale`."""
+        """Returns the float32 number that the scale multiplies: `normalised`, rounded if asked for.
+
+        With `round_before_scale` it is rounded to x's dtype, `dtype`.
+        """
         if not self.round_before_scale:
             return normalised
         return normalised.astype(dtype).astype(jnp.float32)
@@ -284,7 +287,10 @@ class _ForwardWarpgroup:
             tiles.store_statistic(self.gmem["rstd"], self.place, row, rstd)
 
     def _parities(self, step_idx) -> Mapping[str, Any]:
-        """Returns the half (0 or 1) of the exchange buffer for each total of a row; halves alternate."""
+        """Returns which half (0 or 1) of `exchange_smem` each total of a row uses.
+
+        Halves alternate from one total to the next, also across tiles (see `RowTiles.total`).
+        """
         exchanges = ["mean"] if self.kernel.norm.subtract_mean else []
         exchanges += ["squares"] if self.kernel.rounding is None else ["squares", "largest"]
         first = lax.rem(step_idx, jnp.int32(2)) if len(exchanges) % 2 else 0

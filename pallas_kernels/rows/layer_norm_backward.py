@@ -73,7 +73,9 @@ def gradients(
     round_before_scale: bool = False,
     config: RowConfig | None = None,
 ) -> Gradients:
-    """Returns the gradients, those of the vectors summed over each of `segments` equal runs of rows.
+    """Returns the gradients, given dy and h [M, D], and mean and rstd [M] from the forward.
+
+    Those of the vectors are sums over each of `segments` equal runs of rows, [segments, D].
 
     With `dnext_residual`, `h` is the next residual; without it, `h` is x before pre_bias is added. The
     vectors are [D], or [segments, D] with one for each run of rows. `x` is needed only with a gate.
@@ -296,7 +298,7 @@ class _BackwardWarpgroup:
     def _block(self, tile_refs, row_statistics, rstd_tile, chunk: int):
         """Returns a column block of pre_activation's derivative, normalised values, dz and dz * scale.
 
-        dz is the gradient of what `activation` is applied to.
+        dz is the gradient of z = normalised * scale + bias, to which `activation` is applied.
         """
         tiles, norm, parameters = self.kernel.tiles, self.kernel.norm, self.parameters
         v = tiles.load(tile_refs[0], chunk, self.layout)

@@ -30,9 +30,9 @@ def forward_guesses(
     vectors: int,
     all_rows: int | None = None,
 ) -> list[RowConfig]:
-    """Returns the configs of `forward_candidates` without checking them.
+    """Returns the configs of `forward_candidates` without checking that they can run.
 
-    `rows` may be those of one segment, of `all_rows` in total.
+    With segments (runs of rows with vectors of their own), `rows` are those of one, `all_rows` of all.
     """
     row_bytes = features * itemsize * matrices
     narrow = _direct(row_per_warp=True, lines=2 * WARPS, chunks=max(1, features // 256))
@@ -56,7 +56,8 @@ def forward_guesses(
         return [*rings, short]
     if features <= 1024 and features % 256 == 0:
         return [narrow, *rings]
-    # Without a pipeline each CTA, of one tile, loads all vectors: too slow with more of them.
+    # Without a pipeline each CTA computes one row and loads all vectors for it, which takes too long
+    # with more vectors than these.
     if (features == 8192 and vectors <= 2) or (features == 4096 and vectors == 1):
         return [wide, *rings]
     return [*rings, narrow, wide]
@@ -105,10 +106,10 @@ def backward_candidates(
 
 
 def _balanced(guesses: list[RowConfig], segments: int, multiprocessors: int) -> list[RowConfig]:
-    """Returns the guesses sorted: first those that leave few SMs idle, where no CTA has two segments.
+    """Returns the guesses sorted by the fraction of resident CTAs that have work, largest first.
 
-    One CTA an SM is the best guess for one long segment; with a hundred segments it leaves every fourth
-    SM idle.
+    Fractions above `_BUSY_ENOUGH` count as equal. A CTA has rows of one segment only. One CTA an SM is the best guess for one long segment; with a
+    hundred segments it leaves every fourth of an H200's 132 SMs idle.
     """
 
     def busy(config: RowConfig) -> float:
@@ -127,7 +128,7 @@ def best_of_backward(
     segments: int,
     multiprocessors: int,
 ) -> RowConfig:
-    """Returns the first guess or, with several segments, the first that leaves few SMs idle."""
+    """Returns the first guess or, with several segments, the first of those that `_balanced` prefers."""
     if segments == 1:
         return guesses[0]
     legal = _legal(guesses, rows, features, element_bytes, sums=True)
@@ -153,7 +154,7 @@ def backward_guesses(
     if _row_per_warp(rows, features):
         lines = _lines(rows, 8192 // (features * itemsize))
         # More than 2 warpgroups per SM spill registers, unless rows are narrow. One CTA of 2 warpgroups
-        # writes half the partial sums of 2 CTAs.
+        # writes half as many partial sums (of the vectors' gradients) as 2 CTAs of one.
         shapes = [(1, 4, lines)] if features <= 128 else [(2, max(1, 256 // features), lines)]
         shapes += [(wgs, ctas, lines) for wgs, ctas in ((2, 1), (2, 2), (1, 2), (1, 4), (2, 4))]
         shapes += [(1, 6, 2 * WARPS), (2, 1, WARPS)]
@@ -239,9 +240,9 @@ def _legal(
 
 
 def _room_for(vectors: int, values: int) -> bool:
-    """Returns whether `vectors` fit into the backward's registers, with `values` of each per thread.
+    """Returns whether `vectors` arrays, `values` numbers of each per thread, fit into registers.
 
-    Next to the tile and its sums a thread has room for 48 values; more cause register spills.
+    In the backward, a thread has room for 48 numbers besides the tile and its sums; more are spilled.
     """
     return vectors * values <= 48
 

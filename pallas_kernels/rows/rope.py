@@ -84,7 +84,10 @@ def _widths(head_size: int, rotary_dim: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Division among a warp's lanes of one part of several heads: a rotating half, or the rest."""
+    """How a warp's lanes hold one part of each of several heads.
+
+    The part is a rotating half of the head's features, or the features that do not rotate.
+    """
 
     vec: int
     """Contiguous features that a lane loads at a time."""

@@ -62,9 +62,10 @@ class RowRounding:
             tiles.store(values_gmem, place, row, chunk, values)
 
     def _scale(self, largest: jax.Array) -> jax.Array:
-        """Returns each row's scale, given its largest magnitude.
+        """Returns the scale of each row, given the rows' largest magnitudes.
 
-        It is the smallest normal number for a row of zeros, and NaN for one with an infinity or NaN.
+        The scale of a row of zeros is the smallest normal float32, that of a row with an infinity or NaN
+        is NaN.
         """
         unit = np.float32(1) / np.float32(self.largest)
         scale = jnp.maximum(largest * unit, jnp.finfo(jnp.float32).tiny)
@@ -73,6 +74,7 @@ class RowRounding:
     def _rounded(self, units: jax.Array) -> jax.Array:
         if self.dtype != jnp.int8:
             return jnp.clip(units, -self.largest, self.largest).astype(self.dtype)
-        # x / scale may round up past the int8 range, but by less than 0.5, which `round` removes.
+        # x / scale may exceed int8's 127 by a rounding error, less than 0.5, which `round` removes. NaN,
+        # in rows whose scale is NaN, becomes 0.
         rounded = jnp.round(units)
         return jnp.where(units == units, rounded, 0.0).astype(jnp.int8)

@@ -2,8 +2,9 @@
 
 A warp holds whole rows ("row per warp", short rows), or all warps of a CTA share each row ("row per
 CTA", long rows). Either way a warpgroup works on a [lines, width] tile, of which each of its four warps
-holds every fourth line, and a sum over a line is a warp shuffle. Sums over several warps go through
-shared memory explicitly: Mosaic's cross-warp reductions race when a CTA has several warpgroups.
+holds every fourth line: a line is a row, or one warp's piece of it. A sum over a line takes warp
+shuffles. Sums over several warps go through shared memory explicitly, as Mosaic's cross-warp reductions
+race when a CTA has several warpgroups.
 
 Tiles arrive through a ring of bulk copies (a pipeline), so that memory stays busy while warps compute.
 Large arrays need no ring: a CTA for each tile is enough to keep the memory busy.
@@ -31,7 +32,7 @@ class RowConfig:
     row_per_warp: bool
     """True if a warp computes whole rows; otherwise all warps of a CTA share each row."""
     warpgroups: int
-    """Warpgroups in a CTA; each has tiles of its own with a row per warp, else they share each row."""
+    """Warpgroups in a CTA. With a row per warp each has tiles of its own, else all share each row."""
     slots: int
     """Pipeline stages: a warpgroup's tiles in flight or in use. With 0 a warpgroup loads a single tile,
     straight from global memory into registers."""
@@ -40,11 +41,13 @@ class RowConfig:
     lines: int = WARPS
     """Lines of a warpgroup's tile: whole rows with a row per warp, else its four pieces of one row."""
     chunks: int = 1
-    """Column blocks into which a line is cut, so that fewer registers are live at once."""
+    """Column blocks into which a line is cut and which are computed one after the other, so that fewer
+    registers are live at the same time."""
     keeps_tile: bool = True
     """True if a tile stays in registers; otherwise each pass reads it from shared memory again."""
     keeps_vectors: bool = True
-    """True if per-feature vectors stay in registers; otherwise they are loaded again for each tile."""
+    """True if vectors [features], such as a norm's scale, stay in registers; otherwise they are loaded
+    again for each tile."""
 
     def __post_init__(self) -> None:
         for name in ("warpgroups", "ctas_per_multiprocessor", "chunks"):
@@ -144,12 +147,12 @@ class RowTiles:
 
     @property
     def ragged(self) -> bool:
-        """True if a segment's rows are no multiple of a tile's, so that its last two tiles overlap."""
+        """True if a segment's number of rows is no multiple of a tile's, so that two tiles overlap."""
         return self.config.row_per_warp and (self.rows // self.segments) % self.config.lines != 0
 
     @property
     def stays_in_segment(self) -> bool:
-        """True if no tile has rows of two segments, so that a tile reads the vectors of one segment."""
+        """True if no tile has rows of two segments, as a segment has at least as many rows as a tile."""
         return not self.config.row_per_warp or self.rows // self.segments >= self.config.lines
 
     def layout(self, itemsize: int) -> plgpu.Layout:
@@ -189,7 +192,8 @@ class RowTiles:
             "grid_names": ("cta",),
             "num_threads": self.config.warpgroups,
             "thread_name": "wg",
-            # Without pipeline stages, and with a row per warp, no warp reads another warp's results.
+            # Mosaic's automatic barriers are not needed without pipeline stages and with a row per warp,
+            # as no warp then reads what another has written.
             "compiler_params": plgpu.CompilerParams(
                 unsafe_no_auto_barriers=self.config.slots == 0 and self.config.row_per_warp
             ),
@@ -294,7 +298,7 @@ class RowTiles:
         return jnp.minimum(segment_start + tile * lines, last)
 
     def counted(self, place, step_idx, layout: plgpu.Layout) -> jax.Array:
-        """Returns a mask of the tile, False in rows of the previous tile or another segment."""
+        """Returns bools [lines, columns], False in rows of the tile before or of another segment."""
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
         segment_start = self.segment(place) * rows
@@ -310,7 +314,7 @@ class RowTiles:
         return ref.at[row, self.lines(place)]
 
     def load_statistic(self, ref, row) -> jax.Array:
-        """Loads one float32 for each row of the tile at `row`, in the form that `total` returns."""
+        """Loads a statistic [rows] for the tile at `row`: [lines], or a scalar with a row per CTA."""
         if self.config.row_per_warp:
             layout = self.layout(4).reduce(1)
             return plgpu.load(self.tile(ref, None, row), layout=layout, optimized=False)
@@ -327,7 +331,10 @@ class RowTiles:
             ref[row] = value
 
     def partials_shape(self, quantities: int) -> tuple[int, ...]:
-        """Shape of each CTA's sums over its rows, [quantities, ctas, features]."""
+        """Shape [quantities, CTAs, features] of the sums of each CTA over its rows.
+
+        With a row per CTA, features are two axes: lines of a row, and columns.
+        """
         return (quantities, self.ctas, *self.matrix_shape[1:])
 
     def partial_scratch(self) -> dict[str, object]:
@@ -384,12 +391,12 @@ class RowTiles:
         place: Place,
         combine: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add,
     ):
-        """Returns each quantity's sums over whole rows, given its sums over lines, [lines].
+        """Returns each quantity's sums over whole rows, given an array [lines] of its sums over lines.
 
         With a row per CTA, a row's sum is a scalar. `combine` may replace the sum by a maximum.
 
-        `exchange_smem` is [2, len(lines), warpgroups, 4]; its halves must alternate by `parity`, so
-        that a fast warpgroup never overwrites what a slow one still reads.
+        `exchange_smem` is [2, len(lines), warpgroups, 4]. `parity`, 0 or 1, must differ from that of the
+        previous call: a fast warpgroup then does not overwrite numbers that a slow one still reads.
         """
         if self.config.row_per_warp:
             return lines
