@@ -108,8 +108,9 @@ def backward_candidates(
 def _balanced(guesses: list[RowConfig], segments: int, multiprocessors: int) -> list[RowConfig]:
     """Returns the guesses sorted by the fraction of resident CTAs that have work, largest first.
 
-    Fractions above `_BUSY_ENOUGH` count as equal. A CTA has rows of one segment only. One CTA an SM is the best guess for one long segment; with a
-    hundred segments it leaves every fourth of an H200's 132 SMs idle.
+    Fractions above `_BUSY_ENOUGH` count as equal. A CTA has rows of one segment only. One CTA an SM is
+    the best guess for one long segment; with a hundred segments it leaves every fourth of an H200's 132
+    SMs idle.
     """
 
     def busy(config: RowConfig) -> float:
