@@ -20,8 +20,8 @@ constexpr float kEmptyLse = -2.3819763e38f;
 // Number of queries, or of keys, in a block: the unit of AttentionArgs::key_bounds, query_bounds.
 constexpr int kSegmentBlock = 32;
 
-// Bounds along queries or keys: only [start, stop) can contain pairs that attend, and no pair in
-// [full_start, full_stop) is masked.
+// Bounds along keys for some queries, or along queries for some keys: outside [start, stop) every
+// pair is masked, and in [full_start, full_stop) none is.
 struct Bounds {
   int start, full_start, full_stop, stop;
 };

@@ -116,7 +116,8 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const E
   }
 }
 
-// A block of columns that a CTA loads and multiplies with the rows that it owns.
+// A block of columns (keys, or queries if transposed) that a CTA loads and multiplies with the rows
+// that it owns.
 struct Visit {
   int head;  // query head
   int block;
@@ -132,7 +133,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
     constexpr int kColumns = Shape::kColumns;
     constexpr int kColumnTiles = kColumns / 8;
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    // The CTA owns rows of Q and dO, or of K and V, and visits columns of the other two.
+    // The CTA owns a block of Q and dO and visits blocks of K and V or, with kTransposed, the other
+    // way round.
     const uint32_t own_smem = shared_address(shared_memory);
     const uint32_t own_other_smem =
         own_smem + (Shape::kOwnTiles - 1) * Tile<T, kHead>::bytes(Shape::kRows);
