@@ -68,8 +68,9 @@ __device__ __forceinline__ void blur_columns(const float* blurred, int lines, co
   }
 }
 
-// Turns the sum of 3 x 3 pixels into a blend of the middle pixel with their mean, in which the
-// middle pixel has weight 5 of 13. The outermost pixels of an image, and opacity, stay as they are.
+// Turns `values`, a sum of 3 x 3 pixels, into a blend of the middle pixel with their mean, in which
+// the middle pixel has weight 5 of 13. The outermost pixels of an image, and opacity, stay as they
+// are.
 template <int kChannels>
 __device__ __forceinline__ void sharpen(const float* middle, float factor, bool is_inner,
                                         float (&values)[kChannels]) {

@@ -168,7 +168,8 @@ struct Image {
   static __device__ __forceinline__ float as_float(__half value) { return __half2float(value); }
 };
 
-// Returns the interpolation kernel's value at a distance from its centre, over Map::radius.
+// Returns the interpolation kernel's value at `distance`, the distance from its centre in units of
+// Map::radius.
 __device__ __forceinline__ float kernel_at(float distance, int interpolation) {
   const float d = fabsf(distance);
   if (interpolation == kBilinear) return fmaxf(1.0f - d, 0.0f);

@@ -71,7 +71,7 @@ __device__ __forceinline__ void turn_hue(float turns, float (&v)[kChannels]) {
     const float largest = fmaxf(v[0], fmaxf(v[1], v[2]));
     const float smallest = fminf(v[0], fminf(v[1], v[2]));
     const float chroma = largest - smallest;
-    // The reciprocal of a smaller chroma would be infinite.
+    // The reciprocal of a still smaller chroma may be infinite.
     const float inverse = chroma > 1e-35f ? __fdividef(1.0f, chroma) : 1.0f;
     const bool is_red = largest == v[0], is_green = largest == v[1];
     const float from = is_red ? v[1] : is_green ? v[2] : v[0];
