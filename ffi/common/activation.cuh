@@ -365,8 +365,8 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
   }
 }
 
-// Sets values[i] = activation(inputs[i]) and gradient[i] *= activation'(inputs[i]). Terms that both
-// share, mostly an exponential, are computed once.
+// Sets values[i] = activation(inputs[i]) and gradient[i] *= activation'(inputs[i]). Terms that an
+// activation and its derivative share, mostly an exponential, are computed once.
 template <int kSize>
 __device__ __forceinline__ void activate_with_derivative(Activation activation,
                                                          const float (&inputs)[kSize],

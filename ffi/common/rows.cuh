@@ -279,7 +279,8 @@ class ParameterLoad {
     }
   }
 
-  // A word holds one value if columns are shifted, otherwise as many as fit.
+  // Converts `words` of the parameter to float32. A word holds one value if columns are shifted,
+  // otherwise as many values of type T as fit.
   template <typename T>
   __device__ __forceinline__ static void convert(T, const uint32_t (&words)[kVec],
                                                  float (&out)[kVec]) {

@@ -21,7 +21,7 @@ template <typename T>
 constexpr int kFlatRows = 16 / sizeof(T);
 
 // Returns the rows of a tile, a multiple of kFlatRows so that every tile starts at a whole vector.
-// Small problems are spread over all SMs before tiles grow.
+// Tiles have more than kFlatRows rows only if there would else be more than four tiles for each SM.
 template <typename T>
 inline int flat_tile_rows(int64_t rows, int features, const Device& device) {
   const int bytes = kFlatRows<T> * features * static_cast<int>(sizeof(T));
