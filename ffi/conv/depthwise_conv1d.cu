@@ -66,7 +66,7 @@ struct Piece {
   }
 };
 
-// A thread's channels at all positions of one sequence.
+// A thread's channels at all steps of one image of `data`.
 template <typename T, int kVec>
 class Line {
  public:
