@@ -366,7 +366,8 @@ class RowReader {
 
   __device__ __forceinline__ bool is_inner(int j) const { return vectors_.is_inner(j); }
 
-  // Adds vectors that lie wholly in the row to the sums; there must be no soft labels.
+  // Adds vectors that lie wholly in the row to the row's sums (`adder`); there must be no soft
+  // labels.
   template <int kGroup>
   __device__ __forceinline__ void add_inner(const Vector<T, kVec> (&packed)[kGroup],
                                             RowAdder<kForm>& adder) const {
