@@ -212,7 +212,8 @@ class Stream {
 
   __device__ const Vectors& first() const { return ring_[0]; }
 
-  // Calls take(vectors, reload) for each step; take calls reload() once it has unpacked them.
+  // Calls take(vectors, reload) with the vectors of each step. Once `take` has unpacked them it
+  // calls reload(), which starts the load that replaces them.
   template <typename Load, typename Take>
   __device__ __forceinline__ void for_each(const Load& load, const Take& take) {
     for (; left_ >= kTogether; left_ -= kTogether) {

@@ -45,7 +45,8 @@ struct Ring {
   int barriers_at;
   int sum_threads, write_threads;
   int write_rows;  // pixels that the writing warps read at a time
-  // Numbers of blocks that have stored their sums: of each image, and of all. [images + 1]
+  // Counters of blocks, [images + 1]: for each image those that have stored their sums of it, and
+  // last those that have stored their sums over all their images
   unsigned* counters;
 };
 
