@@ -274,7 +274,8 @@ __global__ void __launch_bounds__(kMomentThreads)
   if (threadIdx.x == 0) args.moment_sums[blockIdx.x] = total.x;
 }
 
-// Sums the squares of a tile's gradients, each divided by the moments of its row and of its column.
+// Sums g^2 / (r c) over a tile's gradients g, with the second moments r of a gradient's row and c
+// of its column.
 __global__ void __launch_bounds__(kLeafThreads, 4)
     sum_updates(const __grid_constant__ FactoredArgs args) {
   __shared__ float inverse_rows[kRows];

@@ -229,8 +229,8 @@ __device__ __forceinline__ void round_to(Dtype dtype, float (&values)[kCount]) {
   });
 }
 
-// Rounds the streams in args.rounded at random, so that storing them is exact. `index` is the first
-// value's position in the leaf.
+// Rounds values of the streams in args.rounded at random to bfloat16 numbers, so that storing them
+// is exact. `index` is the first value's position in the leaf.
 template <Rule kRule, int kCount>
 __device__ __forceinline__ void round_chosen(const StepArgs& args, int leaf_index, int64_t index,
                                              float (&of)[kMostRead][kCount]) {
