@@ -232,8 +232,8 @@ class Unit {
     }
     uint32_t unit_bits = 0x0d800000u;  // 2^-100; the output is in units of this power of two
 
-    // Every row attends to all keys from safe_start to safe_end, so tiles of these keys need no
-    // mask.
+    // Every query row of the unit attends to all keys from safe_start to safe_end, so tiles of
+    // these keys need no mask.
     const int safe_end = min(offset + first_row_ / args_.group + 1, length_);
     const int window = args_.sequences.window,
               last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
