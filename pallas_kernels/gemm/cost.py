@@ -154,7 +154,7 @@ class WeightWork:
 
 
 def weight_tiles(work: WeightWork, tile_m: int, tile_n: int) -> int:
-    """Number of tiles of all gradients: the columns of each dy begin a new tile."""
+    """Number of tiles of all gradients x^T @ dy; a tile has columns of one dy only."""
     return math.ceil(work.features / tile_m) * sum(math.ceil(w / tile_n) for w in work.widths)
 
 

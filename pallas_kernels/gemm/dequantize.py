@@ -281,7 +281,7 @@ class _Registers:
         self.put_floats(place, floats, of.element_type)
 
     def put_floats(self, place: tuple[int, ...], floats: Any, element_type: Any) -> None:
-        """Stores a word of two floats, multiplied by their row's scale where there is one."""
+        """Stores a word of two floats as register `place`, times their row's scale if there is one."""
         of = ir.VectorType.get((2,), element_type)
         if self._scales:
             i32 = ir.IntegerType.get_signless(32)

@@ -78,7 +78,8 @@ def candidates(
       outputs: dtypes of the results, keyed by name, with equally many bytes.
       multiprocessors: SMs of the device.
     """
-    # Rows of a chunk have 128 bytes, so that a TMA copy from shared memory may begin at any row.
+    # A TMA copy begins at a multiple of 128 bytes of shared memory: a chunk's rows have 128 bytes, so
+    # that copies of a group's last rows may begin at any of them.
     [columns] = {swizzled_columns(dtype) for dtype in outputs.values()}
     configs = [
         MatmulConfig(

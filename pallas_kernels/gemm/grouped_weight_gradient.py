@@ -256,7 +256,7 @@ class _GroupConsumer(UnevenConsumer):
                 for memory in x:
                     _clear_piece(memory, row, start, end)
 
-                # Both warpgroups read all of dy, and each clears every other piece of dy.
+                # Both warpgroups multiply all of dy, and each clears every other 8 rows of it.
                 @pl.when(lax.rem(piece, jnp.int32(CONSUMERS)) == wg_idx)
                 def _():
                     for memory in dy:

@@ -32,7 +32,8 @@ def turned(
       is_fixed: 1 to rotate nothing, else 0; a scalar of the angles' dtype.
       layout: of x and the angles, with an even number of features in a register.
     """
-    # JAX 0.11.2 leaves a broadcast scalar in its splat layout, even if another layout is requested.
+    # JAX 0.11.2 leaves a broadcast scalar in its splat layout, even if another layout is requested,
+    # so `is_fixed` is passed in that layout.
     one_number = plgpu.Layout.WG_SPLAT(x.shape)
 
     @plgpu.inline_mgpu(

@@ -274,7 +274,7 @@ class Consumer:
 
         def step(k_idx, carry):
             slot, totals = carry
-            # Scales are loaded before the WGMMAs, which hide the latency of memory.
+            # Scales are loaded before the WGMMAs are issued, so that these hide the loads' latency.
             numbers = self._column_numbers(k_idx, n_idx, starts)
             self._await_slot(sequence_idx, slot)
 

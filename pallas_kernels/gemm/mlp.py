@@ -162,7 +162,11 @@ def gated_forward(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Runs `gated_unit`, or without a config two products if M and D are `_LONG_SUM` or more."""
+    """Returns h, gate and up of `gated_unit`; the last two are None if they are not saved.
+
+    gate and up are two separate products if there is no config, M and D are `_LONG_SUM` or more, and
+    w_gate does not hold both weights.
+    """
     keywords: dict[str, Any] = dict(activation=activation, save_preactivations=save_preactivations)
     unit = gated_unit(x, w_gate, w_up, b_gate, b_up, **keywords)
     if w_up is None or config is not None or not _takes_two_products(unit.work):

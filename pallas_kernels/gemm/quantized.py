@@ -292,7 +292,8 @@ def both_work(
 def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs for a product with quantised x, predicted fastest first."""
     if w.groups > 1:
-        # The sums of one K step and the totals of all steps must both fit into the registers.
+        # The sums of one K step and the totals of all steps must both fit into the registers, so a
+        # warpgroup's tile has 64 rows.
         return [
             MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
             for tile_n, stages in ((192, 4), (192, 3), (128, 4), (128, 3), (64, 3))

@@ -295,7 +295,10 @@ class QuantizedTile:
     def _loader(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
     ) -> Callable[[int, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]:
-        """Loads a block; returns a function that dequantises a piece, given its shifts and scales."""
+        """Loads a block; returns a function from a piece's index, shifts and scales to its weights.
+
+        The weights of a piece are [width, PIECE], dequantised.
+        """
         if self.format.codebook is not None:
             return self._codes_loader(memory, slot, index, start, width)
         stored = (memory["values"] if self.format.in_words else memory["values"][0]).at[

@@ -195,7 +195,7 @@ class TiledProduct:
 
     @property
     def raw_steps(self) -> int:
-        """Steps of quantised weights along K."""
+        """Steps along K, each of `raw_step` elements of the quantised weights."""
         return pl.cdiv(self.ks[0], self.raw_step)
 
     @property
@@ -295,7 +295,7 @@ class TiledProduct:
         return lax.rem(sequence_idx, jnp.int32(CONSUMERS)) * self.config.stages + slot
 
     def next_slot(self, slot: Any) -> jax.Array:
-        """Returns the stage after this one, in circular order."""
+        """Returns the stage after `slot`, in circular order."""
         return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
 
     def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
