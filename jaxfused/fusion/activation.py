@@ -1,11 +1,12 @@
-"""Recognises an activation by its values, however it is written.
+"""Recognises an activation by its values, in whatever form the program computes it.
 
-Elementwise operations that read one array alone are a function of a number. It is evaluated in float64
-at a few points and compared with the activations of the operators. Constants of the program may be
-rounded to its dtype, as 0.044715 is in bfloat16: the values may be off by that much, and no more.
+Elementwise operations on one array alone are a function of one number. `activation_of` evaluates it in
+float64 at a few points and compares the values with those of `jaxfused.ACTIVATIONS`. The program may
+have rounded its constants to its own dtype (0.044715 in bfloat16): the values may differ by as much as
+that rounding changes them, and no more.
 
-Functions with corners, and those with a derivative of their own (`jax.custom_jvp`), are compared at more
-points, and their derivatives are compared too: at a corner they are a convention.
+Functions with corners (relu) and those with a `jax.custom_jvp` are compared at more points, and by their
+derivatives too, because the derivative at a corner is a convention.
 """
 
 import functools
@@ -30,9 +31,9 @@ _CORNERS = np.array([0.0, 1.0, -1.0, 3.0, -3.0, 6.0])
 _AFAR = np.concatenate(
     [np.linspace(-30.0, 30.0, 241), np.outer([-1.0, 1.0], 10.0 ** np.arange(2, 31, 2)).reshape(-1)]
 )
-"""Arguments at which a function with corners is compared too: it may be clipped anywhere."""
+"""Further arguments for functions with corners, which may be clipped anywhere."""
 _SPECIAL = np.array([np.inf, -np.inf, np.nan])
-"""Arguments that a select may single out: `jnp.nan_to_num` is part of no activation."""
+"""Arguments that a select may replace, as `jnp.nan_to_num` does, which is part of no activation."""
 _LONGEST = 24
 
 
@@ -45,7 +46,7 @@ class Activated(NamedTuple):
 
 
 def activation_of(z: Value) -> Activated | None:
-    """Returns the longest activation that contains all readers of `z`, or None."""
+    """Returns the longest activation of `z` on which all operations that read `z` end, or None."""
     best = None
     for result, covered in _functions_of(z):
         # A cast after an activation belongs to it, but casts alone are no activation.
@@ -57,7 +58,7 @@ def activation_of(z: Value) -> Activated | None:
 
 
 def why_no_activation(z: Value) -> str:
-    """Returns why the operations after `z` are no known activation; "" if they resemble none."""
+    """Returns why the operations that read `z` are no known activation; "" if they resemble none."""
     reason = ""
     for result, covered in _functions_of(z):
         if all(passed_on(node) is not None for node in covered):
@@ -76,7 +77,7 @@ def why_no_activation(z: Value) -> str:
 
 
 def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
-    """Yields each value through which all uses of `z` pass, and the operations between the two."""
+    """Yields each value on which all operations that read `z` end, with the operations between."""
     inside: set[Node] = set()
     made = {z}
     live = {z}
@@ -102,7 +103,7 @@ def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
 
 
 def _is_function(node: Node, made: set[Value]) -> bool:
-    """Whether the operation is elementwise, with operands that are in `made` or single numbers."""
+    """Whether the operation is elementwise, on values in `made` (computed from `z`) or on numbers."""
     if len(node.outs) != 1 or node.name == "stop_gradient":
         return False
     if not node.out.is_floating and node.out.dtype != np.bool_:
@@ -115,7 +116,7 @@ def _is_function(node: Node, made: set[Value]) -> bool:
 
 
 def _body(node: Node) -> Graph | None:
-    """Returns the operations of a `jax.custom_jvp` of one result, or None."""
+    """Returns the graph inside a `jax.custom_jvp` of one result, or None for other operations."""
     if node.eqn.primitive is not primitives.custom_jvp_call_p or len(node.outs) != 1:
         return None
     if _body not in node.out.facts:
@@ -124,7 +125,7 @@ def _body(node: Node) -> Graph | None:
 
 
 def _made_of(nodes: Iterable[Node]) -> set[str]:
-    """Returns the names of the operations, and of those inside a custom_jvp."""
+    """Returns the names of the operations, and of those inside a `jax.custom_jvp` among them."""
     names = set()
     for node in nodes:
         names.add(node.name)
@@ -137,7 +138,7 @@ def _made_of(nodes: Iterable[Node]) -> set[str]:
 def _evaluated(
     arrays: dict[Value, np.ndarray], result: Value, nodes: Iterable[Node]
 ) -> np.ndarray | None:
-    """Returns `result`, computed by the operations from known arrays, or None if it cannot be."""
+    """Returns `result`, computed by `nodes` from the values in `arrays`; None if a value is unknown."""
     arrays = dict(arrays)
 
     def known(value: Value) -> np.ndarray | None:
@@ -167,8 +168,8 @@ def _evaluated(
 
 
 _SAME = ("reshard", "pvary", "pcast")
-"""Operations that return the values of their operand: JAX's derivatives insert them where only the
-sharding in a type changes, or the axes of a `shard_map` along which a value varies."""
+"""Operations that return their operand's values and change only its type's sharding, or the `shard_map`
+axes along which it varies; JAX inserts them into derivatives."""
 
 
 def _number(value: Value) -> np.ndarray | None:
@@ -177,7 +178,7 @@ def _number(value: Value) -> np.ndarray | None:
 
 
 def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
-    """Returns the name of the activation with the values of the operations `covered`, or None."""
+    """Returns the name of the activation whose values the operations `covered` compute, or None."""
     made_of = _made_of(covered)
     points = _points(covered, made_of)
     values = _evaluated({z: points}, result, covered)
@@ -208,7 +209,7 @@ def _leaky_relus(covered: set[Node]) -> Iterator[str]:
 
 
 def _points(covered: set[Node], made_of: set[str]) -> np.ndarray:
-    """Returns the arguments at which a function is evaluated."""
+    """Returns the numbers z at which a function is evaluated: more of them near its corners."""
     if not made_of & _KINKS:
         return POINTS
     numbers = [scalar(value) for node in covered for value in node.ins]
@@ -225,13 +226,13 @@ _ARITHMETIC = 1e-13
 def _slack(
     z: Value, result: Value, covered: set[Node], points: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """Returns how far rounded constants may have moved a function at each point.
+    """Returns, for each point, the change of the function that rounding its constants may have caused.
 
-    Constants of few bits, such as 0.5, 1 and 3, are taken to be exact.
+    Constants of at most 3 significant bits, such as 0.5, 1 and 3, are exact in every dtype.
     """
     slack = _ARITHMETIC * np.maximum(np.abs(values), 1.0)
     for constant, number in _rounded_constants(covered).items():
-        # A computed constant has been rounded more than once, hence 1.25 roundings.
+        # A constant computed from others was rounded more than once: 1.25 roundings are allowed.
         moved = number * (1 + 1.25 * rounding(number, constant))
         shifted = _evaluated({z: points, constant: np.asarray(moved)}, result, covered)
         assert shifted is not None
@@ -240,14 +241,14 @@ def _slack(
 
 
 def _difference(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns the distance of two arrays; it is 0 for equal infinities and for two NaNs."""
+    """Returns |values - expected| of each element: 0 for equal infinities and for two NaNs."""
     same = (values == expected) | (np.isnan(values) & np.isnan(expected))
     with np.errstate(invalid="ignore"):
         return np.where(same, 0.0, np.abs(values - expected))
 
 
 def _rounded_constants(covered: set[Node]) -> dict[Value, float]:
-    """Returns the constants of more than 3 significant bits, with their numbers."""
+    """Returns the constants that have more than 3 significant bits, each with its number."""
     constants = {}
     for value in (value for node in covered for value in node.ins):
         number = scalar(value)
@@ -257,14 +258,14 @@ def _rounded_constants(covered: set[Node]) -> dict[Value, float]:
 
 
 def _full(constant: Value) -> jax.Array:
-    """Returns the array of a constant all of whose elements are equal."""
+    """Returns an array filled with a constant's number, in the constant's shape, dtype and sharding."""
     number, struct = scalar(constant), constant.struct
     assert number is not None
     return jax.lax.full(struct.shape, number, struct.dtype, sharding=struct.sharding)
 
 
 def _has_derivative(name: str, z: Value, result: Value, covered: set[Node]) -> bool:
-    """Returns whether a function with an activation's values has its derivative too, also at corners."""
+    """Returns whether a function with activation `name`'s values has its derivative everywhere too."""
     made_of = _made_of(covered)
     if not made_of & _KINKS:
         return True
@@ -316,9 +317,9 @@ _MADE_OF: dict[str, set[str]] = {
     "selu": {"expm1", "exp"},
     "hard_tanh": _CORNERED,
 }
-"""Operations by which each activation is recognised: it contains at least one of them.
+"""Operations for each activation, of which a form of the activation contains at least one.
 
-By values alone, the two gelus could not be told apart if constants are rounded to 16 bits.
+The values of the two gelus differ by less than rounding their constants to 16 bits changes them.
 """
 _TELLING = frozenset({"tanh", "erf", "erfc", "logistic", "expm1", "log1p"} | _CORNERED)
 """Operations that only occur in activations, including activations that no operator takes."""
@@ -327,7 +328,7 @@ _TELLING = frozenset({"tanh", "erf", "erfc", "logistic", "expm1", "log1p"} | _CO
 def _derivative(
     function: Callable[[jax.Array], jax.Array], x: jax.ShapeDtypeStruct, points: np.ndarray
 ) -> np.ndarray | None:
-    """Returns the derivative of an elementwise function of arrays like x, or None if it is unknown."""
+    """Returns the derivative at the points of an elementwise function of arrays like x, or None."""
     program = graph.build(jax.make_jaxpr(lambda x, dx: jax.jvp(function, (x,), (dx,))[1])(x, x))
     (x_in, dx_in), (slope,) = program.inputs, program.outputs
     arrays = {x_in: points, dx_in: np.ones_like(points)}
@@ -341,7 +342,7 @@ _ONE = jax.ShapeDtypeStruct((1,), "float64")
 
 @functools.cache
 def _known(name: str) -> Graph:
-    """Returns the operations of an activation in float64."""
+    """Returns the graph of an activation, traced in float64."""
     with jax.core.ensure_compile_time_eval(), jax.enable_x64(True):
         return graph.build(jax.make_jaxpr(function_of(name))(_ONE))
 

@@ -1,8 +1,8 @@
 """Reads values as products of powers, sums and means of others, through casts, reshapes and broadcasts.
 
 Programs write one formula in a dozen ways: x * rsqrt(v), x / sqrt(v), (scale * rsqrt(v)) * x, with
-casts and broadcasts anywhere between. All of them are one product of powers or one sum of terms, and
-recognisers compare those.
+casts and broadcasts anywhere between. Each becomes one product of powers or one sum of terms here, and
+recognisers compare these forms.
 """
 
 import math
@@ -16,21 +16,21 @@ from jaxfused.fusion.constants import scalar
 from jaxfused.fusion.graph import Node, Value
 
 TRANSPARENT = frozenset({"copy", "copy_p", "name", "sharding_constraint"})
-"""Operations that return their operand."""
+"""Operations that return their operand's values."""
 
 _DTYPES = tuple(jnp.dtype(name) for name in ("float64", "float32", "bfloat16", "float16"))
-"""Dtypes between which a conversion only rounds. One to 8 bits quantises, and is not ignored."""
+"""Dtypes between which a conversion only rounds; one to 8 bits quantises and is an operation."""
 
 
 def is_transparent(node: Node) -> bool:
-    """Returns whether the operation returns its operand, but for rounding."""
+    """Returns whether the operation's result is its operand, but for rounding and sharding."""
     if node.name == "convert_element_type":
         return node.ins[0].dtype in _DTYPES and node.out.dtype in _DTYPES
     return node.name in TRANSPARENT
 
 
 def passed_on(node: Node) -> Value | None:
-    """Returns the operand that the operation returns unchanged, or None if it computes something.
+    """Returns the operand that the operation returns unchanged but for rounding, or None.
 
     A select whose condition is constant returns one operand, as in `jnp.var`'s check of its degrees of
     freedom or in dropout at rate 0.
@@ -52,11 +52,11 @@ def passed_on(node: Node) -> Value | None:
 
 
 _NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
-"""Neutral operand of each operation, with which it changes nothing (Flax's RMSNorm subtracts 0)."""
+"""Second operand with which each operation returns its first one (Flax's RMSNorm subtracts 0)."""
 
 
 def core(value: Value) -> Value:
-    """Returns the value before casts, names, sharding constraints and the like (`passed_on`)."""
+    """Returns the value before casts, checkpoint names and sharding constraints (see `passed_on`)."""
     while value.node is not None:
         operand = passed_on(value.node)
         if operand is None:
@@ -66,12 +66,12 @@ def core(value: Value) -> Value:
 
 
 class View(NamedTuple):
-    """The value `base` behind casts and broadcasts, and where the viewed value has its axes."""
+    """A value before casts and broadcasts (`base`), and the axes that it has in the viewed value."""
 
     base: Value
     axes: tuple[Any, ...]
-    """Axis of the viewed value for each axis of `base`; None for an axis of length 1. In a `frame`, an
-    entry has the parts that make up the axis."""
+    """For each axis of `base`, the axis of the viewed value; None for an axis of length 1. In a `frame`,
+    an entry is a tuple of the frame's parts instead."""
 
 
 Look = Callable[[Value, tuple[Any, ...] | None], View]
@@ -79,7 +79,7 @@ Look = Callable[[Value, tuple[Any, ...] | None], View]
 
 
 def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
-    """Returns the value before operations that only convert, broadcast or add axes of length 1."""
+    """Returns the value before casts, broadcasts and reshapes that only add axes of length 1."""
     if axes is None:
         axes = tuple(i if size != 1 else None for i, size in enumerate(value.shape))
     while value.node is not None:
@@ -96,7 +96,7 @@ def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
 
 
 def _moved_axes(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
-    """Maps the axes of a view's result to its operand, or returns None if the operation is no view."""
+    """Returns the axes of a view's operand, given `axes` of its result; None if it is no view."""
     if node.name not in ("broadcast_in_dim", "reshape", "squeeze", "tile") or len(node.ins) != 1:
         return None
     shape = node.ins[0].shape
@@ -127,7 +127,7 @@ class Term(NamedTuple):
 
 @dataclass
 class Sum:
-    """A value as a constant plus summands."""
+    """A value written as a constant plus terms."""
 
     constant: float = 0.0
     terms: list[Term] = field(default_factory=list)
@@ -167,9 +167,9 @@ def _add(result: Sum, factor: float, slack: float, seen: View, look: Look) -> No
 
 
 def rounding(number: float, value: Value) -> float:
-    """Returns the largest relative rounding error of a constant.
+    """Returns the largest relative error that rounding to the value's dtypes causes in a constant.
 
-    It is half a unit in the last place: only the dtype's number nearest to the intended one is as close.
+    It is half a unit in the last place of the narrowest dtype among the value's casts.
     """
     if not value.is_floating or number == 0.0 or not math.isfinite(number):
         return 0.0
@@ -179,7 +179,7 @@ def rounding(number: float, value: Value) -> float:
 
 
 _ARITHMETIC = 1e-14
-"""Relative error of factors that are multiplied here, in float64."""
+"""Relative error allowed for constant factors that are multiplied here, in float64."""
 
 
 def is_one(number: float, slack: float) -> bool:
@@ -192,7 +192,7 @@ def _same_shape(node: Node) -> bool:
 
 
 def _operand_axes(node: Node, index: int, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the axes of an elementwise operation's operand, with None for those of length 1."""
+    """Returns the axes of operand `index` of an elementwise operation, None for those of length 1."""
     operand = node.ins[index]
     if operand.ndim == 0:
         return ()
@@ -203,7 +203,7 @@ def _operand_axes(node: Node, index: int, axes: tuple[Any, ...]) -> tuple[Any, .
 
 @dataclass
 class Product:
-    """A constant times powers of values."""
+    """A value written as a constant times powers of other values."""
 
     constant: float = 1.0
     powers: dict[View, float] = field(default_factory=dict)
@@ -250,7 +250,7 @@ def _multiply(result: Product, power: float, seen: View, stop: Stop, look: Look)
     node = value.node
     inner = None if node is None else exponent(node)
     if node is not None and inner is not None:
-        # sqrt(x**2) is |x|, not x: the argument of a fractional power is not expanded.
+        # sqrt(x**2) is |x|, not x: a fractional power of a power stays as it is.
         if power.is_integer() and inner.is_integer():
             _multiply(
                 result, power * inner, look(node.ins[0], _operand_axes(node, 0, axes)), stop, look
@@ -286,22 +286,22 @@ def is_root(node: Node) -> bool:
 
 
 class Mean(NamedTuple):
-    """A mean over axes of an array."""
+    """A mean over some axes of `argument`."""
 
     argument: Value
     axes: tuple[int, ...]
     placed: tuple[int, ...]
-    """For each axis of `argument` that remains after the mean, the axis of the viewed value."""
+    """For each axis of `argument` that the mean leaves, its axis in the viewed value."""
 
     @property
     def is_in_place(self) -> bool:
-        """True if the remaining axes are where they are in the argument, as with keepdims."""
+        """True if the remaining axes have their places in `argument`, as with keepdims=True."""
         sizes = enumerate(self.argument.shape)
         return self.placed == tuple(i for i, size in sizes if i not in self.axes and size != 1)
 
 
 def mean(seen: View, factor: float = 1.0, slack: float = 0.0) -> Mean | None:
-    """Returns the mean that equals `factor` times the value, or None."""
+    """Returns the mean that equals `factor` times the viewed value, or None."""
     parts = product(*seen)
     if len(parts.powers) != 1:
         return None
@@ -318,13 +318,13 @@ def mean(seen: View, factor: float = 1.0, slack: float = 0.0) -> Mean | None:
 
 
 def vector(seen: View, rank: int) -> Value | None:
-    """Returns the array [D] that is broadcast along all axes but the last of `rank`, or None."""
+    """Returns the array [D] that a view of `rank` axes broadcasts along all but the last, or None."""
     axes = [axis for axis in seen.axes if axis is not None]
     return seen.base if axes == [rank - 1] and seen.base.is_floating else None
 
 
 def per_image(seen: View, rank: int) -> Value | None:
-    """Returns the array [B, D] that is broadcast along the inner axes of `rank`, or None."""
+    """Returns the array [B, D] that a view of `rank` axes broadcasts along the inner ones, or None."""
     axes = [axis for axis in seen.axes if axis is not None]
     is_of_images = rank >= 3 and axes == [0, rank - 1]
     return seen.base if is_of_images and seen.base.is_floating else None
@@ -340,7 +340,7 @@ def trailing(value: Value, shape: tuple[int, ...]) -> Value | None:
 
 
 def stages(value: Value) -> list[Value]:
-    """Returns the value, and the value before each cast, name or sharding constraint, last first."""
+    """Returns the value, then its operand before each cast, checkpoint name or sharding constraint."""
     found = [value]
     while value.node is not None:
         operand = passed_on(value.node)
@@ -359,7 +359,7 @@ def is_reshape(node: Node) -> bool:
 
 
 def at_dtype(value: Value, dtype: object) -> Value | None:
-    """Returns the earliest form of the value, before its casts, that has this dtype, or None."""
+    """Returns the earliest of the value's `stages` (before its casts) that has this dtype, or None."""
     return next((v for v in reversed(stages(value)) if v.dtype == dtype), None)
 
 
@@ -380,7 +380,7 @@ _LARGEST_COMPARED = 64
 
 
 def same(first: Value, second: Value) -> bool:
-    """Returns whether two values are computed by the same operations from the same values.
+    """Returns whether two values are provably equal: the same operations of the same inputs.
 
     Models often compute the same rotation angles once for queries and once for keys.
     """

@@ -11,20 +11,20 @@ from jaxfused.fusion.moments import Moments
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The roles of an array's axes in a norm of images."""
+    """The roles (images, pixels, channels) of an array's axes in a norm of images."""
 
     layout: Layout
     images: tuple[int, ...]
-    """Indices of the `Frame`'s parts that count images; each image has its own mean and variance."""
+    """Parts of the `Frame` that count images; each image has its own mean and variance."""
     pixels: Layout
-    """Parts of each axis that is averaged over."""
+    """Parts of each axis of pixels, over which the mean is taken."""
     channels: tuple[int, ...]
     """Parts of the channel axis: groups first, then the channels of a group."""
     groups: tuple[int, ...]
 
     @property
     def operand(self) -> Layout:
-        """The parts of each axis of an operator's operand: [B, *pixels, C]."""
+        """The frame's parts that make up each axis of the operator's operand [B, *pixels, C]."""
         return (self.images, *self.pixels, self.channels)
 
     @property
@@ -36,7 +36,7 @@ class Arrangement:
 
     @property
     def is_last(self) -> bool:
-        """True if the axes are in the order of `operand`, so that nothing has to be transposed."""
+        """True if `layout` has the axes in the order [B, *pixels, C], so that nothing is transposed."""
         parts = tuple(part for axis in self.operand for part in axis)
         return parts == tuple(part for axis in self.layout for part in axis)
 
@@ -55,7 +55,7 @@ def _along(seen: View, parts: tuple[int, ...]) -> Value | None:
 
 
 def arrangements(moments: Moments, layout: Layout) -> Iterator[Arrangement]:
-    """Yields the possible roles of an array's axes, first with the last axis as channels."""
+    """Yields the possible roles of an array's axes; the last axis as channels comes first."""
     axes = [parts for parts in layout if parts]
     for last in reversed(range(len(axes))):
         channels = axes[last]
@@ -71,16 +71,16 @@ def arrangements(moments: Moments, layout: Layout) -> Iterator[Arrangement]:
 
 
 def is_of_rows(moments: Moments) -> bool:
-    """Returns whether mean and variance are over the last axis alone."""
+    """Returns whether the mean and variance are taken over the last axis alone."""
     last = next((parts for parts in reversed(moments.frame.source.layout) if parts), ())
     return moments.reduced == set(last)
 
 
 def why_no_channels_first(value: Value, axes: int) -> str:
-    """Returns why images [B, C, H, W] are not transposed for an operator, or "".
+    """Returns why images [B, C, H, W] are not transposed to [B, H, W, C] for an operator, or "".
 
-    XLA's convolutions of 16-bit images keep the channels last in memory, for any order of the axes. The
-    transposition is then a view.
+    XLA's convolutions of 16-bit images store the channels as the contiguous axis whatever the order of
+    the axes, so that the transposition copies nothing.
     """
     if value.dtype.itemsize == 2 and axes == 2:
         return ""

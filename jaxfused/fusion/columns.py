@@ -1,7 +1,7 @@
 """Finds columns of tables of cosines and sines that are provably equal.
 
-Each column gets an integer label that depends on how it is computed. Columns with equal labels are
-equal, and columns with opposite labels are negatives of each other.
+Each column gets an integer label, made from the operations that compute it. Columns with equal labels
+are equal, and columns with opposite labels (n and -n) are negatives of each other.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class Columns:
         self._known: dict[Any, np.ndarray] = {}
 
     def of(self, seen: View, leading: int, depth: int = 0) -> np.ndarray:
-        """Returns the labels of a table's columns, shaped as its axes from `leading` on."""
+        """Returns the labels of a table's columns, in the shape of its axes from axis `leading` on."""
         key = (seen, leading)
         if key not in self._known:
             base, axes = view(*seen)
@@ -115,7 +115,7 @@ class Columns:
     def _of_cut(
         self, value: Value, axes: Axes, columns: list[int], leading: int, depth: int
     ) -> np.ndarray:
-        """Returns the labels of a slice of a table, which may cut an axis to length 1."""
+        """Returns the labels of a slice of a table, whose sliced axis may have length 1."""
         assert value.node is not None
         whole, taken = value.node.ins[0], cuts(value)
         inner = tuple(
@@ -134,7 +134,7 @@ class Columns:
         return self._one_by_one(tuple(of_rows), [numbers]) if of_rows else numbers
 
     def _one_by_one(self, made_of: tuple[Any, ...], operands: list[np.ndarray]) -> np.ndarray:
-        """Returns the labels of an operation's columns, given those of its operands."""
+        """Returns the labels of an elementwise operation's columns, given those of its operands."""
         operands = list(np.broadcast_arrays(*operands))
         numbers = [self._number(*made_of, *each) for each in zip(*map(np.ravel, operands))]  # noqa: B905
         return np.reshape(numbers, operands[0].shape)
@@ -145,7 +145,7 @@ def _is_column(axis: int | None, leading: int) -> bool:
 
 
 def _picks_rows(node: Node, columns: list[int]) -> bool:
-    """Returns whether the operation takes whole rows of a table, such as those of given positions."""
+    """Returns whether the operation selects rows of a table and all columns, as by position."""
     last = node.ins[0].ndim - 1 if node.ins else -1
     if columns != [node.out.ndim - 1] or last < 0:
         return False

@@ -1,8 +1,8 @@
 """Evaluates numbers and arrays of a program that do not depend on its arguments.
 
-Masks are built from them: `jnp.tril`, comparisons of two `iota`s, Flax's `make_causal_mask`. They are
-evaluated in NumPy. Axes along which an array is broadcast keep length 1, so that a causal mask costs
-the same for a batch as for one example.
+Masks are such arrays: `jnp.tril`, comparisons of two `iota`s, Flax's `make_causal_mask`. They are
+evaluated in NumPy. Axes along which an array is broadcast keep length 1, so that a causal mask of a
+whole batch takes the memory and time of one example's.
 """
 
 import math
@@ -101,7 +101,7 @@ def elementwise(node: Node) -> Callable[..., Any] | None:
 
 
 def scalar(value: Value) -> float | None:
-    """Returns the number that all elements of the value equal, or None."""
+    """Returns the number to which all elements of a constant value are equal, or None."""
     array = evaluate(value, scalars_only=True)
     if array is None or array.size != 1 or array.dtype.kind == "c":
         return None
@@ -109,9 +109,9 @@ def scalar(value: Value) -> float | None:
 
 
 def evaluate(value: Value, *, scalars_only: bool = False) -> np.ndarray | None:
-    """Returns the value in NumPy, with broadcast axes of length 1; None if it is not constant.
+    """Returns the value as a NumPy array, with broadcast axes of length 1; None if it is not constant.
 
-    Floating-point numbers are float64, rounded to each dtype that they have in the program.
+    Floating-point arrays are float64, rounded to each dtype through which the program casts them.
     """
     if not value.is_constant:
         return None
@@ -161,7 +161,7 @@ def rounded(number: float, dtype: Any) -> float:
 
 
 def _rounded(value: Value, array: np.ndarray) -> np.ndarray:
-    """Returns the array rounded to the value's dtype; floating-point numbers stay float64."""
+    """Returns the array rounded to the value's dtype, as float64 if it is floating-point."""
     if not value.is_floating:
         return array
     if value.dtype != array.dtype and value.dtype != np.float64:
@@ -214,7 +214,7 @@ def _reduce_sum(node: Node, x: np.ndarray) -> np.ndarray:
 
 
 def _tile(node: Node, x: np.ndarray) -> np.ndarray:
-    # An axis of length 1 is not repeated, because it may be a broadcast axis of any length.
+    # The axes of length 1 stay so, since each may stand for a broadcast axis of any length.
     return np.tile(
         x, [1 if size == 1 else r for size, r in zip(x.shape, node.params["reps"], strict=True)]
     )

@@ -1,6 +1,6 @@
 """Runs a program with operators in place of the operations that they replace.
 
-Operations that no operator replaces run with their own parameters, and give the same bits.
+Operations that no operator replaces run with the program's parameters, and give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ Step = Site | Node | Call
 
 @dataclass
 class Plan:
-    """A graph's operations, and the operators that replace some, in their order of evaluation."""
+    """The steps of a graph in their order: its operations, or operators that replace some of them."""
 
     graph: Graph
     steps: list[Step]
     bodies: dict[Node, tuple["Plan", ...]]
-    """Plans of the bodies of each loop, branch or checkpoint in which something is replaced."""
+    """Plans of the bodies of each loop, branch or checkpoint in which an operator replaces something."""
 
     @property
     def changes(self) -> bool:
-        """True if anything is replaced."""
+        """True if an operator replaces something here or in a body."""
         return bool(self.bodies) or any(isinstance(step, Site) for step in self.steps)
 
 
@@ -52,7 +52,7 @@ def plan(graph: Graph, sites: Sequence[Site], bodies: dict[Node, tuple[Plan, ...
     """Returns the order in which to evaluate a graph some of whose operations `sites` replace.
 
     Raises:
-      Cyclic: no order exists.
+      Cyclic: an operator's input depends on its own result.
     """
     made_by_site = {value: site for site in sites for value in site.outputs}
     covered = {node for site in sites for node in site.covered}
@@ -117,7 +117,7 @@ def _in_order(items: Sequence[Node | Call], open_calls: set[Call]):
 
 
 def _open_calls(graph, sites, covered, bodies) -> set[Call]:
-    """Returns the `jax.jit` calls of which `sites` replace or read a part: they run by operation."""
+    """Returns the `jax.jit` calls that run operation by operation: `sites` replace or read some."""
     found: set[Call] = set()
 
     def open_from(call: Call | None) -> None:
@@ -184,14 +184,14 @@ def _call(site: Site, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _run_bodies(node: Node, bodies: Sequence[Plan], ins: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of a loop, branch or `jax.checkpoint` with operators in its bodies."""
+    """Returns the results of a loop, branch or `jax.checkpoint` whose bodies run as `bodies` plans."""
     eqn = node.eqn
 
     def body(plan: Plan) -> Callable[..., list[Any]]:
         return lambda *arguments: run(plan, arguments)
 
     if eqn.primitive is primitives.remat_p:
-        # The body closes over no arrays: JAX has already made them arguments of the checkpoint.
+        # The body has no closed-over arrays: JAX has made them arguments of the checkpoint.
         return jax.checkpoint(
             body(bodies[0]), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
         )(*ins)
@@ -212,7 +212,7 @@ def _of_platforms(
     branches: Sequence[Callable[..., list[Any]]],
     operands: Sequence[Any],
 ) -> Sequence[Any]:
-    """Returns the results of `lax.platform_dependent`; platforms of None are all others."""
+    """Returns the results of `lax.platform_dependent`; None among `platforms` is the default branch."""
     named = {
         name: branch
         for names, branch in zip(platforms, branches, strict=True)

@@ -1,8 +1,8 @@
 """Reads each feature of a value as a sum of features of x, times numbers from tables of cosines.
 
-Rotations are written in many ways: by halves or interleaved pairs, sliced or reshaped, reversed and
-negated, as complex numbers. All of them give the same sums here, because every operation of the program
-is applied to arrays of feature indices instead of the features.
+Programs write rotations by halves or interleaved pairs, sliced or reshaped, reversed and negated, or as
+complex numbers. All these forms give the same sums here: each operation of the program is applied to
+arrays of feature indices instead of the features.
 """
 
 import math
@@ -25,7 +25,7 @@ class Factors(NamedTuple):
 
     seen: View
     part: str
-    """One of PARTS: "real" or "imag" of a complex table, else ""."""
+    """One of PARTS: the "real" or "imag" part of a complex table; "" for a real table."""
 
 
 class Terms(NamedTuple):
@@ -82,14 +82,14 @@ STEPS = frozenset(
 
 @dataclass
 class Reader:
-    """Reads values as sums of features of x. The first `leading` axes of both are no features."""
+    """Reads values as sums of features of x. The first `leading` axes of both are rows, not features."""
 
     x: Value
     leading: int
     tables: list[Factors] = field(default_factory=list)
 
     def read(self, nodes: Sequence[Node], result: Value) -> Sums | None:
-        """Returns the features of `result`, or None if they are no sums of factors times features."""
+        """Returns the sums that make up the features of `result`, or None if it is no such sum."""
         shape = self.x.shape[self.leading :]
         source = np.arange(math.prod(shape)).reshape(shape)
         none = np.full(shape, NO_TABLE)
@@ -106,7 +106,7 @@ class Reader:
         return value.shape[: self.leading] == self.x.shape[: self.leading]
 
     def _made(self, node: Node, ins: list[Sums | None]) -> list[Sums] | None:
-        """Returns the features of an operation's results, given those of its operands."""
+        """Returns the sums of an operation's results, given those of its operands."""
         shape = node.out.shape[self.leading :]
         to_complex = node.name == "convert_element_type" and node.out.dtype.kind == "c"
         if is_transparent(node) or to_complex:
@@ -161,7 +161,7 @@ class Reader:
         ]
 
     def _product(self, node: Node, ins: list[Sums | None]) -> Sums | None:
-        """Returns features times a number, an array of constants, or a table; None for others."""
+        """Returns the sums times a number, a constant array or a table; None for other products."""
         sums, other = (ins[0], node.ins[1]) if ins[1] is None else (ins[1], node.ins[0])
         if sums is None or (ins[0] is not None and ins[1] is not None):
             return None
@@ -190,7 +190,7 @@ class Reader:
         return product
 
     def _constant(self, value: Value, rank: int) -> np.ndarray | None:
-        """Returns the numbers of a constant that is the same along all leading axes, or None."""
+        """Returns the numbers of a constant that is broadcast along all leading axes, or None."""
         array = evaluate(value, scalars_only=value.ndim != rank)
         if array is None or math.prod(array.shape[: self.leading]) != 1:
             return None

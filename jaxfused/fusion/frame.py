@@ -1,9 +1,9 @@
-"""Splits an array's axes into parts, from which the axes of all arrays in a formula are made up.
+"""Splits an array's axes into parts, of which the axes of all arrays in a formula consist.
 
-A norm over groups views an array [B, H, W, C] as [B, H, W, G, S]. Its statistics are [B, G] and become
-[B, 1, 1, C] again, and another library has the same as [B, C, H, W]. The axes of all these arrays
-consist of the same parts (B, H, W, G and S), so that transpositions and reshapes that cut or merge axes
-are views too.
+A norm over groups views an array [B, H, W, C] as [B, H, W, G, S]. Its statistics are [B, G], then
+[B, 1, 1, C]; another library computes them from [B, C, H, W]. The axes of all these arrays consist of
+the parts B, H, W, G and S, so that transpositions, and reshapes that cut or merge axes, are views of one
+array.
 """
 
 import math
@@ -22,15 +22,15 @@ Layout = tuple[tuple[int, ...], ...]
 
 
 class _Cut(NamedTuple):
-    """A part that has to be cut in two, because a reshape cuts it."""
+    """A part that a reshape cuts into an outer and an inner part."""
 
     part: int
     outer: int
-    """Length of the outer one of the two new parts."""
+    """Length of the outer part."""
 
 
 class Stage(NamedTuple):
-    """A value with the same elements as the array, and the parts of its axes."""
+    """A value with the same elements as the frame's array, and the parts of each of its axes."""
 
     value: Value
     layout: Layout
@@ -48,7 +48,7 @@ class Frame:
 
     @property
     def source(self) -> Stage:
-        """The array before all casts, reshapes and transpositions."""
+        """The array before all casts, reshapes and transpositions, and the parts of its axes."""
         return self.stages[-1]
 
     def length(self, parts: Iterable[int]) -> int:
@@ -56,13 +56,13 @@ class Frame:
         return math.prod(self.sizes[part] for part in parts)
 
     def layouts(self, shape: tuple[int, ...]) -> list[Layout]:
-        """Returns the possible layouts of an array of this shape with the same elements."""
+        """Returns the layouts that an array of this shape with the frame's elements may have."""
         orders = [[part for parts in stage.layout for part in parts] for stage in self.stages]
         found = [self.of_parts(order, shape) for order in orders]
         return list(dict.fromkeys(layout for layout in found if layout is not None))
 
     def of_parts(self, parts: Sequence[int], shape: tuple[int, ...]) -> Layout | None:
-        """Returns the layout of an array of this shape that has the parts in this order, or None."""
+        """Returns the layout of an array of this shape whose parts come in this order, or None."""
         cut = _regrouped(parts, shape, self.sizes)
         return None if isinstance(cut, _Cut) else cut
 
@@ -82,7 +82,7 @@ class Frame:
         return View(value, layout)
 
     def is_source(self, seen: View) -> bool:
-        """Returns whether a view is the array itself, with no axis moved or broadcast."""
+        """Returns whether a view is the source array itself, with no axis transposed or broadcast."""
         return seen.base is self.source.value and seen.axes == self.source.layout
 
     def arranged(self, array: jax.Array, start: Layout, end: Layout) -> jax.Array:
@@ -132,7 +132,7 @@ def _stages(value: Value, sizes: Sequence[int]) -> list[Stage] | _Cut:
 
 
 def _layout_before(node: Node, layout: Layout, sizes: Sequence[int]) -> Layout | _Cut | None:
-    """Returns the layout of a view's operand, or None if the operation is no view."""
+    """Returns the layout of a view's operand, given that of its result; None if it is no view."""
     if len(node.ins) != 1:
         return None
     shape = node.ins[0].shape
@@ -152,7 +152,7 @@ def _layout_before(node: Node, layout: Layout, sizes: Sequence[int]) -> Layout |
 def _regrouped(
     parts: Sequence[int], shape: tuple[int, ...], sizes: Sequence[int]
 ) -> Layout | _Cut | None:
-    """Groups parts in order into axes of these lengths; returns a cut if a part must be cut first."""
+    """Groups parts, in order, into axes of these lengths; returns a `_Cut` if a part is too long."""
     remaining = list(parts)
     layout = []
     for size in shape:

@@ -1,9 +1,9 @@
-"""A program as a graph: values, the operations that make them, and the operations that read them.
+"""A program as a graph: values, the operations that compute them, and the operations that read them.
 
-The graph is made from the jaxpr of a function. Calls of `jax.jit` are looked through: the graph holds
-their operations like all others, each with a reference to its call. A call in which nothing is replaced
-is evaluated as it was. Bodies of `scan`, `cond`, `while` and `jax.checkpoint` are graphs of their own,
-each attached to an operation of the outer graph.
+The graph is made from the jaxpr of a function. It holds the operations inside a `jax.jit` like all
+others, each with a reference to its call. A call in which nothing is replaced is evaluated unchanged.
+Bodies of `scan`, `cond`, `while` and `jax.checkpoint` are graphs of their own, each attached to its
+operation of the outer graph.
 
 A view (a convert, a reshape, a broadcast) that the program applies to one value several times is one
 operation here, so that recognisers see one input.
@@ -55,7 +55,7 @@ class Value:
         self.origin: Value | None = None
         """The outer graph's value that this input of a body has in every step, or None."""
         self.is_constant = False
-        """True if the value does not depend on the arguments, so that it could be evaluated now."""
+        """True if the value does not depend on the program's arguments: `constants` can evaluate it."""
         self.facts: dict[Any, Any] = {}
         """Cache of results about a constant, such as its array by `constants.evaluate`."""
         self.twin: Value | None = None
@@ -146,12 +146,12 @@ class Graph:
 
 
 def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
-    """Returns the open jaxpr and the arrays that it closed over."""
+    """Returns the jaxpr without its constants, and the constant arrays."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 _VIEWS = frozenset({"convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "transpose"})
-"""Operations that are merged if they are applied to one value twice. Each costs at most a copy."""
+"""Operations of which two with equal operands and parameters are merged; each is at most a copy."""
 
 
 class _Builder:
@@ -177,14 +177,14 @@ class _Builder:
             value.is_output = True
         self._pair_constants()
         for node in reversed(graph.nodes):
-            # Reads by dead operations do not count as uses.
+            # Dead operations (no effect, and no result that is used) do not count as readers.
             if node.eqn.effects or any(value.is_output or value.uses for value in node.outs):
                 for value in node.ins:
                     value.uses.append(node)
         return graph
 
     def _pair_constants(self) -> None:
-        """Links each constant to an earlier one made in the same way, so that it is evaluated once."""
+        """Links each constant to an earlier equal one (its `twin`), so that both are evaluated once."""
         first: dict[Any, Value] = {}
         for node in self.graph.nodes:
             if len(node.outs) == 1 and node.out.is_constant:
@@ -223,7 +223,7 @@ class _Builder:
             names |= zip(eqn.outvars, outs, strict=True)
 
     def _enter(self, eqn: Any, body: Jaxpr, ins: list[Value], parent: Call | None):
-        """Adds the operations of a call to the graph, and returns its results and the call."""
+        """Adds the operations of a `jax.jit` call to the graph; returns its results and the call."""
         call = Call(eqn, ins, parent)
         inner, constants = opened(body)
         captured = self._captured(inner, constants)
@@ -252,7 +252,7 @@ class _Builder:
 
 
 def _identity(value: Value) -> Any:
-    """Returns a key that equal constants share: the twin, the number or the array's id."""
+    """Returns a key that is the same for equal constants: the twin, the number or the array's id."""
     if value.node is None and value.constant is not None:
         array = value.constant
         is_number = not isinstance(array, jax.Array) and np.ndim(array) == 0
@@ -261,7 +261,7 @@ def _identity(value: Value) -> Any:
 
 
 def cuts(value: Value) -> list[slice]:
-    """Returns the slice of each axis of the operand, for a result of the operation slice or split."""
+    """Returns the slice of each operand axis that a result of the operations slice or split holds."""
     node = value.node
     assert node is not None
     if node.name == "split":
@@ -281,10 +281,10 @@ def build(jaxpr: Jaxpr) -> Graph:
 
 
 def _transparent_body(eqn: Any) -> Jaxpr | None:
-    """Returns the jaxpr of a call that has no shardings or other effect of its own, or None."""
+    """Returns the jaxpr of a call that sets no shardings and has no other effect, or None."""
     if eqn.primitive is primitives.jit_p:
         shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-        # Without the call, shardings that the user gave it would be lost.
+        # The shardings that the user gave the call would be lost if its operations ran without it.
         if all(repr(sharding) == "UnspecifiedValue" for sharding in shardings):
             return eqn.params["jaxpr"]
         return None
@@ -294,7 +294,7 @@ def _transparent_body(eqn: Any) -> Jaxpr | None:
 
 
 def _bodies(eqn: Any, ins: list[Value]) -> Iterator[tuple[Jaxpr, list[Value | None]]]:
-    """Yields the bodies in which operators may be placed, with the `origin` of each of their inputs."""
+    """Yields each body in which operators may run, with the outer value (`origin`) of each input."""
     if eqn.primitive is primitives.remat_p:
         yield eqn.params["jaxpr"], list(ins)
     elif eqn.primitive is primitives.scan_p:
@@ -323,14 +323,14 @@ def scan_carries(eqn: Any) -> int:
 
 
 def known_array(value: Value) -> np.ndarray | None:
-    """Returns the array of a literal or closed-over constant, or None if it cannot be read here."""
+    """Returns a literal or closed-over array as NumPy; None if this process cannot read it."""
     array = value.constant
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable or jax.dtypes.issubdtype(
             array.dtype, jax.dtypes.extended
         ):
             return None
-        # Under a trace, reading the array must not become an operation of the program.
+        # The read happens at once, and is not traced as an operation of the program.
         with jax.core.ensure_compile_time_eval():
             return np.asarray(array)
     return np.asarray(array)

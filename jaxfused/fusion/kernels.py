@@ -1,4 +1,4 @@
-"""Drops replacements without a kernel: on a GPU, what XLA would run anyway stays as it is."""
+"""Drops replacements that would run no kernel on a GPU: there the program stays as it is."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from jaxfused.fusion.site import Book, Site, first_line, is_refusal
 def drop_what_xla_runs(book: Book) -> None:
     """Removes replacements that no kernel runs, forward or backward, or that an operator refuses.
 
-    An operator in plain jax.numpy is no faster than the program. On other devices than GPUs, which have
-    no kernels, all sites stay, so that reports show what would be found.
+    An operator in plain jax.numpy is no faster than the program. Other devices than GPUs have no
+    kernels: there all replacements stay, so that reports show what a GPU may run.
     """
     if dispatch.current_device().platform != "gpu":
         return
@@ -30,7 +30,7 @@ def drop_what_xla_runs(book: Book) -> None:
 
 
 def _why_none(site: Site) -> str | None:
-    """Returns why no kernel would run; None if one would, or if that is decided when XLA compiles."""
+    """Returns why no kernel would run; None if one would, or if XLA's compilation decides it."""
     shapes = [v.struct for v in site.inputs]
     floating = [i for i, v in enumerate(site.inputs) if v.is_floating]
 

@@ -1,9 +1,9 @@
 """Reads a program's attention masks, and turns them into arguments of dot_product_attention.
 
-Masks are conjunctions of parts. A part that does not depend on the arguments is evaluated: it may be
-the causal mask, a window, or any other. The other parts are arrays of the program. A query without keys
-gets the mean of all values if its masked logits are one finite number, since the softmax of equal
-logits is uniform. The operator would return 0.
+Masks are conjunctions of parts. A part that does not depend on the program's arguments is evaluated: it
+may be the causal mask, a window, or any other. The other parts are arrays of the program. If masked
+logits are one finite number, a query without keys gets the mean of all values in the program, since the
+softmax of equal logits is uniform; dot_product_attention alone would return 0.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from jaxfused.fusion.constants import ELEMENTWISE, elementwise, evaluate, rounde
 from jaxfused.fusion.graph import Node, Value
 
 BIG = -998244352.0
-"""Largest logit that counts as masked: -1e9 rounded to bfloat16. Its exponential is 0."""
+"""Largest logit that counts as masked, -1e9 rounded to bfloat16: its exponential is 0."""
 BIG_IN_FLOAT16 = -6e4
 """The same limit for float16, whose largest magnitude is 65504."""
 
@@ -43,7 +43,7 @@ class Layout:
     key: str
 
     def spread(self, array, axes: tuple[int | None, ...], logits: Sequence[tuple[str, ...]]):
-        """Reshapes an array, whose axes are `axes` of the logits, to broadcast to [B, N, T, S].
+        """Reshapes an array so that it broadcasts to [B, N, T, S]; `axes` are its axes in the logits.
 
         The array may be NumPy's or JAX's.
         """
@@ -83,7 +83,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the masks whose conjunction masks the logits; True for logits that are not masked."""
+    """One of the masks whose logical and masks the logits; True for a logit that counts."""
 
     seen: View
     """The program's array and its axes among those of the logits."""
@@ -95,7 +95,7 @@ class Part:
 
 
 def truth(value: Value) -> Value:
-    """Returns the booleans from which casts to numbers and comparisons with 0 compute a mask."""
+    """Returns the booleans of a mask, before casts to numbers and comparisons of these with 0."""
     while value.node is not None:
         node = value.node
         if node.name == "convert_element_type" and value.dtype != np.bool_:
@@ -115,7 +115,7 @@ def truth(value: Value) -> Value:
 def parts_of(
     value: Value, axes: tuple[int | None, ...], logits: tuple[tuple[str, ...], ...], negated: bool
 ) -> list[Part]:
-    """Splits a mask into the parts whose logical and it is."""
+    """Splits a mask, negated if `negated`, into parts whose logical and is the mask."""
     rank = len(logits)
     value = truth(value)
     seen = view(value, axes)
@@ -133,7 +133,7 @@ def parts_of(
         ]
     constant = evaluate(seen.base)
     if constant is not None:
-        # The array gets the axes of the logits, with length 1 for those that it lacks.
+        # The array gets the rank of the logits, with length 1 for axes that it does not have.
         shape = [1] * rank
         for axis, size in zip(seen.axes, constant.shape, strict=True):
             if axis is not None:
@@ -194,12 +194,12 @@ def _operand(node: Node, index: int, seen: View) -> View:
 
 
 _ORDINARY = 1e4
-"""Largest magnitude assumed of weights, positions and arguments whose range is unknown."""
+"""Largest magnitude that weights, positions and arguments of unknown range are assumed to have."""
 _DEEPEST = 24
 
 
 def bounds(value: Value, depth: int = 0) -> tuple[float, float]:
-    """Returns bounds of an array's values, if inputs of unknown range are within `_ORDINARY`."""
+    """Returns bounds of an array's values, assuming that unknown inputs are within +-`_ORDINARY`."""
     ordinary = (-_ORDINARY, _ORDINARY)
     if value.dtype == np.bool_:
         return 0.0, 1.0
@@ -228,7 +228,7 @@ _BOUNDED: dict[str, Callable[..., float]] = {
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), lambda x, *_: x),
     **dict.fromkeys(("convert_element_type", "copy", "name"), lambda x: x),
 }
-"""Operations that are monotonic in each operand, so that the operands' bounds bound the result."""
+"""Operations monotonic in each operand: bounds of the operands give bounds of the result."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Known:
 
 
 def known(layout: Layout, parts: Sequence[Part]) -> Known:
-    """Returns the conjunction of a mask's constant parts, cached since layers share their masks."""
+    """Returns the logical and of a mask's constant parts, cached because layers share their masks."""
     constants = [part for part in parts if part.constant is not None]
     if not constants:
         return Known(False, None, None, True)
@@ -287,7 +287,7 @@ def _known(layout: Layout, parts: Sequence[Part]) -> Known:
 
 
 def _window(allowed: np.ndarray) -> tuple[int, int] | None:
-    """Returns how many keys before and after its position each query attends to; None if no band."""
+    """Returns how many keys before and after its position each query attends to; None if no window."""
     queries, keys = allowed.shape
     rows = np.flatnonzero(allowed.any(axis=1))
     if not rows.size:

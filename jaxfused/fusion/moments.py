@@ -1,8 +1,8 @@
 """Mean and variance over any axes of an array, and the values that are normalised with them.
 
-`statistics` reads the moments off a square root. `normalised` and `scaled` read a value as the
-normalised array times factors plus summands. Axes are a frame's parts, so that norms over groups,
-channels and batches are read in the same way.
+`statistics` finds the array and its reduced axes from a square root. `normalised` and `scaled` read a
+value as the normalised array times factors plus summands. Axes are parts of a `Frame`, so that norms
+over groups, channels and batches are read by one code.
 """
 
 import math
@@ -28,7 +28,7 @@ from jaxfused.fusion.graph import Node, Value
 
 @dataclass(frozen=True)
 class Moments:
-    """An array, and the parts of its axes over which its mean and variance are taken."""
+    """An array, and the parts of its axes over which its mean and variance are taken (`reduced`)."""
 
     frame: Frame
     reduced: frozenset[int]
@@ -44,7 +44,8 @@ class Moments:
         parts = total(*seen, look=look)
         constant = parts.constant
         if len(parts.terms) == 1 and parts.terms[0].factor == 1.0:
-            # Programs clamp the variance at 0, as rounding may make it negative: look behind the clamp.
+            # Programs clamp the variance at 0, since rounding may make it negative: `max(variance,
+            # 0)`.
             lifted = parts.terms[0].view
             node = lifted.base.node
             if node is not None and node.name == "max":
@@ -129,7 +130,7 @@ class Moments:
 
 
 def statistics(root: Node) -> Moments | None:
-    """Returns the array and axes whose variance a square root takes, or None."""
+    """Returns the array and the reduced axes of the variance under a square root, or None."""
     sums = list(_sums_before(root))
     for node in sums:
         square = core(node.ins[0]).node
@@ -180,7 +181,7 @@ _LARGEST_BEFORE = 48
 
 
 def _sums_before(root: Node) -> Iterator[Node]:
-    """Yields the sums from which a square root is computed, but not sums within them."""
+    """Yields the sums from which a square root is computed, but no sum inside another one."""
     pending = [root.ins[0]]
     seen: set[Node] = set()
     while pending and len(seen) < _LARGEST_BEFORE:
@@ -201,17 +202,17 @@ def _sums_before(root: Node) -> Iterator[Node]:
 # --- values computed from the moments -------------------------------------------------------------
 
 ARRAY, MEAN, DEVIATION, _EARLIER = Value(None), Value(None), Value(None), Value(None)
-"""Placeholders for the array, its mean, their difference, and a value that is matched already."""
+"""Placeholders in products: the array, its mean, their difference, a value matched before."""
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A value: the normalised array or an earlier value, times factors, plus summands."""
+    """The normalised array, or a value matched before, times `factors` plus `summands`."""
 
     factors: tuple[View, ...]
     summands: tuple[View, ...]
     epsilon: float | None
-    """Epsilon of the norm; None if the value is computed from an earlier one."""
+    """Epsilon of the norm; None if the value is computed from one matched before."""
 
 
 def normalised(moments: Moments, value: Value, layout: Layout) -> Affine | None:
@@ -262,7 +263,7 @@ def is_of_array(powers: Product) -> bool:
 
 
 def deviation_of(products: list[Product]) -> Product | None:
-    """Returns the factor of (x - mean), written as one term or as `a * x - a * mean`, or None."""
+    """Returns the factor f of f * (x - mean), also written as `f * x - f * mean`, or None."""
 
     def taken_out(powers: Product, base: Value) -> Product | None:
         rest = dict(powers.powers)
@@ -284,7 +285,7 @@ def deviation_of(products: list[Product]) -> Product | None:
 def scaled(
     moments: Moments, earlier: Value, at: Layout, value: Value, layout: Layout
 ) -> Affine | None:
-    """Returns the value as `earlier`, of layout `at`, times factors plus summands, or None."""
+    """Returns the value as `earlier`, whose layout is `at`, times factors plus summands, or None."""
     start = moments.frame.look(earlier, at)
 
     def look(value: Value, axes: tuple[Any, ...] | None = None) -> View:
@@ -322,7 +323,7 @@ _LONGEST = 32
 
 
 def made_of(value: Value) -> list[Value]:
-    """Returns the values computed from one by products, views and sums with smaller arrays, in order."""
+    """Returns the values made from one by products, views and sums with smaller arrays, in order."""
     found: set[Node] = set()
     made = {value}
     pending = [value]

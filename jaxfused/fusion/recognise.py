@@ -47,12 +47,12 @@ RECOGNISERS: Sequence[Callable[[Book], None]] = (
 """Recognisers in the order of their calls: a later one may replace the sites of an earlier one."""
 
 _CLOSED = {"jit": "a jax.jit with shardings of its own", "shard_map": "a jax.shard_map"}
-"""Operations with a body in which nothing is replaced. Other calls of jax.jit are looked through."""
+"""Operations in whose body nothing is replaced. A jax.jit without shardings is not among them."""
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """The order in which to evaluate a graph with what is replaced, and the report on it."""
+    """The plan by which a graph runs with its replacements, and the report on them."""
 
     plan: Plan
     report: Report
@@ -121,9 +121,9 @@ def _recognise(
 
 
 def _run_here(node: Node) -> list[bool]:
-    """Returns for each body of an operation whether it may run on this machine's device.
+    """Returns, for each body of an operation, whether operators may replace something in it.
 
-    Branches of `lax.platform_dependent` for other devices stay: operators are chosen for this device.
+    Branches of `lax.platform_dependent` for other platforms than this process's are left unchanged.
     """
     of_branches = node.params.get("branches_platforms")
     if of_branches is None:

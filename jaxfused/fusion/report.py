@@ -23,7 +23,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Report:
-    """Patterns that `fuse` replaces in a program, and those that it nearly replaced."""
+    """What `fuse` replaces in a program, and the near misses."""
 
     name: str
     """Name of the function that `fuse` was given."""

@@ -1,4 +1,4 @@
-"""Results of the recognisers: places where an operator replaces operations, and near misses."""
+"""Results of the recognisers: replacements (`Site`) and near misses, collected in a `Book`."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from jaxfused.fusion.source import line_of
 
 @dataclass(eq=False)
 class Site:
-    """A place where an operator replaces operations of the program."""
+    """A call of an operator in place of operations of the program."""
 
     operator: str
     """The public name of the operator."""
@@ -29,7 +29,7 @@ class Site:
     """Description of the call for reports."""
     label: str = ""
     parts: tuple["Site", ...] = ()
-    """Smaller replacements found earlier, in place of which this one comes."""
+    """Smaller replacements found earlier, which this one replaces."""
     facts: Any = None
     """Details for later recognisers; the type depends on the operator."""
 
@@ -41,7 +41,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Miss:
-    """A place that looks like an operator and is not replaced."""
+    """Operations that resemble an operator's and are not replaced, with the reason."""
 
     operator: str
     line: str
@@ -68,7 +68,7 @@ class Book:
         return not any(node in self.owner for node in nodes)
 
     def add(self, site: Site) -> bool:
-        """Adds a replacement, unless an inner value is used elsewhere or the user leaves it out."""
+        """Adds a replacement, unless an inner value is read elsewhere or `without` names it."""
         if any(0 in value.shape for value in (*site.inputs, *site.outputs)):
             return False
         site.covered -= _free(site)
@@ -102,7 +102,7 @@ class Book:
         return True
 
     def take_out(self, sites: Iterable[Site]) -> list[Site]:
-        """Removes replacements; restores and returns earlier ones in whose place they came."""
+        """Removes replacements; adds again, and returns, the earlier ones that they had replaced."""
         back: list[Site] = []
         for site in sites:
             self._remove(site)
@@ -119,12 +119,12 @@ class Book:
                 del self.owner[node]
 
     def miss(self, operator: str, node: Node, reason: str) -> None:
-        """Records why a place is not replaced."""
+        """Records why the operations around `node` are not replaced."""
         self.misses.append(Miss(operator, line_of(node), reason))
 
 
 def leaking(site: Site) -> Value | None:
-    """Returns a value that the replacement no longer computes but something else uses, or None."""
+    """Returns a value that only replaced operations compute but another operation reads, or None."""
     for node in sorted(site.covered, key=lambda node: node.order):
         for value in node.outs:
             if value in site.outputs:
@@ -135,7 +135,7 @@ def leaking(site: Site) -> Value | None:
 
 
 def _free(site: Site) -> set[Node]:
-    """Returns the operations that may also be used outside, as they cost nothing: constants, views."""
+    """Returns the constants and views: they cost nothing, so operations outside may read them too."""
     free: set[Node] = set()
     for node in sorted(site.covered, key=lambda node: node.order):
         if any(value in site.outputs for value in node.outs):
@@ -159,7 +159,7 @@ _VIEWS = frozenset(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Returns whether an operator refuses its operands by this error, so that it replaces nothing."""
+    """Returns whether the error is an operator's refusal of its operands: the program then stays."""
     # JAX 0.11 has no public name for the errors of Explicit mesh axes.
     return isinstance(error, TypeError | ValueError) or type(error).__name__ == "ShardingTypeError"
 

@@ -1,6 +1,6 @@
 """Traces a call of a function to a jaxpr, and converts the jaxpr's results to the call's result.
 
-Arrays among the arguments are inputs of the jaxpr, and arrays that the function returns its results.
+Arrays among the arguments are inputs of the jaxpr, and arrays among the results are its outputs.
 Everything else (flags, names, static fields of modules) is static. Modules of `flax.nnx` and its other
 objects with state, such as `nnx.Rngs`, are split into their state, which is an input, and the rest.
 State that the function changed is written back after the call.
@@ -28,7 +28,7 @@ class Trace:
 
 
 class _Slot:
-    """Placeholder of an array, or of an nnx object, among the arguments or results."""
+    """Placeholder of an array or an nnx object in the flattened arguments or results."""
 
 
 _ARRAY, _OBJECT = _Slot(), _Slot()
@@ -36,7 +36,8 @@ _ARRAY, _OBJECT = _Slot(), _Slot()
 
 def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Traces `f(*args, **kwargs)`."""
-    # Importing nnx takes longer than tracing, and without an import there are no nnx objects.
+    # flax.nnx is not imported here, which would take longer than tracing: no import, no nnx
+    # objects.
     nnx: Any = sys.modules.get("flax.nnx")
     bound = getattr(f, "__self__", f)
     if not _is_object(nnx, bound):
@@ -50,7 +51,7 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ]
     graphdef, state = nnx.split(objects) if objects else (None, None)
     state_leaves, state_tree = jax.tree.flatten(state)
-    # The trace of `flat` assigns these.
+    # `flat` assigns these three while it is traced.
     out_tree: Any = None
     out_slots: list[Any] = []
     changed: list[int] = []
@@ -100,7 +101,7 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _filled(slots: Sequence[Any], arrays: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-    """Returns the leaves, with arrays and objects in place of their placeholders."""
+    """Returns `slots` with arrays and objects in place of their placeholders."""
     fill = {id(_ARRAY): iter(arrays), id(_OBJECT): iter(objects)}
     return [next(fill[id(s)]) if isinstance(s, _Slot) else s for s in slots]
 

@@ -1,8 +1,8 @@
 """Finds dot_product_attention: two products with a softmax between them.
 
 It starts at the softmax, goes forward to the product with the values and back to the product of
-queries and keys. The roles of the logits' axes follow from the two products, so that any order of axes,
-grouping of heads and transposition is recognised.
+queries and keys. The two products tell which of the logits' axes are batch, heads, queries and keys, so
+that any order of axes, grouping of heads and transposition is recognised.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ _DROPPING = frozenset({"mul", "div", "select_n", "slice"})
 
 
 def _product_after(value: Value) -> Node | None:
-    """Returns the product of probabilities and values, or None."""
+    """Returns the product with the values that reads the probabilities `value`, or None."""
     pending = [(value, 0)]
     while pending:
         value, steps = pending.pop()
@@ -74,7 +74,7 @@ def _product_after(value: Value) -> Node | None:
 def _by_ones(node: Node) -> tuple[int, tuple[int, ...]] | None:
     """Returns (operand index, its axes in the result's order) if the other operand is ones, or None.
 
-    The product must sum over no axis. A mask of heads that masks none is such a product.
+    The product must sum over no axis. A mask of heads that masks no head is such a product.
     """
     if node.name != "dot_general":
         return None
@@ -92,7 +92,7 @@ def _by_ones(node: Node) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _atoms_of_product(node: Node) -> tuple[Axes, Axes, Axes, dict[str, int]]:
-    """Names the axes of a product's left operand, right operand and result; returns their sizes too."""
+    """Names the axes of a product's left operand, right operand and result; also returns their sizes."""
     (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
     sizes: dict[str, int] = {}
     names: list[Axes] = []
@@ -157,7 +157,7 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
     key_atoms = logits.axes[softmax.axis]
     if len(key_atoms) != 1:
         raise NoAttention("the softmax is taken over several axes in one")
-    # The operand with the softmax's axis is the keys, and the other one the queries.
+    # Of the first product's operands, the one with the softmax's axis is the keys.
     query_side = 0
     if key_atoms[0].startswith("q"):
         query_side = 1
@@ -180,7 +180,7 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
 
 
 def _in_two(axes: Axes, cut: CutAxis, sizes: dict[str, int]) -> Axes:
-    """Returns the axes' names with two in place of one that a reshape splits."""
+    """Returns the axes' names after a reshape cuts one axis into an outer and an inner one."""
     outer, inner = f"{cut.atom}.0", f"{cut.atom}.1"
     sizes |= {outer: cut.outer, inner: sizes[cut.atom] // cut.outer}
     return tuple(
@@ -210,7 +210,7 @@ def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
 
 
 def _drops_last(step: Node, axis: int) -> bool:
-    """Returns whether a slice drops the last entry along an axis, and nothing else."""
+    """Returns whether a slice removes the last entry along an axis, and no other entry."""
     shape = step.ins[0].shape
     kept = tuple(size - (i == axis) for i, size in enumerate(shape))
     return not any(step.params["start_indices"]) and step.out.shape == kept
@@ -219,7 +219,7 @@ def _drops_last(step: Node, axis: int) -> bool:
 def _values(
     after: Node, side: int, p_axes: Axes, key: str, sizes: dict[str, int]
 ) -> tuple[Axes, Axes, str]:
-    """Returns the axis names of the values and of the result, and that of the values' features."""
+    """Returns the axis names of the values, of the result, and of the feature axis of the values."""
     contracted, batch = after.params["dimension_numbers"]
     p_contracted, v_contracted = (list(map(int, contracted[s])) for s in (side, 1 - side))
     p_batch, v_batch = (list(map(int, batch[s])) for s in (side, 1 - side))
@@ -305,7 +305,7 @@ def _which_is_queries(
 
 
 def _written_order(query: Value, axes: Axes) -> Axes:
-    """Returns the axes in their order in memory, before transpositions."""
+    """Returns the names of a query's axes as the program had them before it transposed the array."""
     while query.node is not None:
         node = query.node
         if node.name == "transpose":

@@ -34,7 +34,7 @@ class CutAxis(NoAttention):
 def moves(node: Node) -> bool:
     """Returns whether the operation only transposes or reshapes.
 
-    `jnp.matmul` drops axes of length 1 before its product, and adds them after it.
+    `jnp.matmul` removes axes of length 1 before its product, and adds them again after it.
     """
     return node.name == "transpose" or is_reshape(node)
 
@@ -62,18 +62,18 @@ class Logits:
     scale: float = 1.0
     soft_cap: float | None = None
     shift: float = 0.0
-    """Number added to all logits. A softmax ignores it, but a cap or a mask does not."""
+    """Number added to all logits: it changes no probability, but a later cap or mask depends on it."""
     masks: list[Masking] = field(default_factory=list)
     biases: list[tuple[View, Axes, bool]] = field(default_factory=list)
     """Each bias, the axis names of the logits that it is added to, and whether it is subtracted."""
     is_biased_last: bool = False
     """True if a bias is added after a mask."""
     added: list[Value] = field(default_factory=list)
-    """Masks and biases as the program applies them. Other attentions may share their computation."""
+    """Masks and biases as the program applies them; other attentions may read the same arrays."""
 
 
 def regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
-    """Returns the names of an array's axes after a reshape."""
+    """Returns the names of an array's axes after a reshape to `shape`."""
     atoms = [name for group in axes for name in group if sizes[name] != 1]
     ones = [name for group in axes for name in group if sizes[name] == 1]
     result: list[tuple[str, ...]] = []
@@ -93,12 +93,13 @@ def regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
         result.append(tuple(group))
     if atoms:
         raise NoAttention("a reshape cuts an axis of the logits in parts")
-    # Atoms of length 1 go to the first axis: the last one, of the softmax, must be keys alone.
+    # Atoms of length 1 go to the first axis: the last axis, over which the softmax sums, must be
+    # keys alone.
     return tuple(result) if not ones else ((*ones, *result[0]), *result[1:])
 
 
 def walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
-    """Returns the product that logits come from and the operations after it, in order, or None."""
+    """Returns the product from which logits are computed, and the operations after it, or None."""
     path: list[Node] = []
     while value.node is not None and len(path) < limit:
         node = value.node
@@ -129,7 +130,7 @@ def walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
 
 
 def _leads_to_product(value: Value) -> bool:
-    """Returns whether a product leads to the value by operations that may compute logits from it."""
+    """Returns whether the value is computed from a product by operations that logits may have."""
     for _ in range(16):
         node = value.node
         if node is None:
@@ -194,7 +195,7 @@ def _bias(found: Logits, step: Node, value: Value) -> None:
     if number is not None:
         if not np.isfinite(number):
             raise NoAttention(f"{number} is added to the logits")
-        # A number that is added to all logits of a row changes no probability.
+        # The same number added to all logits of a row changes no probability.
         number = -number if step.name == "sub" else number
         found.shift += number
         found.masks = [
@@ -214,7 +215,7 @@ def _bias(found: Logits, step: Node, value: Value) -> None:
 
 
 def _as_mask(value: Value, axes: tuple[int | None, ...], logits: Axes, sign: int) -> Masking | None:
-    """Returns the mask if a bias is only zeros and large negative numbers, or None."""
+    """Returns a bias as a mask if it holds only zeros and large negative numbers, or None."""
     seen = view(value, axes)
     found = mask.of_booleans(seen)
     if found is not None:

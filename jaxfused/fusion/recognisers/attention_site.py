@@ -18,7 +18,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.shapes import reshaped
 
 ABSORBING = -1e30
-"""Number to which a logit or a bias can be added without changing it, even in float64."""
+"""Number that a logit or bias added to it leaves unchanged by rounding, even in float64."""
 
 
 def make_site(
@@ -43,7 +43,7 @@ def make_site(
       after: the product of probabilities and values.
       result_axes: names of the axes of that product's result.
       feature: name of the feature axis of the values.
-      sink: a logit of each row that stands for no key, or None.
+      sink: a logit of each row that belongs to no key, or None.
     """
     of_keys = sizes = layout.sizes
     shared = _unrepeated(key, value, layout)
@@ -55,7 +55,8 @@ def make_site(
     constant = mask.known(layout, parts)
     dynamic = [part for part in parts if part.constant is None]
     sinks = None if sink is None else _sinks(sink, layout, logits)
-    # A sink takes the probability of a query without keys.
+    # A query without keys gives all its probability to the sink: its result is 0, as in the
+    # operator.
     always = sinks is not None or (constant.always_has_key and not dynamic)
     if always and _is_mask_a_bias(logits):
         logits.biases += [
@@ -134,7 +135,7 @@ def make_site(
 
 
 def _sinks(sink: Value, layout: mask.Layout, logits: Logits) -> View:
-    """Returns the array of sinks before it was broadcast to the logits' rows."""
+    """Returns the array of sinks (one logit for each head) before its broadcast to the logits' rows."""
     seen = view(sink, tuple(i if size != 1 else None for i, size in enumerate(sink.shape)))
     atoms = [name for axis in seen.axes if axis is not None for name in logits.axes[axis]]
     if atoms not in ([], [*layout.heads]):
@@ -173,9 +174,9 @@ def _sum_of_biases(
 
 
 def _is_mask_a_bias(logits: Logits) -> bool:
-    """Returns whether there are biases that may outweigh the only mask's number, such as -1e9.
+    """Returns whether a bias may outweigh the number of the only mask, such as -1e9.
 
-    If each query has an unmasked key, such a mask is computed as one more bias.
+    If each query has an unmasked key, such a mask is then passed to the operator as one more bias.
     """
     if not logits.biases or len(logits.masks) != 1:
         return False
@@ -194,13 +195,13 @@ def _check_biases(logits: Logits) -> None:
 
 
 def _are_far_above(number: float, biases: Sequence[tuple[View, Axes, bool]]) -> bool:
-    """Returns whether no bias comes near to a mask's number, if unknown ones are ordinary."""
+    """Returns whether the mask's number is below -1e4 times the largest magnitude of any bias."""
     most = max(abs(bound) for seen, _, _ in biases for bound in mask.bounds(seen.base))
     return number < -1e4 * most
 
 
 def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
-    """True if a bias may be an unrecognised mask, such as (1 - m) * -1e9 of a float argument m."""
+    """True if a bias may be a mask in an unknown form, such as (1 - m) * -1e9 of a float argument m."""
     least, most = mask.bounds(seen.base)
     return (-most if is_subtracted else least) <= mask.BIG / 10
 
@@ -231,7 +232,7 @@ def _check_queries_without_keys(logits: Logits) -> None:
 def _unrepeated(
     key: tuple[Value, Axes], value: tuple[Value, Axes], layout: mask.Layout
 ) -> tuple[Value, Value, dict[str, int]] | None:
-    """Returns keys and values before their heads were repeated, with the axes' sizes there, or None."""
+    """Returns keys and values before their heads were repeated, with their axes' sizes, or None."""
     if len(layout.heads) != 1:
         return None
     (head,) = layout.heads
@@ -281,9 +282,9 @@ def _before_repeat(value: Value, axis: int) -> Value | None:
 
 
 def _root(after: Node, operands: Sequence[Value]) -> tuple[Value, tuple[Value, ...]]:
-    """Returns the output after the last cast to a dtype that the operands have, and the operands.
+    """Returns the output after the last cast to a dtype that each operand had, and these operands.
 
-    Operands of a narrower dtype are returned as they are, and widened in the call.
+    An operand that the program widened is returned in its narrow dtype, and widened in the call.
     """
     candidates = [after.out]
     while candidates[-1].used_once and is_transparent(candidates[-1].uses[0]):
@@ -307,7 +308,7 @@ def _arranged(
     rows: tuple[str, ...],
     heads: tuple[str, ...],
 ) -> jax.Array:
-    """Returns an operand as [B, length, heads, features]."""
+    """Returns a query, key or value array as [B, length, heads, features]."""
     atoms = [name for group in axes for name in group]
     array = reshaped(array, *(sizes[name] for name in atoms))
     features = [a for a in atoms if a not in (*batch, *rows, *heads)]
@@ -320,7 +321,7 @@ def _arranged(
 
 
 def _ordered(output: jax.Array, layout: mask.Layout, axes: Axes, feature: str) -> jax.Array:
-    """Returns the output [B, T, N, V] with the axes of the program's result."""
+    """Returns the operator's output [B, T, N, V] with the axes of the program's result."""
     atoms = [*layout.batch, layout.query, *layout.heads, feature]
     output = reshaped(output, *(layout.sizes[name] for name in atoms))
     wanted = [name for group in axes for name in group]
@@ -330,7 +331,7 @@ def _ordered(output: jax.Array, layout: mask.Layout, axes: Axes, feature: str) -
 def _mean(value: jax.Array, heads: int) -> jax.Array:
     """Returns the mean of the values [B, S, K, V] over the keys, as [B, 1, N, V].
 
-    It is the result of a query whose logits are all equal.
+    A query whose logits are all equal has this result.
     """
     dtype = accumulator_dtype(value.dtype)
     mean = jnp.mean(value, axis=1, keepdims=True, dtype=dtype)
@@ -341,10 +342,10 @@ def _mean(value: jax.Array, heads: int) -> jax.Array:
 def _nan_without_keys(
     output: jax.Array, has_key: jax.Array, has_gradient: bool, *operands: jax.Array
 ) -> jax.Array:
-    """Returns the output [B, T, N, V] with NaN where all logits were -inf.
+    """Returns the output [B, T, N, V] with NaN where all logits of a query were -inf.
 
     Args:
-      has_gradient: whether -inf was added to the logits, and not chosen in their place.
+      has_gradient: whether -inf was added to the logits, instead of replacing them.
       *operands: queries, keys and values.
     """
     return jnp.where(has_key, output, jnp.nan)
@@ -352,7 +353,7 @@ def _nan_without_keys(
 
 @_nan_without_keys.defjvp
 def _nan_without_keys_jvp(has_gradient: bool, primals: Any, tangents: Any) -> Any:
-    """Makes gradients NaN too: those of the values, and with `has_gradient` of queries and keys."""
+    """Makes the values' gradient NaN too; with `has_gradient`, that of queries and keys as well."""
     output, has_key, *_ = primals
     doutput, _, dq, dk, dv = tangents
     heads, dtype = output.shape[2], output.dtype
@@ -373,14 +374,14 @@ def _of_absorbed_logits(
 ) -> jax.Array:
     """Returns the mean of the values as [B, T, N, V], with the derivative of a softmax of zero logits.
 
-    A logit plus a large number is that number, but its derivative to the logit is 1.
+    A logit plus a number such as -1e30 rounds to that number, but its derivative to the logit is 1.
     """
     return jnp.broadcast_to(_mean(value, query.shape[2]), (*query.shape[:-1], value.shape[-1]))
 
 
 @_of_absorbed_logits.defjvp
 def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Returns the mean and its tangent: p = 1 / S of each key changes by p (dl - mean dl)."""
+    """Returns the mean and its tangent: a key's probability p = 1 / S changes by p (dl - mean dl)."""
     (query, key, value), (dq, dk, dv) = primals, tangents
     result = _of_absorbed_logits(query, key, value, scale)
     dtype = accumulator_dtype(value.dtype)
@@ -389,7 +390,7 @@ def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[
     heads = (value.shape[2], query.shape[2] // value.shape[2])
 
     def by_logits(query: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns the sum over keys of the logits' changes times the values, for grouped queries."""
+        """Returns the sum over keys of the logits' tangents times the values, for grouped queries."""
         of_keys = jnp.einsum("bskh,bskv->bkhv", key.astype(dtype), centred) * (
             scale / value.shape[1]
         )

@@ -1,8 +1,7 @@
 """Finds batch_norm in training, with the residual sum and the activation after it.
 
-The statistics of the batch are results too, since the program updates its running averages with them.
-Inference by running averages is elementwise, and XLA fuses it by itself. After a convolution it is part
-of that site (`conv`).
+The mean and variance of the batch are results too: the program updates its running averages with them.
+BatchNorm in inference is elementwise and is left to XLA; after a convolution, `conv` includes it.
 """
 
 import jax
@@ -52,7 +51,7 @@ def _site(root: Node, found: Match) -> Site:
 
 
 def _statistics(found: Match, covered: set[Node]) -> tuple[list[Value], list[Value]]:
-    """Returns the means and the variances that are used outside of the replaced operations."""
+    """Returns the means and variances that operations outside of `covered` read."""
     moments, channels = found.moments, found.arrangement.channels
     means, variances = [], []
     for node in sorted(covered, key=lambda node: node.order):

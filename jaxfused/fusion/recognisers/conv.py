@@ -1,9 +1,9 @@
 """Finds conv: a convolution with a scale and bias of each channel, the residual sum and the activation.
 
-A bias, or BatchNorm in inference, multiplies each channel by a number and adds one. The factor is
-folded into the weights, and the rest is the operator's bias. A BatchNorm in training gets its statistics
-from the convolution, if a kernel computes them. Two arrays that only this convolution reads concatenated
-along their channels are read without the concatenation.
+A bias, or BatchNorm in inference, multiplies each channel by a number and adds another. The factor is
+multiplied into the weights, and the summand is the operator's bias. A BatchNorm in training gets its
+statistics from the convolution, if a kernel computes them. If the convolution reads the concatenation of
+two arrays along their channels, and nothing else does, the operator reads the two arrays instead.
 """
 
 import math
@@ -39,7 +39,7 @@ def find(book: Book) -> None:
 
 
 def _is_dense(node: Node) -> bool:
-    """Whether the operation convolves images of at least one spatial axis, in one floating dtype."""
+    """Whether the operation convolves images with a spatial axis or more, in one floating dtype."""
     x, w = node.ins
     return x.is_floating and x.ndim >= 3 and x.dtype == w.dtype == node.out.dtype
 
@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Followed:
-    """A convolution's result after the `Step`s that the operator can include."""
+    """A convolution's result after the steps, residual sum and activation that `conv` can include."""
 
     value: Value
     steps: tuple[Step, ...] = ()
@@ -76,7 +76,7 @@ class Followed:
     activation: str | None = None
 
     def words(self) -> str:
-        """Returns a description of the scale, bias, residual and activation."""
+        """Returns which of scale, bias, residual and activation the call includes, for reports."""
         is_scaled = any(step.name in ("mul", "div") or step.is_reversed for step in self.steps)
         is_added = any(step.name in ("add", "sub") for step in self.steps)
         words = ["scaled weights"] * is_scaled + ["bias"] * is_added
@@ -85,7 +85,7 @@ class Followed:
 
 
 def _steps(book: Book, result: Value, first: int) -> Followed:
-    """Follows scales and biases after a convolution, to the last value in the result's dtype.
+    """Returns the scales and biases after a convolution, up to the last value in the result's dtype.
 
     The channels are the axis `first` of the result.
     """
@@ -120,7 +120,7 @@ def _steps(book: Book, result: Value, first: int) -> Followed:
 
 
 def _rounds_weights(result: Value, factor: Value) -> bool:
-    """Whether folding a number into 16-bit weights rounds them again, which shows in results near 0."""
+    """Whether multiplying 16-bit weights by a number rounds them again, visible in results near 0."""
     number = scalar(factor)
     if number is None or result.dtype.itemsize > 2:
         return False
@@ -139,7 +139,7 @@ def _moved(axis: int | None, node: Node) -> int | None:
 
 
 def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
-    """Returns the operand before broadcasts, if it is one number or one for each channel, or None."""
+    """Returns an operand before its broadcast, if it is one number or one for each channel, or None."""
     seen = view(value)
     axes = [axis for axis in seen.axes if axis is not None]
     is_vector = axes == ([channel] if channels != 1 else [])
@@ -148,7 +148,7 @@ def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
 
 
 def followed_by(book: Book, node: Node, result: Value, channel: int) -> Followed:
-    """Follows the operations after a convolution that the operator `conv` can include."""
+    """Returns the result of a convolution after the operations that the operator `conv` can include."""
     found = _steps(book, result, channel)
     added = residual_of(book, found.value)
     if added is not None and added.value.dtype == result.dtype:
@@ -174,7 +174,7 @@ def _find_at(book: Book, node: Node) -> None:
 
 
 def _join_batch_norm(book: Book, site: Site) -> None:
-    """Merges a following batch norm in training into the convolution, which sums its statistics."""
+    """Merges a following batch norm in training into the convolution, which returns its statistics."""
     node, (y,) = site.anchor, site.outputs
     norm = next((s for s in book.sites if s.operator == "batch_norm" and s.inputs[0] is y), None)
     if norm is None:
@@ -256,7 +256,7 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
 def _parts(book: Book, node: Node) -> tuple[Sequence[Value], set[Node]]:
     """Returns the arrays that a convolution reads, and the concatenation that it replaces.
 
-    They are two arrays if its operand is their concatenation and nothing else reads it.
+    They are two arrays if the convolution alone reads their concatenation, and else one.
     """
     x = node.ins[0]
     joined = x.node

@@ -1,7 +1,7 @@
 """Finds linear_softmax_cross_entropy: the loss of a product whose logits would fill the memory.
 
 It starts at a log-sum-exp and looks for the label's logit: gathered, or as a sum with a one-hot array.
-If the logits are few, keeping them is faster than computing them again.
+Fewer than FEWEST_LOGITS logits are left to XLA: saving them is faster than computing them again.
 """
 
 import math
@@ -21,7 +21,8 @@ from jaxfused.ops.loss.linear_cross_entropy import linear_softmax_cross_entropy
 from jaxfused.runtime.shapes import reshaped
 
 FEWEST_LOGITS = 2**24
-"""Fewest logits of a loss that is replaced. Its gradient computes them again, in chunks of this many."""
+"""Fewest logits of a loss that is replaced. Its backward computes the logits again, in chunks of as
+many."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def _logits_of(node: Node) -> Value | None:
 def _loss(node: Node, logits: Value) -> _Loss | None:
     """Returns the cross entropy that the program computes from the logits' log-sum-exp, or None."""
     value = node.out
-    # The exponentials are of logits minus their maximum, which is added to the logarithm
-    # (`is_whole`) or subtracted from the logits (`is_log_softmax`).
+    # Softmax subtracts the maximum from the logits. The program adds it to the logarithm again
+    # (`is_whole`), or works on logits minus the maximum (`is_log_softmax`).
     is_whole = is_log_softmax = False
     for _ in range(6):
         readers = set(value.uses)
@@ -153,7 +154,7 @@ def _gathered(value: Value, logits: Value) -> Value | None:
         numbers = node.params["dimension_numbers"]
         last = operand.ndim - 1
         if operand.shape == (*value.shape, 1) and tuple(numbers.start_index_map) == (last,):
-            # The indices select the only element of an axis of length 1.
+            # The gather selects the only element of an axis of length 1: its index must be 0.
             index = evaluate(indices)
             if index is None or index.any():
                 return None

@@ -1,7 +1,7 @@
 """Finds group_norm, with the scale and shift of each image, the residual sum and the activation.
 
-Instance norm and the norm of a whole image are group norms too. Channels may come first if XLA's
-convolutions keep them last in memory.
+Instance norm and the norm of a whole image are group norms too. Images [B, C, H, W] are included where
+XLA's convolutions store the channels as the contiguous axis.
 """
 
 import jax
@@ -27,7 +27,7 @@ def _site(root: Node, found: Match) -> Site:
         operands = found.operands_of([*widened(found, arrays[:1]), *arrays[1:]])
         x = operands.pop("x")
         if "image_scale" in operands:
-            # The operator adds 1 to `image_scale`; the program has added it already, in its own dtype.
+            # The operator adds 1 to `image_scale`, but the program's factor contains the 1 already.
             factor = operands["image_scale"].astype(accumulator_dtype(x.dtype))
             operands["image_scale"] = factor - 1.0
         y = group_norm(

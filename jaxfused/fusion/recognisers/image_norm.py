@@ -35,20 +35,20 @@ class Match:
 
     @property
     def x(self) -> Stage:
-        """The normalised array in the result's dtype, and if possible with its axes in that order."""
+        """The normalised array in the result's dtype, and if it exists with the result's axis order."""
         stages = [s for s in self.moments.frame.stages if s.value.dtype == self.value.dtype]
         alike = [stage for stage in stages if stage.layout == self.arrangement.layout]
         return (alike or stages)[-1]
 
     def covered(self) -> set[Node]:
-        """Returns the operations that compute the value from x and the operands."""
+        """Returns the operations that compute the result from x and the operands."""
         stages = self.moments.frame.stages
         earlier = stages[stages.index(self.x) :]
         leaves = {stage.value for stage in earlier} | set(self.operands.values())
         return between(self.value, leaves)
 
     def operand(self, name: str, array: jax.Array) -> jax.Array:
-        """Arranges an operand of the program as the operator takes it: with the channels last."""
+        """Returns an array of the program in the axes that the operator takes: channels last."""
         frame, arrangement = self.moments.frame, self.arrangement
         if name == "x":
             return frame.arranged(array, self.x.layout, arrangement.operand)
@@ -59,7 +59,7 @@ class Match:
         return reshaped(array, frame.length(arrangement.images), -1)
 
     def operands_of(self, arrays: Sequence[jax.Array]) -> dict[str, Any]:
-        """Returns all operands as the operator takes them, given the arrays of x and `operands`."""
+        """Returns all operands in the axes that the operator takes, given the program's arrays."""
         names = ["x", *self.operands]
         return {name: self.operand(name, a) for name, a in zip(names, arrays, strict=True)}
 
@@ -76,10 +76,11 @@ class Match:
 
 
 def widened(found: Match, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the norm's input in float32 or float64 where rounding it may matter, else unchanged.
+    """Returns the arrays with the norm's input in float32 or float64, where rounding it may matter.
 
-    If a norm is over few values, rounding its input may change the gradient by a tenth. On other devices
-    than GPUs, XLA drops that rounding from the program. Kernels on a GPU write rounded results.
+    If a norm is over few values, rounding its input may change the gradient by a tenth. On a GPU the
+    input of norms over many values stays rounded. On other devices no input does, because XLA drops such
+    roundings from the program.
     """
     frame, arrangement = found.moments.frame, found.arrangement
     norms = frame.length(arrangement.images) * frame.length(arrangement.groups)
@@ -109,13 +110,13 @@ def find(book: Book, make: Callable[[Node, Match], Site], *, of_batch: bool) -> 
 
 
 def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
-    """Returns the last value that is a norm's result, or why there is none.
+    """Returns the last value after the root that is a norm's result, or why there is none.
 
-    The reason is "" if the root does not look like a norm's.
+    The reason is "" if the root is not that of a variance plus epsilon.
     """
     found: Match | None = None
     modulated: Match | None = None
-    # A root of a variance without epsilon is a standard deviation, for example of weights, and no norm.
+    # A root of a variance without epsilon is a standard deviation, not part of a norm.
     is_norms = view(root.ins[0]).base.made_by == "add"
     reason = "nothing is multiplied by it and by the normalised array" if is_norms else ""
     for value in made_of(root.out):
@@ -139,7 +140,7 @@ def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
 
 
 def _read(affine: Affine, arrangement: Arrangement, moments: Moments, value: Value) -> Match | str:
-    """Returns the value as a norm whose axes have these roles, or why it is none."""
+    """Returns the norm whose result the value is, with the axes' roles `arrangement`; or why not."""
     operands = _operands(affine, arrangement)
     if isinstance(operands, str):
         return operands
@@ -150,7 +151,7 @@ def _read(affine: Affine, arrangement: Arrangement, moments: Moments, value: Val
 
 
 def _operands(affine: Affine, arrangement: Arrangement) -> dict[str, Value] | str:
-    """Returns the factors and summands as scale and bias of channels or images, or why they are not."""
+    """Returns the operands scale, bias, image_scale and image_shift by name; or why they are none."""
     operands: dict[str, Value] = {}
     names = {"scale": "image_scale", "bias": "image_shift"}
     for name, views in (("scale", affine.factors), ("bias", affine.summands)):
@@ -182,7 +183,7 @@ def _modulated(found: Match, value: Value, layout: Layout) -> Match | None:
 
 
 def why_not(found: Match) -> str:
-    """Returns why the norm is not replaced, its dtypes or its order of axes, or ""."""
+    """Returns why the norm stays in the program, which is due to its dtypes or order of axes, or ""."""
     frame, value = found.moments.frame, found.value
     x = frame.source.value
     narrow = any(stage.value.dtype == value.dtype for stage in frame.stages)
@@ -194,7 +195,7 @@ def why_not(found: Match) -> str:
 
 
 def add(book: Book, root: Node, found: Match, make: Callable[[Node, Match], Site]) -> None:
-    """Adds the call of a matched norm, with as many operations after it as the operator can do."""
+    """Adds the call of a matched norm, which includes as many of the operations after it as it can."""
     operator = "batch_norm" if found.arrangement.is_of_batch else "group_norm"
     longer = [found, *_followed_by(book, found, operator)]
     whys = [why_not(each) for each in longer]

@@ -1,4 +1,4 @@
-"""Finds max_pool. Its gradient is one pass in a kernel, but a scatter in XLA."""
+"""Finds max_pool, whose gradient is one pass over the image here, but a scatter in XLA."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Finds layer_norm and rms_norm, with the residual sum and the bias before them, the activation after.
 
 It starts at a root or a reciprocal root of `mean square + epsilon`, or of `variance + epsilon`, and
-follows its uses: u * rstd * scale + bias in any order of products and quotients.
+follows the operations that use it: u * rstd * scale + bias in any order of products and quotients.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class Statistics:
-    """The array and epsilon of a norm's statistics, found from the square root in it."""
+    """The array and epsilon of a norm's mean and variance, found from the square root in it."""
 
     operator: str
     x: Value
@@ -70,7 +70,7 @@ def _find_at(book: Book, root: Node) -> None:
     best = _last_match(_made_of(root.out), found)
     if not isinstance(best, _Match):
         reason = best or "nothing is multiplied by it and by the normalised array"
-        # In x * inv + (bias - mean * inv), the root's uses meet again in the result.
+        # In x * inv + (bias - mean * inv), two products use the root, and the sum joins them again.
         for value in moments.made_of(root.out):
             first = _match(value, found)
             if isinstance(first, _Match):
@@ -84,7 +84,7 @@ def _find_at(book: Book, root: Node) -> None:
 
 
 def _last_match(values: Iterable[Value], found: Statistics) -> "_Match | str":
-    """Returns the last of the values that is a norm's result, or why none is."""
+    """Returns the last of the values that is a norm's result, or why no value is."""
     best: _Match | None = None
     reason = ""
     for value in values:
@@ -100,11 +100,11 @@ def _last_match(values: Iterable[Value], found: Statistics) -> "_Match | str":
 
 
 def statistics(root: Node) -> Statistics | Mean | None:
-    """Returns the statistics under a square root; only the mean if not over the last axis; else None."""
+    """Returns the statistics under a square root; a Mean if over other axes than the last; or None."""
     argument = view(root.ins[0])
     parts = total(root.ins[0])
     if len(parts.terms) == 1:
-        # Programs clamp the variance at 0, as rounding may make it negative: look behind the clamp.
+        # Programs clamp the variance at 0, since rounding may make it negative: `max(variance, 0)`.
         term = parts.terms[0]
         node = term.view.base.node
         if node is not None and node.name == "max" and term.factor == 1.0:
@@ -148,7 +148,7 @@ def _of_squares(term: Term) -> tuple[str, Mean] | None:
 
 
 def _squared(value: Value) -> Value | None:
-    """Returns the value whose square this one is, or None."""
+    """Returns the value whose square `value` is, or None."""
     node = core(value).node
     if node is None:
         return None
@@ -190,7 +190,7 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
 def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
     rank = moment.argument.ndim
     if (rank - 1 in moment.axes) != (0 in moment.axes):
-        # Norms over groups of channels or the batch belong to group_norm and batch_norm.
+        # Means over channel groups or the batch are left to group_norm and batch_norm.
         return
     reason = (
         f"the mean is taken over axes {moment.axes} of {rank}, and the operator takes the last one"
@@ -220,7 +220,7 @@ _LONGEST = 16
 
 
 def _made_of(value: Value) -> Iterator[Value]:
-    """Yields the values computed from `value` while each has only one reader, nearest first."""
+    """Yields the values computed from `value`, nearest first, as long as each has only one reader."""
     for _ in range(_LONGEST):
         readers = set(value.uses)
         if len(readers) != 1 or value.is_output:
@@ -233,7 +233,7 @@ def _made_of(value: Value) -> Iterator[Value]:
 
 
 def _match(value: Value, found: Statistics) -> _Match | str:
-    """Returns the norm whose result a value is, or why it is none; "" if it does not look like one."""
+    """Returns the norm whose result a value is, or why it is none; "" if it resembles none."""
     x = found.x
     if value.shape != x.shape:
         return ""
@@ -305,7 +305,7 @@ def _match(value: Value, found: Statistics) -> _Match | str:
 
 
 def _as_normalised(seen: View, found: Statistics) -> View | None:
-    # `product` looks through views, such as one that drops an axis of length 1.
+    # `product` may pass `seen` before a view, such as one that removes an axis of length 1.
     is_array = core(seen.base) is found.x or seen == view(found.x)
     if found.operator == "rms_norm":
         return View(moments.DEVIATION, ()) if is_array else None
@@ -356,9 +356,9 @@ def _add(book: Book, root: Node, found: Statistics, match: _Match) -> None:
 
 
 def _cut_after(y: Value, h: Value | None, covered: set[Node]) -> Node | None:
-    """Returns the slice that is the only use of a norm's result, or None.
+    """Returns the slice that is the only reader of a norm's result, or None.
 
-    A model that classifies by one token normalises all of them.
+    A model that classifies by one token normalises all tokens and slices that one.
     """
     if not y.used_once or (h is not None and (h.is_output or not set(h.uses) <= covered)):
         return None
@@ -421,7 +421,7 @@ def _branch(book: Book, value: Value) -> tuple[Value, Value | None, set[Node]] |
 
 
 def _gated(book: Book, value: Value) -> tuple[Value, Value, Value | None, set[Node]] | None:
-    """Returns the gate [B, D] of a gated branch, the branch, its bias and their operations, or None."""
+    """Returns a gate [B, D], the branch that it multiplies, the branch's bias, and their operations."""
     node = value.node
     if node is None:
         return None
@@ -462,7 +462,7 @@ class Norm:
             if name in operands:
                 operands[name] = operands[name].reshape(x.shape[0], x.shape[-1])
         if "image_factor" in operands:
-            # The operator adds 1 to `image_scale`; the program has added it already, in its own dtype.
+            # The operator adds 1 to `image_scale`, but the program's factor contains the 1 already.
             factor = operands.pop("image_factor").astype(accumulator_dtype(x.dtype))
             operands["image_scale"] = factor - 1.0
         if self.operator == "layer_norm":

@@ -1,7 +1,7 @@
 """Finds linear in a convolution whose windows do not overlap: the embedding of an image's patches.
 
-Such a convolution is a product of patches and a matrix. Kernels of convolutions are slow with its few
-input channels, most of all in wgrad.
+Such a convolution is a product of patches and a matrix. Convolution kernels are slow with the few input
+channels of an image, most of all in wgrad.
 """
 
 import math
@@ -24,7 +24,7 @@ def find(book: Book) -> None:
 
 
 def _cuts(node: Node) -> bool:
-    """Returns whether each pixel is in exactly one window of several pixels."""
+    """Returns whether the windows have several pixels each, do not overlap, and leave no pixel out."""
     params = node.params
     numbers = params["dimension_numbers"]
     x, w = node.ins

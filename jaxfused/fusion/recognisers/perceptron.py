@@ -74,14 +74,14 @@ def _find_at(
         branches = [(first, affine), up]
         whole = whole_of([first, up[0]])
         if whole is not None and affine.bias is None and up[1].bias is None:
-            # The matrix has the gate's columns first, as the operator takes them.
+            # The one matrix has the gate's columns first, in the operator's order.
             covered |= first.covered | affine.covered | up[0].covered | up[1].covered
             branches = [(whole, Biased(whole.result, None, frozenset()))]
         _add_gated(book, branches, activated.name, set(covered), last)
 
 
 def _product_with(value: Value) -> tuple[Node, Value] | None:
-    """Returns the multiplication that is the only use of a value, and its other factor, or None."""
+    """Returns the multiplication that alone reads a value, and its other factor, or None."""
     value = _last(value)
     if not value.used_once or value.uses[0].name != "mul":
         return None
@@ -91,7 +91,7 @@ def _product_with(value: Value) -> tuple[Node, Value] | None:
 
 
 def _last(value: Value) -> Value:
-    """Returns the value after casts and names, as long as each is the only use."""
+    """Returns the value after casts and checkpoint names, as long as each alone reads the one before."""
     while value.used_once and is_transparent(value.uses[0]):
         value = value.uses[0].out
     return value
@@ -136,7 +136,7 @@ def _fits(first: Projection, hidden: Value, last: Projection) -> bool:
 
 @dataclass(frozen=True)
 class _Ending:
-    """The value after the last product, its bias and the residual."""
+    """The value after the last product, with the bias and the residual that were added to it."""
 
     value: Value
     bias: Value | None
@@ -201,7 +201,7 @@ def _add_gated(
     covered: set[Node],
     last: Projection,
 ) -> None:
-    """Adds a gated MLP, whose gate and other factor are two products or the halves of one."""
+    """Adds a gated MLP, whose gate and other factor come from two products or from one's halves."""
     end = _ending(book, last)
     gate = branches[0][0]
     names = ("gate", "up")[: len(branches)]
@@ -261,7 +261,7 @@ class _Halves:
 
 
 def _halves(value: Value) -> _Halves | None:
-    """Returns the halves of a value's last axis, if they are its only uses, or None."""
+    """Returns the two halves of a value's last axis, if nothing else of it is read, or None."""
     readers = set(value.uses)
     width = value.shape[-1] if value.shape else 0
     if value.is_output or width % 2 or not readers:
@@ -321,7 +321,7 @@ def _gated_of_one(
 
 
 class _Swapped(Projection):
-    """A product with the gate in the second half of its columns. The operator takes it in the first."""
+    """A product whose columns are the other factor, then the gate; the operator takes the gate first."""
 
     def matrix(self, w: jax.Array) -> jax.Array:
         return jnp.roll(super().matrix(w), math.prod(self.features) // 2, axis=1)

@@ -73,7 +73,8 @@ def projection(node: Node) -> Projection | None:
     (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
     if left_batch or right_batch or not node.out.is_floating:
         return None
-    # The matrix may be the left operand: the rows come last, and a transposition brings them forward.
+    # The matrix may be the left operand: the result is then [F, *rows], which the program
+    # transposes.
     w, x = node.ins
     rows = x.ndim - len(right)
     if rows == 0:
@@ -102,7 +103,7 @@ def _oriented(
 ) -> Projection | None:
     if x.dtype != w.dtype or not x.is_floating:
         return None
-    # The contracted axes of x are its last ones; those of w are sorted in the same order.
+    # The contracted axes of x must be its last ones; those of w follow their order.
     pairs = sorted(zip(of_x, of_w, strict=True))
     if [int(a) for a, _ in pairs] != list(range(x.ndim - len(pairs), x.ndim)):
         return None
@@ -123,8 +124,8 @@ def _oriented(
 def earliest_matrix(w: Value, contracted: tuple[int, ...]) -> Value:
     """Returns the matrix before casts, unless it has to be transposed.
 
-    The operator writes the matrix's gradient in the dtype that it gets. If the gradient is transposed
-    afterwards, that dtype should be the narrow one, as in the program.
+    The operator writes the matrix's gradient in the dtype of the matrix. A gradient that is transposed
+    afterwards is cheaper in the narrow dtype, as in the program.
     """
     in_order = contracted == tuple(range(len(contracted))) and core(w).made_by != "transpose"
     return core(w) if in_order else w
@@ -142,8 +143,8 @@ class Biased:
 def biased(book: Book, p: Projection) -> Biased:
     """Returns a product's result after its bias, if these operations are not replaced yet.
 
-    Casts after it are included if they lead to the dtype of x. A bias may be added after the features
-    are reshaped.
+    Casts after the bias are included if they lead to the dtype of x. The bias may be added after a
+    reshape of the features.
     """
     current = best = Biased(p.result, None, frozenset())
     while current.value.used_once:
@@ -165,7 +166,7 @@ def biased(book: Book, p: Projection) -> Biased:
         current = Biased(node.out, bias, covered)
         if bias is None and node.out.shape != p.result.shape:
             continue
-        # Without a cast to x's dtype, the last result in another dtype is taken.
+        # A result in x's dtype is preferred; without one, the last result counts.
         if node.out.dtype == p.x.dtype or best.value.dtype != p.x.dtype:
             best = current
     return best

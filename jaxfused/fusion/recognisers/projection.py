@@ -1,8 +1,8 @@
 """Finds qkv_projection: the products that compute queries, keys and values from one array.
 
 It starts at an attention and goes back from its three operands, through rotations, norms of heads and
-reshapes, to their products. If all three read one array, they become one product that includes norm and
-rotation.
+reshapes, to the products that compute them. If all three read one array, they become one call, which
+includes norm and rotation.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _branch(
     norms: dict[Value, Site],
     columns: Columns,
 ) -> _Branch | None:
-    """Returns the operations from a product to an operand, or None if there are others between."""
+    """Returns the operations from a product to an operand, or None if the call cannot include them."""
     value = operand
     views: list[Node] = []
     turned: Rotation | None = None
@@ -101,7 +101,8 @@ def _branch(
         if node is None or node in book.owner:
             return None
         if result is None and node.name in ("mul", "div") and scalar(node.ins[1]) is not None:
-            # The scale of a query stays in the program, after the call of qkv_projection.
+            # A scale after norm and rotation stays in the program, after the call of
+            # qkv_projection.
             value = node.ins[0]
             continue
         if node.name != "transpose" and not (is_reshape(node) or is_transparent(node)):
@@ -217,7 +218,7 @@ def _columns(branch: _Branch) -> int:
 
 
 def _head_size(q: _Branch, k: _Branch) -> int:
-    """Returns a head size for a product without norm or rotation, where any cut into heads will do."""
+    """Returns a head size for products without norm or rotation, to which any common divisor fits."""
     if len(q.product.features) > 1:
         return q.product.features[-1]
     return min(_columns(q), _columns(k))
@@ -254,7 +255,7 @@ def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
 
 
 def _heads_axis(branch: _Branch, found: Rotation) -> int | None:
-    """Returns the heads' axis of the rotated array, before the features or the positions, or None."""
+    """Returns the axis of the heads in the rotated array: the last but one or two; None if neither."""
     rows, shape, rank = branch.product.rows, found.x.shape, found.x.ndim
     turned = [node for node in branch.views if node.name == "transpose"]
     in_front = not isinstance(branch.product, Part) or branch.product.has_rows_in_front

@@ -1,7 +1,7 @@
 """Recognises rotations of queries and keys by their position, in halves or interleaved pairs.
 
-A result is read back to a value as sums of its features times tables (`features`): cos x_a - sin x_b
-and sin x_a + cos x_b for each pair, then the features that are not rotated. A rotation of all features
+A result is read as sums of features of x times table entries (`features`): cos x_a - sin x_b and
+sin x_a + cos x_b for each pair, then the features that are not rotated. A rotation of all features
 in halves is left to XLA, unless `projection` fuses it with the product before it.
 """
 
@@ -28,13 +28,13 @@ class Table:
 
     seen: View
     part: str
-    """One of PARTS: "real" or "imag" of a complex table, else ""."""
+    """One of PARTS: the "real" or "imag" part of a complex table; "" for a real table."""
     columns: np.ndarray
     """Indices of the table's columns, one for each pair of features."""
     sign: int
 
     def array(self, table: jax.Array, rank: int) -> jax.Array:
-        """Returns the table with `rank` axes, the pairs last, with length 1 where it is broadcast."""
+        """Returns the table with `rank` axes, the pairs last; broadcast axes have length 1."""
         shape = [1] * (rank - 1)
         for axis, size in zip(self.seen.axes, table.shape, strict=True):
             if axis is not None and axis < rank - 1:
@@ -45,7 +45,7 @@ class Table:
         return table if self.sign > 0 else -table
 
     def is_the_same(self, other: "Table") -> bool:
-        """Returns whether another table has provably the same numbers."""
+        """Returns whether another table provably holds the same numbers."""
         return (
             (self.seen.axes, self.part, self.sign) == (other.seen.axes, other.part, other.sign)
             and np.array_equal(self.columns, other.columns)
@@ -70,7 +70,7 @@ class Rotation:
     sin: Table
     interleaved: bool
     tables: frozenset[Value]
-    """All tables by which the program multiplies."""
+    """All arrays of cosines or sines by which the program multiplies."""
     covered: frozenset[Node]
 
     @property
@@ -103,7 +103,7 @@ def rotation(value: Value, columns: Columns) -> Rotation | None:
 
 
 def _may_rotate(value: Value) -> bool:
-    """Returns whether the operation that makes the value may be the last one of a rotation."""
+    """Returns whether a rotation may end with the operation that computes the value."""
     node = value.node
     if node is None:
         return False
@@ -118,13 +118,13 @@ def _may_rotate(value: Value) -> bool:
 
 _ENDS = ("add", "concatenate", "reshape", "sub")
 _PAIRED = ("add", "concatenate", "stack", "sub")
-"""Operations that make pairs, which a reshape then interleaves."""
+"""Operations that compute the features of pairs, which a reshape may then interleave."""
 _MOST_STEPS = 64
 _MOST_FORKS = 4
 
 
 def _steps_to(value: Value) -> list[Node]:
-    """Returns the operations before a value that may be part of a rotation, in order."""
+    """Returns the operations before a value that may be part of a rotation, in program order."""
     found: dict[Node, None] = {}
     pending = [value]
     while pending and len(found) < _MOST_STEPS:
@@ -136,7 +136,7 @@ def _steps_to(value: Value) -> list[Node]:
 
 
 def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
-    """Yields, last first, values that may be rotated: with all features, read by several operations."""
+    """Yields, last first, the values of all features that several operations read: the candidates."""
     readers = Counter(value for node in nodes for value in set(node.ins))
     split = {node.ins[0] for node in nodes if node.name == "split"}
     rows = result.ndim - 1
@@ -153,7 +153,7 @@ def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
 
 
 def _whole(forked: Value, result: Value) -> Value | None:
-    """Returns the array that is rotated, before its features are cut into pairs, or None."""
+    """Returns the rotated array, before a reshape cuts its features into pairs, or None."""
     value = forked
     while value.shape != result.shape:
         cut = core(value).node
@@ -199,7 +199,7 @@ def _pairs(reader: Reader, sums: Sums, columns: Columns) -> tuple[Table, Table, 
 
 
 def _numbers(reader: Reader, terms: Terms, columns: Columns) -> np.ndarray:
-    """Returns a label for each feature: equal or opposite for equal or opposite table entries."""
+    """Returns a label for each feature: equal (or opposite) labels mean equal (or opposite) entries."""
     numbers = np.zeros(terms.table.shape, int)
     for index in np.unique(terms.table):
         seen, part = reader.tables[index]
@@ -210,7 +210,7 @@ def _numbers(reader: Reader, terms: Terms, columns: Columns) -> np.ndarray:
 
 
 def _table(reader: Reader, terms: Terms, at: np.ndarray) -> Table | None:
-    """Returns the table that multiplies the features `at`; None if there are several tables or signs."""
+    """Returns the table that multiplies the features `at`; None if several tables or signs do."""
     index, sign = np.unique(terms.table[at]), np.unique(terms.factor[at])
     if len(index) != 1 or len(sign) != 1:
         return None
@@ -251,7 +251,7 @@ def tables_of_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the tables as [length, pairs], or [*rows, pairs] if they vary by more than the position.
 
-    They are the same for all heads, which are the axis `heads` of the rotated array.
+    All heads share them; the heads are the axis `heads` of the rotated array.
     """
     rank = len(rows) + 2
 

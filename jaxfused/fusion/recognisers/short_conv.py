@@ -1,7 +1,7 @@
 """Finds conv in a sum of shifted products: y_t = sum over k of w_k * x_(t - k), for each channel.
 
-State-space models write their short causal convolution so, because XLA's depthwise convolutions are
-slow. The shifts are slices of a padded array, or padded slices of an array.
+State-space models write their short causal convolution in this form, because XLA's depthwise
+convolutions are slow. The shifts are slices of a padded array, or padded slices of an array.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from jaxfused.runtime.shapes import reshaped
 
 
 class Window(NamedTuple):
-    """A shifted part of an array: along an axis, its entry t is entry t + shift of the source, or 0."""
+    """A shifted array: its entry t along `axis` is entry t + shift of `source`, or 0."""
 
     source: Value
     axis: int | None
@@ -45,7 +45,7 @@ class Window(NamedTuple):
     """End (exclusive) of the source's entries that are not replaced by zero."""
 
     def has_all(self, length: int) -> bool:
-        """Returns whether a window of this length keeps every entry of the source that it covers."""
+        """Returns whether no entry of the source within a window of this length is replaced by zero."""
         if self.axis is None:
             return True
         size = self.source.shape[self.axis]
@@ -55,7 +55,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class _Taps:
-    """A sum of windows of one array, each times a vector."""
+    """A sum of windows of one array, each times a vector of one weight for each channel."""
 
     value: Value
     x: Value
@@ -84,7 +84,7 @@ def find(book: Book) -> None:
 
 _LONGEST = 24
 _FEWEST, _MOST = 2, 8
-"""Bounds of the number of taps. A longer sum is another algorithm, such as a filter."""
+"""Fewest and most windows of a sum. A longer sum is another algorithm, such as a filter."""
 
 
 def _longest(value: Value) -> _Taps | None:
@@ -151,7 +151,7 @@ def _of_one_array(
 
 
 def _windows(value: Value) -> Iterator[Window]:
-    """Yields the value as a window of itself, then of each array that is sliced or padded to it."""
+    """Yields the value as a window of itself, then of each array from which it was sliced or padded."""
     axis: int | None = None
     value = core(value)
     window = Window(value, None, 0, 0, 0)
@@ -165,7 +165,7 @@ def _windows(value: Value) -> Iterator[Window]:
 
 
 def _moved(node: Node, window: Window, axis: int | None) -> Window | None:
-    """Returns the window in terms of the array that an operation slices or pads, or None."""
+    """Returns the window as one of the array that an operation slices or pads, or None."""
     if node.name == "slice":
         taken = cuts(node.out)
         whole = [slice(0, size, 1) for size in node.ins[0].shape]
@@ -196,7 +196,7 @@ def _moved(node: Node, window: Window, axis: int | None) -> Window | None:
 
 
 def _padded(node: Node) -> tuple[Value, list[int]] | None:
-    """Returns the array that an operation pads with zeros, and the zeros before each axis, or None."""
+    """Returns the array that an operation pads with zeros, and the zeros before each axis; or None."""
     if node.name == "pad":
         config = node.params["padding_config"]
         if scalar(node.ins[1]) != 0.0 or any(inner for _, _, inner in config):
@@ -218,7 +218,7 @@ def _is_zero(value: Value) -> bool:
 
 
 def _without_shared(covered: set[Node]) -> set[Node]:
-    """Drops slices and pads that the program also uses elsewhere, for example for its next state."""
+    """Leaves out slices and pads that the program also uses elsewhere, as for its next state."""
     kept = set(covered)
     for node in sorted(covered, key=lambda node: -node.order):
         is_window = node.name in ("slice", "pad", "concatenate")
@@ -237,7 +237,7 @@ def _site(book: Book, node: Node, found: _Taps) -> Site | None:
     padding = (-shifts[0], shifts[-1] + length - size)
     leaves = {*weights, *([] if found.bias is None else [found.bias])}
     covered = _without_shared(between(value, {*stages(found.x), *leaves}))
-    # The operator multiplies in the dtype of x, so the program has to do so too.
+    # The operator multiplies in the dtype of x: the program must have done so too.
     computed = [n.out.dtype for n in covered if n.name in ("mul", "add")]
     is_plain = len({w.dtype for w in weights}) == 1 and all(d == value.dtype for d in computed)
     if x is None or len(steps) != 1 or min(padding) < 0 or not is_plain:

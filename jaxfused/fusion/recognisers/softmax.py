@@ -46,9 +46,9 @@ def softmax_of(node: Node) -> Softmax | None:
 
 
 def without_sink(softmax: Softmax) -> tuple[Softmax, Value | None]:
-    """Returns the softmax without a last logit that stands for no key, as in gpt-oss, and that logit.
+    """Returns the softmax without its sink, and the sink: a last logit of no key, as in gpt-oss.
 
-    The program may have subtracted the maximum before: a number of each row changes no probability.
+    The maximum that the program may have subtracted before is dropped: it changes no probability.
     """
     logits = core(softmax.logits)
     if logits.made_by == "sub" and logits.node is not None:
@@ -65,7 +65,7 @@ def without_sink(softmax: Softmax) -> tuple[Softmax, Value | None]:
 
 
 def stands_at_rows(seen: View, shape: tuple[int, ...], axis: int) -> bool:
-    """Returns whether a view has one number per row of an array, broadcast along the given axis."""
+    """Returns whether a view has one number for each row of an array, broadcast along `axis`."""
     rows = [i for i, size in enumerate(shape) if i != axis and size != 1]
     return [place for place in seen.axes if place is not None] == rows
 
@@ -105,7 +105,8 @@ def is_maximum(value: Value, logits: Value, axis: int) -> bool:
         elif node.name == "stop_gradient":
             value = node.ins[0]
         elif node.name == "select_n" and node.ins[0].made_by == "is_finite":
-            # `jax.nn.logsumexp` replaces an infinite maximum by 0.
+            # `jax.nn.logsumexp` replaces an infinite maximum by 0: the select's last operand is the
+            # maximum.
             value = node.ins[2]
         elif node.name == "max" and scalar(node.ins[0]) == -np.inf:
             value = node.ins[1]
@@ -116,7 +117,7 @@ def is_maximum(value: Value, logits: Value, axis: int) -> bool:
 
 
 def _before_transpositions(value: Value) -> tuple[Value, tuple[int, ...]]:
-    """Returns the array before transpositions, and its axis for each axis of the value."""
+    """Returns the array before transpositions; for each axis of the value, that array's axis."""
     places = tuple(range(value.ndim))
     while value.made_by == "transpose" and value.node is not None:
         permutation = value.node.params["permutation"]

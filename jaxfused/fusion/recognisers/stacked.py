@@ -1,4 +1,4 @@
-"""Finds parts of a product's features, such as the queries, keys and values of one matrix.
+"""Finds slices of a product's features, such as the queries, keys and values of one matrix.
 
 Such a product is sliced along its features, often after a transposition or a reshape into heads. The
 operations on its features are applied to the columns of the matrix instead.
@@ -24,11 +24,11 @@ Move = Callable[[jax.Array], jax.Array]
 
 @dataclass(frozen=True, eq=False)
 class Part(Projection):
-    """A part of the features of a product."""
+    """A slice of the features of a product, as a product with some columns of the matrix."""
 
     whole: Projection
     columns: np.ndarray
-    """Indices of columns of the matrix, in the shape of the part's feature axes."""
+    """Indices of the slice's columns in the matrix, in the shape of the slice's feature axes."""
     rows_at: tuple[int, ...]
     """Axes of `result` that are rows; the others are features."""
     moves: tuple[Move, ...]
@@ -61,7 +61,7 @@ class Part(Projection):
 
 
 def whole_of(products: Sequence[Projection]) -> Projection | None:
-    """Returns the product whose columns these parts are, in order and without gaps, or None."""
+    """Returns the product that `products` slice in order and without gaps, or None."""
     cut = [p for p in products if isinstance(p, Part)]
     if len(cut) < len(products) or len({p.whole.node for p in cut}) > 1:
         return None
@@ -72,7 +72,7 @@ def whole_of(products: Sequence[Projection]) -> Projection | None:
 
 @dataclass(frozen=True)
 class _State:
-    """A value that is computed from a product on the way to a part of its features."""
+    """A value between a product and a slice of its features."""
 
     value: Value
     rows_at: tuple[int, ...]
@@ -94,7 +94,7 @@ class _State:
 
 
 def parts(book: Book) -> Iterator[tuple[Part, Biased]]:
-    """Yields the parts, with their biases, of all products that are sliced and not yet replaced."""
+    """Yields the feature slices, with their biases, of all products that nothing replaces yet."""
     for node in book.graph.nodes:
         if node.name == "dot_general" and node not in book.owner and node.out.is_floating:
             yield from _parts_of(book, node)
@@ -148,7 +148,7 @@ _LONGEST = 12
 
 
 def _cut(book: Book, state: _State, dtype: Any) -> list[_State]:
-    """Returns the parts into which a product's features are sliced; an empty list if they are not."""
+    """Returns the slices into which a product's features are cut; an empty list if they are not."""
     for _ in range(_LONGEST):
         readers = list(dict.fromkeys(state.value.uses))
         if state.value.is_output or not readers or not book.is_free(readers):
@@ -164,7 +164,7 @@ def _cut(book: Book, state: _State, dtype: Any) -> list[_State]:
 
 
 def _to_the_end(book: Book, state: _State, dtype: Any) -> _State:
-    """Returns the part after its bias, squeezes and casts, preferably in `dtype`."""
+    """Returns the slice after its bias, squeezes and casts, in `dtype` if one of these has it."""
     best = state
     while state.value.used_once and book.is_free(state.value.uses):
         node = state.value.uses[0]
@@ -174,14 +174,14 @@ def _to_the_end(book: Book, state: _State, dtype: Any) -> _State:
         if following is None:
             break
         state = following
-        # Without a cast to this dtype, the last result in another one is taken.
+        # A result in `dtype` is preferred; without one, the last result counts.
         if state.value.dtype == dtype or best.value.dtype != dtype:
             best = state
     return best
 
 
 def _following(state: _State, node: Node) -> _State | None:
-    """Returns the state after an operation that keeps all features, or None if it does not."""
+    """Returns the state after an operation that leaves all features in it, or None for another."""
     if is_transparent(node):
         return replace(state, value=node.out, covered=state.covered | {node})
     if node.name == "add":
@@ -228,7 +228,7 @@ def _features_at(state: _State) -> list[int]:
 
 
 def _pieces(state: _State, node: Node) -> list[_State]:
-    """Returns the parts that an operation slices along a feature axis; empty if it does not."""
+    """Returns the states that an operation slices along a feature axis; empty if it slices none."""
     features = _features_at(state)
     shape = state.value.shape
 

@@ -21,7 +21,7 @@ _FACTOR = 2
 
 
 def find(book: Book) -> None:
-    """Finds where all spatial axes of channels-last images are enlarged, and adds these places."""
+    """Finds products that enlarge all spatial axes of channels-last images by 2, and records them."""
     for node in book.graph.nodes:
         if node.name == "dot_general" and node not in book.owner:
             first = _enlarged(node)
@@ -57,7 +57,7 @@ def _enlarged(node: Node) -> _Enlarged | None:
         if matrix is None or matrix.shape != w.shape:
             continue
         off = np.abs((matrix if along == 0 else matrix.T) - _weights(size)).max()
-        # The weights are multiples of 1/4, but `jax.image.resize` rounds them in a division.
+        # The exact weights are multiples of 1/4; `jax.image.resize` rounds them in a division.
         if off <= 2 * jnp.finfo(w.dtype).eps:
             return _Enlarged(x, int(axis), weights == 0)
     return None
