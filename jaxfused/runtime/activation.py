@@ -1,11 +1,11 @@
 """The activation functions that fused operators accept by name.
 
-Names are those of `jax.nn`, and say which formula is meant where there are several: `gelu_tanh` is
-`jax.nn.gelu`'s default, `gelu_erf` the exact one, `quick_gelu` the one with a logistic function
-(Hendrycks, Gimpel, 2016, https://arxiv.org/abs/1606.08415), `relu2` the square of relu (So et al.,
-"Primer", 2021, https://arxiv.org/abs/2109.08668). `leaky_relu` has the derivative 0.01 below 0, and
-"leaky_relu(0.2)" another one from 0 to 1. Where a derivative jumps it is that of `jax.nn`: the lesser
-one, but the greater one for leaky_relu, hard_tanh and selu.
+Names are those of `jax.nn`. Where one function has several formulas: `gelu_tanh` is `jax.nn.gelu`'s
+default, `gelu_erf` the exact one, `quick_gelu` the one with a logistic function (Hendrycks, Gimpel,
+2016, https://arxiv.org/abs/1606.08415), `relu2` the square of relu (So et al., "Primer", 2021,
+https://arxiv.org/abs/2109.08668). `leaky_relu` has the derivative 0.01 below 0, and "leaky_relu(0.2)"
+has 0.2 or any other from 0 to 1. Where a derivative jumps, its value is that of `jax.nn`: the smaller
+of both sides, but the larger for leaky_relu, hard_tanh and selu.
 
 Kernels have the same functions in `pallas_kernels/activation.py` and `ffi/common/activation.cuh`.
 """
@@ -51,10 +51,10 @@ of the others.
 """
 
 SLOPE_OF_RESULT = ("relu", "relu6", "leaky_relu")
-"""Activations whose derivative follows from their result, so that only the result is saved."""
+"""Activations whose derivative follows from their result: only the result is saved for the backward."""
 
 ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid", "hard_tanh")
-"""Activations that take a few multiplications and comparisons, but no exponential."""
+"""Activations that take a few multiplications and comparisons, and no exponential."""
 
 BOUNDED_FROM_ABOVE = {
     "relu": 0.0,

@@ -1,8 +1,8 @@
 """The names that operators give their values, by which policies of `jax.checkpoint` select them.
 
 A name is "jaxfused.<operator>.<what>". Every value that an operator's backward reads is one of its
-inputs or has such a name, and so has every result: where a policy saves all of an operator's names, its
-forward kernel does not run again.
+inputs or has such a name, and so has every result. Where a policy saves all of an operator's names, the
+operator's forward kernel does not run again.
 """
 
 from typing import Any, Literal
@@ -16,7 +16,7 @@ What = Literal[
 ]
 """Kinds of an operator's values: its result; the residual stream after a norm; means and 1 / standard
 deviations; attention's log-sum-exp; the input of an activation; an MLP's hidden layer and the
-activation's derivative; queries and keys before their norm and rotation."""
+derivative of its activation; queries and keys before their norm and rotation."""
 
 
 def name_of(operator: str, what: What) -> str:
@@ -25,5 +25,5 @@ def name_of(operator: str, what: What) -> str:
 
 
 def named(value: Any, operator: str, what: What) -> Any:
-    """Gives the arrays of a tree a checkpoint name; returns None for None."""
+    """Gives each array of a tree the checkpoint name of `what`; returns None for None."""
     return checkpoint_name(value, name_of(operator, what))

@@ -1,7 +1,7 @@
 """Checks of operators' arguments, whose messages say the rule, the value and the remedy.
 
-`python_numbers` checks options by their annotations, for all public functions; the functions `check_...`
-are called by the operators.
+`python_numbers` checks the options of all public functions by their annotations. Operators call the
+functions `check_...`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxfused.runtime.activation import ACTIVATIONS, is_known
 def as_arrays(*operands: Any) -> tuple[Any, ...]:
     """Converts operands (NumPy's arrays, or objects with `__jax_array__` like nnx.Param) to JAX arrays.
 
-    `jax.tree.map` would not do: a Flax parameter is a pytree, and would stay a parameter.
+    `jax.tree.map` would return a Flax parameter as a parameter, because it is a pytree.
     """
     return tuple(None if operand is None else as_array(operand) for operand in operands)
 
@@ -31,7 +31,7 @@ def as_arrays(*operands: Any) -> tuple[Any, ...]:
 def as_array(value: Any) -> jax.Array:
     """Converts to a JAX array; NumPy's 64-bit integers are clipped to the range of the array's dtype.
 
-    JAX would take their lower 32 bits, so that 2**32 would become 0.
+    JAX alone would take the lower 32 bits of each, so that 2**32 would become 0.
     """
     if isinstance(value, jax.Array):
         return value
@@ -62,10 +62,10 @@ def _limited(integers: Any, dtype: np.dtype) -> Any:
 
 
 def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function check its options, all arguments but operands, against their annotations.
+    """Makes a function check its options (all arguments but arrays) against their annotations.
 
-    Numbers and flags become Python's, because configs may hold NumPy scalars, and the entries of a shape
-    may be arrays. Every array with a known value is accepted.
+    NumPy scalars and arrays of one known number, which configs or shapes may hold, become Python's
+    numbers and flags.
     """
     parameters = inspect.signature(function, eval_str=True).parameters
     checks = _checks({name: parameter.annotation for name, parameter in parameters.items()})
@@ -74,7 +74,7 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Several classes share a constructor, so a message names the instance's class.
+        # The message names the class of the instance, since several classes share a constructor.
         op = type(args[0]).__name__ if own_name == "__init__" else of_class
         taken = [
             checks[name](op, name, value) if name in checks else value
@@ -127,16 +127,16 @@ _COUNTS = frozenset(
         "chunk_size",
     }
 )
-"""Options that count things, and so are at least 1."""
+"""Options that count something, and so are at least 1."""
 
 _BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
-"""Options that only limit or mark other numbers, and so may exceed 32 bits."""
+"""Options that bound or mark other numbers (a label, say), and so may exceed 32 bits."""
 
 type _Check = Callable[[str, str, Any], Any]
 
 
 def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
-    """Returns the check of each option that is a number, flag, word, dtype or axis, and of operands."""
+    """Returns the check of each option that is a number, flag, word, dtype or axis name, or an array."""
     kinds = _kinds(annotations)
     checks: dict[str, _Check] = {}
     for name, annotation in annotations.items():
@@ -150,7 +150,8 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
                 _as_numbers, kind=kinds[name], leaves=leaves, several=_is_of_several(annotation)
             )
         elif name.endswith("dtype") and Any in leaves and (name, annotation) != ("dtype", Any):
-            # `quantize` has dtype names of its own for `dtype: Any`, and checks them itself.
+            # The `dtype: Any` of `quantize` also has names that JAX does not know; `quantize`
+            # checks them.
             checks[name] = as_dtype
         elif bool in leaves and leaves <= {bool, type(None), *words}:
             checks[name] = functools.partial(as_flag, words=words, optional=optional)
@@ -191,7 +192,7 @@ def _is_of_several(annotation: Any) -> bool:
 def _as_numbers(
     op: str, name: str, value: Any, *, kind: type, leaves: set[Any], several: bool
 ) -> Any:
-    """Returns the value, or each value of a sequence, as `kind`; allowed strings and None stay."""
+    """Returns the value, or each value of a sequence, as `kind`; allowed strings and None unchanged."""
     if (value is None and type(None) in leaves) or (isinstance(value, str) and str in leaves):
         return value
     if not several:
@@ -244,7 +245,7 @@ def as_flag(op: str, name: str, value: Any, *, words: Sequence[str], optional: b
 
 
 def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
-    """Returns the value if it is a str; the operator itself checks that it is a known one."""
+    """Returns the value if it is a str; the operator checks which strings it accepts."""
     if isinstance(value, str) or (value is None and optional):
         return value
     choices = [*map(repr, words)] or ["a str"]
@@ -270,7 +271,7 @@ def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
     def is_known(one: Any) -> bool:
         if not isinstance(one, str):
             return isinstance(one, tuple(leaf for leaf in leaves if isinstance(leaf, type)))
-        # Only modules support float8 precisions; operators refuse them with a message of their own.
+        # Modules support float8 precisions; operators refuse them with their own message.
         if one in leaves or one.startswith("fp8") or one in lax.DotAlgorithmPreset.__members__:
             return True
         try:
@@ -340,7 +341,7 @@ def readable_values(array: jax.Array) -> np.ndarray | None:
 
 
 def for_each_axis(op: str, name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
-    """Returns one positive int for each spatial axis, from one int for all or from as many."""
+    """Returns one positive int for each spatial axis, given one int for all axes or one for each."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * spatial
     if len(values) != spatial or any(not isinstance(v, int) or v < 1 for v in values):
         raise ValueError(
@@ -351,7 +352,7 @@ def for_each_axis(op: str, name: str, value: int | Sequence[int], spatial: int) 
 
 
 def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
-    """Checks that every array that is given has a floating-point dtype."""
+    """Checks that every array that is not None has a floating-point dtype."""
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(
@@ -372,7 +373,7 @@ def check_images(op: str, x: jax.Array) -> None:
 def check_shape(
     op: str, name: str, array: jax.Array | None, shape: tuple[int, ...], rule: str
 ) -> None:
-    """Checks that `array`, if given, has this shape; `rule` says what the shape follows from."""
+    """Checks that `array`, if not None, has this shape; `rule` says which other argument sets it."""
     if array is not None and array.shape != shape:
         raise ValueError(
             f"{op}: {name} has shape {array.shape}, but {rule}; pass {name} of shape {shape}."

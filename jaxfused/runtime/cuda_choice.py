@@ -1,7 +1,7 @@
 """Decides where CUDA C kernels run in operators that have Pallas kernels too.
 
-Unless named, they run only on GPUs that the Pallas kernels do not support, at sizes where they measured
-faster than XLA.
+Unless the caller names them, CUDA C kernels run only on GPUs without Pallas kernels (other than Hopper),
+at sizes where they measured faster than XLA.
 """
 
 from jaxfused import dispatch
@@ -12,16 +12,16 @@ from pallas_kernels.gemm.small_m import MAX_ROWS
 _LEAST_WEIGHTS = 2**24
 """Fewest weights for the CUDA kernel: XLA's dequantised copy of fewer weights stays in the L2 cache."""
 LEAST_VALUES = 2**21
-"""Fewest values of an elementwise kernel: for fewer, the launch takes most of the time."""
+"""Fewest values of an elementwise CUDA kernel: with fewer, its launch takes most of its time."""
 
 
 def is_fast_for_weights(rows: int, features: int, columns: int) -> bool:
-    """Whether the CUDA C product of x [rows, features] and quantised weights is faster than XLA's."""
+    """Whether CUDA C multiplies x [rows, features] by quantised [features, columns] faster than XLA."""
     return rows <= MAX_ROWS and features * columns >= _LEAST_WEIGHTS
 
 
 def is_fast_for_rows(rows: int, features: int) -> bool:
-    """Returns whether CUDA C quantises rows faster than XLA does."""
+    """Returns whether CUDA C quantises x [rows, features] faster than XLA does."""
     return rows * features >= LEAST_VALUES
 
 

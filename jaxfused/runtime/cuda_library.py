@@ -1,8 +1,9 @@
 """The shared library of the CUDA kernels, which is found, loaded and registered on first use.
 
 The library is built from ffi/ when jaxfused is installed on a machine with nvcc. It does not depend on
-Python, so one file serves every Python version, and every jaxlib whose XLA FFI is not older than the one
-that the library was built against.
+Python: one file serves every Python version, and every jaxlib whose XLA FFI is at least as new as
+  that of
+the jaxlib it was built with.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ import jaxlib
 PATH = Path(__file__).with_name("libjaxfused.so")
 
 VECTOR_BYTES = 16
-"""Bytes of a thread's widest access; aligned rows start at multiples of it."""
+"""Bytes of the widest load or store of one thread; aligned rows start at multiples of it."""
 PLATFORM = "CUDA"
 """XLA's name of the platform that the kernels run on."""
 
@@ -87,8 +88,8 @@ def why_unfit(
     """Returns None for a GPU and dtypes that the kernels are compiled for, else the reason.
 
     Args:
-      dtype: a dtype, whose subject in the reason is `whose`, or None.
-      residual_dtype: that of a residual, which has to be `dtype`, or None.
+      dtype: an operand's dtype, or None; `whose` is the subject of the reason.
+      residual_dtype: the residual's dtype, which must equal `dtype`, or None.
     """
     if compute_capability is None:
         return "it needs an NVIDIA GPU"
@@ -130,7 +131,8 @@ def architectures() -> tuple[str, ...]:
 def runs_on(architecture: str, compute_capability: tuple[int, int]) -> bool:
     """Returns whether a GPU runs code of an architecture in CMake's notation.
 
-    Machine code runs on GPUs of the same major version that are no older, PTX on all that are no older.
+    Machine code ("-real") runs on GPUs of the same major version and at least its minor version; PTX
+    ("-virtual") on GPUs of at least its version.
     """
     name, _, kind = architecture.partition("-")
     built = divmod(int(name), 10)
@@ -142,9 +144,9 @@ def runs_on(architecture: str, compute_capability: tuple[int, int]) -> bool:
 def why_not_built_from(
     least: tuple[int, int], compute_capability: tuple[int, int] | None
 ) -> str | None:
-    """Returns None if a GPU runs code that was compiled for `least` or a later one, else the reason.
+    """Returns None if a GPU runs code that was compiled for `least` or later, else the reason.
 
-    Code for earlier GPUs, which later ones can run too, lacks the features of `least`.
+    Code compiled for an earlier GPU runs on later ones too, but does not use the features of `least`.
     """
     if reason := why_unavailable():
         return reason
@@ -162,7 +164,7 @@ def why_not_built_from(
 
 
 def _why_not_built_for_these_gpus() -> str | None:
-    """Returns None if the kernels run on the GPUs that JAX sees here, if any, else the reason."""
+    """Returns None if the kernels run on all GPUs that JAX sees on this host, else the reason."""
     if jax.default_backend() not in ("gpu", "cuda"):
         return None
     built = architectures()
@@ -203,9 +205,9 @@ def register() -> None:
 def operands(
     like: jax.Array, *arrays: jax.Array | None, absent_dtype: Any = None
 ) -> list[jax.Array]:
-    """Returns a handler's operands, with an array without elements for each absent one.
+    """Returns a handler's operands, with an array of no elements for each absent one.
 
-    That array is made from `like`, as in a `jax.shard_map` all operands must vary over the same axes.
+    The empty array is made from `like`, so that in a `jax.shard_map` it varies over the same mesh axes.
     """
     absent = jnp.zeros_like(like, shape=(0,), dtype=absent_dtype)
     return [absent if array is None else array for array in arrays]

@@ -21,8 +21,8 @@ def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
         x ^= x >> 16
         keep where (s even ? x & 0xFFFF : x >> 16) >= min(round(rate * 65536), 65535)
 
-    u and v are computed once a row, and two neighbouring keys share one murmur finalizer, because a
-    kernel pays for every element, next to its exponential. v enters before the second product so that
+    u and v are computed once a row, and keys 2i and 2i + 1 share one murmur finalizer, because a kernel
+    computes it for every probability, next to an exponential. v enters before the second product so that
     two rows with equal u still differ.
 
     Source of the constants: Appleby, MurmurHash3, the finalizer of 32 bits.
@@ -38,7 +38,7 @@ def keep_rows(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Arra
 
 
 def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
-    """Hashes the two seed words with each batch entry and head for `keep`: uint32 [2, B, N]."""
+    """Hashes the two seed words with batch entry and head, for `keep_by_seeds`: uint32 [2, B, N]."""
     row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
     return murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
@@ -63,7 +63,7 @@ def _threshold(rate: float) -> int:
 
 
 def murmur(x: jax.Array, tweak: jax.Array | int = 0) -> jax.Array:
-    """Returns MurmurHash3's finalizer of 32-bit words, with `tweak` xored in after the first product."""
+    """Returns MurmurHash3's 32-bit finalizer of words, xored with `tweak` after the first product."""
     x = x ^ (x >> 16)
     x = x * jnp.uint32(0x85EBCA6B)
     x = x ^ (x >> 13) ^ tweak

@@ -9,7 +9,7 @@ from jaxfused.runtime.checks import check_constant
 
 
 def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | None:
-    """Returns two random words that seed `runtime.dropout.keep`, or None if nothing is dropped."""
+    """Returns the two random 32-bit words that seed `runtime.dropout.keep`, or None at rate 0."""
     check_constant(op, "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Rules that say which implementations of an operator are expected to be the fastest.
 
-A stage says why an implementation cannot run (`why_not`) and, if it has an expectation, which of the
-others are faster (`estimate`). This module alone derives the order from both.
+A stage (one kernel's work) says why an implementation cannot run (`why_not`) and may say which of the
+others it expects to be faster (`estimate`). This module alone derives the order from both.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """A rule that orders implementations."""
+    """A rule that puts some implementations of a stage first."""
 
     first: Sequence[str]
     """Implementations that come before the others, in this order."""
@@ -18,12 +18,12 @@ class Rule(NamedTuple):
 
 
 Estimate = Rule | None
-"""A rule, or None if implementations are preferred in the order of `Stage.why_not`."""
+"""A rule, or None if implementations are tried in the order of `Stage.why_not`."""
 
 
 KERNELS = ("pallas", "cuda")
 MEGABYTE = 1e6
-"""Bytes per megabyte, the unit of the thresholds in rules."""
+"""Bytes in a megabyte, the unit of thresholds of weights."""
 
 
 def kernels_first(why: str) -> Callable[..., Rule]:

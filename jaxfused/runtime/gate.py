@@ -1,7 +1,8 @@
-"""Decides before an operator's custom_vjp whether a call is plain jax.numpy, as no kernel can run.
+"""Decides before an operator's custom_vjp whether a call runs in plain jax.numpy.
 
-Other calls go to a `Runner`, which chooses for each kernel. Plain jax.numpy keeps JAX's own derivatives:
-forward mode, and gradients of gradients.
+It does where no kernel can run, or where the operator expects XLA to be faster. Plain jax.numpy has all
+of JAX's derivatives: forward mode, and gradients of gradients. Other calls go to a `Runner`, which
+chooses an implementation for each kernel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +34,13 @@ def takes_reference(
     why_xla: str | Callable[[], LeftToXla | None] | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> bool:
-    """Returns whether a call is plain jax.numpy: no kernel can run, or the operator prefers XLA.
+    """Returns whether a call runs in plain jax.numpy: no kernel can run, or the operator prefers XLA.
 
     This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
     no kernel can run: on this platform, for the dtype of `x`, for symbolic sizes of `x` or `others`, for
-    an empty `x`, or where the operator leaves the call to XLA, with the reason `why_xla`. If that
-    is a function, it is called only where a kernel could run. `missing` has the implementations that
-    the operator lacks, each with the reason.
+    an empty `x`, or where the operator leaves the call to XLA for the reason `why_xla`. A function
+    `why_xla` is called only where a kernel could run. `missing` maps each implementation that the
+    operator does not have to the reason.
     """
     if x.dtype not in cuda_library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"

@@ -1,6 +1,6 @@
 """`jax.custom_vjp` for functions that run kernels, with readable errors for other derivatives.
 
-Kernels have a gradient: reverse mode, first order. Other derivatives are refused here, with the
+Kernels have a reverse-mode gradient of first order. Other derivatives are refused here, with the
 operator's name and the remedy, before JAX reaches a kernel that it cannot differentiate.
 """
 
@@ -20,14 +20,14 @@ Arrays = Sequence[Any]
 
 
 class kernel_gradient:
-    """A decorator like `jax.custom_vjp`, whose static arguments come first.
+    """A decorator like `jax.custom_vjp`, for a function whose static arguments come first.
 
     Args:
       f: the function; one of its static arguments is the `Runner`, if it has any.
-      nondiff_argnums: the static arguments.
-      op: the operator's name, or None where a static argument has it as `op`.
+      nondiff_argnums: the positions of the static arguments.
+      op: the operator's name, or None if a static argument has it as its attribute `op`.
       in_float8: whether the operator runs in float8, where XLA has no other derivatives either.
-      remedy: what a refusal recommends, or None for another implementation or precision.
+      remedy: what a refusal recommends; None recommends another implementation or precision.
       once: whether a second derivative is refused, because the gradient runs kernels too.
     """
 
@@ -71,7 +71,7 @@ class kernel_gradient:
     def _once(self, static: Arrays, operands: Any) -> None:
         """Makes JAX raise an error if it differentiates these operands of a forward or backward again.
 
-        The operands stay the caller's own arrays, so that a loop whose steps save them keeps one copy.
+        The operands are not copied, so that a loop whose steps all save them saves them once.
         """
         if self.once and any(isinstance(a, Runner) and a.device.platform == "gpu" for a in static):
             leaves, places = _inexact(operands)
@@ -105,7 +105,7 @@ def gradients_in_xla[Operands: Any](
 
 
 def _in_reverse_of(refusal: str, operands: Any) -> Any:
-    """Returns the operands, such that those of float dtypes have derivatives in reverse mode only."""
+    """Returns the operands, such that floating-point ones have derivatives in reverse mode only."""
     given, tree = jax.tree.flatten(operands)
     leaves, places = _inexact(operands)
     identical = _in_reverse.bind(*(leaves[i] for i in places), refusal=refusal)
@@ -121,7 +121,7 @@ def _in_reverse_of(refusal: str, operands: Any) -> Any:
 
 
 def _inexact(operands: Any) -> tuple[list[Any], list[int]]:
-    """Returns the leaves of operands, and the indices of those of a float dtype."""
+    """Returns the leaves of operands, and the indices of those with a float dtype."""
     leaves = [a.value if isinstance(a, CustomVJPPrimal) else a for a in jax.tree.leaves(operands)]
     places = [
         i
@@ -159,11 +159,11 @@ def _in_reverse_jvp(primals: Arrays, tangents: Arrays, *, refusal: str) -> tuple
         moving, _tangents.bind(*(tangents[i] for i in moving), refusal=refusal), strict=True
     ):
         passed[i] = tangent
-    # The arrays are returned uncopied, so that a value saved here is the caller's own array.
+    # The arrays are returned uncopied: a residual saved by the forward is the caller's own array.
     return list(primals), passed
 
 
-# JAX asks for a derivative only where a tangent is not zero.
+# JAX calls these rules only where a tangent is not zero.
 ad.primitive_jvps[_not_at_all] = lambda primals, tangents, *, refusal: _refuse(refusal=refusal)
 ad.primitive_jvps[_in_reverse] = _in_reverse_jvp
 ad.primitive_transposes[_tangents] = lambda cotangents, *arrays, refusal: [

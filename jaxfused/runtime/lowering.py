@@ -3,11 +3,11 @@
 - Once in a program: the implementation runs inside a `jax.jit` that is equal for equal stages, configs
   and shapes. However often a program calls it, it is traced and lowered once.
 - By platform: an operator chooses for the device that its program is expected to run on. JAX may lower
-  the program for another one: `jax.jit` of arrays that are committed to the CPU, on a machine with a
-  GPU, and `jax.export` for several platforms at once. On other platforms the stage runs in XLA. A
-  program that is lowered for one platform contains nothing of this.
-- In a module of its own: XLA's partitioner lowers each call of a stage into a separate module, into
-  which a text is inserted that was exported once.
+  the program for another platform: `jax.jit` of arrays that are committed to the CPU, on a machine with
+  a GPU, or `jax.export` for several platforms at once. On these the stage runs in XLA. A program that
+  is lowered for one platform contains no branch by platform.
+- In a module of its own: XLA's partitioner lowers each call of a stage into a separate module. The
+  stage's lowered text is exported once and inserted into each of these modules.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from jaxfused.runtime import cuda_library, sharding
 Results = tuple[jax.Array | None, ...]
 
 KERNELS_RUN_EVERYWHERE = False
-"""True if kernels are kept on all platforms, for tests that interpret, emulate or replace them."""
+"""True if kernels run on all platforms, for tests that interpret, emulate or replace them."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The implementation and the config chosen for a kernel on a device."""
+    """The implementation and config chosen for one kernel's work (a stage) on a device."""
 
     stage: Any
     """The kernel's static parameters and implementations, a `jaxfused.runtime.runner.Stage`."""
@@ -43,7 +43,7 @@ class Chosen:
 
     @property
     def run(self) -> Callable[..., Results]:
-        """The function of the operands that the implementation computes, under `jax_defaults`."""
+        """The function that runs the implementation on the operands; call it within `jax_defaults`."""
         # Only stages that implement `HasConfigs` take a config.
         config = {} if self.config is None else {"config": self.config}
         return functools.partial(self.stage.run, self.implementation, self.device, **config)
@@ -53,7 +53,7 @@ class Chosen:
 def jax_defaults(implementation: str) -> Iterator[None]:
     """Sets JAX's default promotions, and for kernels 32-bit types, in place of the user's settings.
 
-    A kernel's indices are 32 bits wide, and promotions in its arithmetic are intended.
+    A kernel's indices are 32 bits wide, and its arithmetic promotes dtypes on purpose.
     """
     with (
         jax.numpy_rank_promotion("allow"),
@@ -70,7 +70,7 @@ def jax_defaults(implementation: str) -> Iterator[None]:
 def jitted(name: str) -> Any:
     """Returns the jitted function (chosen, *operands) that runs kernels of this name.
 
-    `chosen` is static. The function carries the name in profiles.
+    `chosen` is static. The function has this name in profiles.
     """
 
     def run(chosen: Chosen, *operands: jax.Array | None) -> Results:
@@ -140,8 +140,8 @@ def _lower_elsewhere(context, *operands, call: ClosedJaxpr, chosen: Chosen, give
 def _in_parts(result: jax.Array, like: Any) -> jax.Array:
     """Returns XLA's result repeated to the shape of the kernel's result.
 
-    The shapes differ if a kernel returns a largest magnitude for each of several parts. XLA returns one
-    for all, and repeating it does not change the largest.
+    The shapes differ if a kernel returns a largest magnitude for each of several parts of an array. XLA
+    returns one for the whole array; repeated for each part, its maximum is the same.
     """
     if result.shape == like.shape:
         return result
@@ -157,11 +157,12 @@ mlir.register_lowering(_kernel, _lower_elsewhere)
 
 
 def in_own_module(chosen: Chosen, *operands: jax.Array | None) -> Results:
-    """Runs the kernel in a separate module, which XLA requests wherever it partitions a call.
+    """Runs the kernel in a separate module, which XLA asks for wherever it partitions a call.
 
-    The lowered text is cached and inserted into each of these modules.
+    The kernel is lowered once, and its text is inserted into each of these modules.
     """
-    # XLA's implementation is lowered fast, and callbacks of an interpreted kernel cannot be exported.
+    # XLA's implementation is lowered fast. The callbacks of an interpreted kernel cannot be
+    # exported.
     if chosen.implementation == "xla" or jax.default_backend() != "gpu":
         return jitted(chosen.stage.name)(chosen, *operands)
     return _call_exported(chosen, *operands)

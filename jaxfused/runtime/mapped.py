@@ -1,6 +1,6 @@
 """A `jax.shard_map` that is compiled once for equal calls, outside of `jax.jit` too.
 
-Outside of `jax.jit`, JAX compiles each operation within a `jax.shard_map` for itself, and most of them
+Outside of `jax.jit`, JAX compiles each operation within a `jax.shard_map` separately, and most of them
 again at every call.
 """
 
@@ -29,18 +29,19 @@ def over_mesh(
 
     Args:
       f: a function of a module: equal functions with equal `static` must compute the same.
-      static: its first arguments, compared by value.
+      static: the first arguments of `f`, compared by value.
       operands: trees of arrays and Nones; arrays of Explicit axes are resharded to `in_specs`.
       mesh: the mesh, all axes of which are mapped.
-      in_specs: a PartitionSpec for each array, None for an absent one.
-      out_specs: those of the results.
+      in_specs: a PartitionSpec for each array of the operands, None for an absent one.
+      out_specs: the PartitionSpecs of the results.
     """
     device = dispatch.current_device()
     call = _Call(f, static, mesh, in_specs, out_specs, device, tables.load(device))
     if _is_staged(operands):
         return call(*operands)
     if dispatch.is_recorded():
-        # A new trace, of gradients too, records all implementations chosen; a cached one records none.
+        # A new trace, of gradients too, records every implementation chosen; a cached trace records
+        # none.
         return jax.jit(lambda *operands: call(*operands))(*operands)
     return _compiled(call, *operands)
 
@@ -48,7 +49,8 @@ def over_mesh(
 def _is_staged(operands: Any) -> bool:
     """Returns whether a function is being traced into a program, such as by `jax.jit`.
 
-    Then operations on constants return traced arrays; under `jax.grad` and `jax.vmap`, known values.
+    In such a trace, operations on constants return tracers; under `jax.grad` or `jax.vmap` alone,
+    arrays.
     """
     leaves = jax.tree.leaves(operands)
     some = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
@@ -57,7 +59,7 @@ def _is_staged(operands: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """The static arguments of `over_mesh`, and the device and table by which operators in `f` choose."""
+    """The static arguments of `over_mesh`, with the device and table by which `f`'s operators choose."""
 
     f: Callable[..., Any]
     static: tuple[Hashable, ...]

@@ -29,8 +29,9 @@ def converted(op: str, array: Any, axis: int, *, packs: bool) -> QuantizedArray:
     """Converts a quantised array of qwix or AQT to a `QuantizedArray` of the same numbers.
 
     Args:
-      axis: along which scales are shared, counted from the last.
-      packs: whether int4 are packed, in the layout of kernels if they fit; else values stay as they are.
+      axis: the axis along which values share a scale, counted from the last.
+      packs: whether int4 values are packed, in the kernels' layout if their shape allows it; else they
+        stay one an element.
     """
     values, zero_point, offset, codebook = array.qvalue, None, None, None
     if is_of_qwix(array):
@@ -74,7 +75,7 @@ def _of_aqt(op: str, array: Any) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _packed(values: jax.Array, axis: int) -> tuple[jax.Array, Layout]:
-    """Returns values as a `QuantizedArray` stores them, and the name of their layout."""
+    """Returns unpacked values as a `QuantizedArray` stores them, and the name of their layout."""
     is_even = values.shape[axis] % 2 == 0
     if values.dtype == jnp.uint4:
         codes = values.astype(jnp.uint8)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
-    """Packs pairs of integers -8 to 7 along an axis into uint8, the first in the low bits."""
+    """Packs pairs of integers -8 to 7 along `axis` into uint8, the first of each in the low bits."""
     low, high = _every(2, values, axis % values.ndim)
     low, high = (half.astype(jnp.uint8) & 15 for half in (low, high))
     return low | (high << 4)
@@ -17,8 +17,8 @@ def pack_int4(values: jax.Array, axis: int) -> jax.Array:
 def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
     """Returns the integers that `pack_int4` packed, as int8."""
     axis = axis % packed.ndim
-    # Computed separately, the two halves would cost XLA an extra write to interleave. Shifting an int8
-    # to the right repeats its sign.
+    # One shift of a broadcast axis computes both halves of a byte; two results would have to be
+    # interleaved by an extra write. Shifting an int8 to the right repeats its sign.
     pairs = jnp.expand_dims(packed, axis + 1)
     shape = [2 if i == axis + 1 else 1 for i in range(pairs.ndim)]
     shifts = jnp.array([4, 0], jnp.uint8).reshape(shape)
@@ -46,23 +46,24 @@ def unpack_codes(packed: jax.Array, axis: int, bits: int) -> jax.Array:
 
 
 def _every(count: int, array: jax.Array, axis: int) -> list[jax.Array]:
-    """Returns `count` strided slices of the axis; slice i has entries i, i + count, i + 2 * count ..."""
+    """Returns `count` slices along `axis`; slice i has entries i, i + count, i + 2 * count ..."""
     starts = (min(i, array.shape[axis]) for i in range(count))
     return [jax.lax.slice_in_dim(array, i, None, stride=count, axis=axis) for i in starts]
 
 
 NIBBLES = 8
-"""Number of int4 in a 32-bit word."""
+"""Number of int4 values in a 32-bit word."""
 WORD_BLOCK = 128
-"""Number of int4 along the summed axis K in a block, whose words are stored together."""
+"""Number of int4 values along the summed axis K in a block, whose words are stored contiguously."""
 
 
 def pack_words(values: jax.Array) -> jax.Array:
     """Packs integers -8 to 7 [..., N, K] into words [..., N, K / 8] for kernels; 128 divides K.
 
-    Four threads share a run of 16 numbers of a WGMMA: thread t holds 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A
-    word has a thread's numbers of two runs, each plus 8: the even ones in its low half, the odd ones in
-    its high half. The words of a block of 128 numbers are ordered by t, then by the runs.
+    Of each run of 16 numbers along K, thread t of four feeds numbers 2 t, 2 t + 1, 2 t + 8 and 2 t +
+    9 to a WGMMA. A word holds one thread's numbers of two runs, each plus 8: those of even index in
+    its low half, of odd index in its high half. The words of a block of 128 numbers are ordered by t,
+    then by run.
     """
     *leading, k = values.shape
     # Axes of `runs`: block, word of the thread, run of the word, half of the run, thread, odd.

@@ -1,9 +1,9 @@
 """Rules for a product with an epilogue: at which sizes a kernel is faster than XLA's kernels.
 
-A kernel multiplies no faster than XLA, and saves passes over the result. With small M it saves time by
-reading the weights once, in their dtype, with sums split over a cluster. The thresholds come from times
-on an H200, by which `python -m benchmarks.choice.measured` judges a change of them; `jaxfused.tune`
-measures what they leave open.
+A kernel multiplies no faster than XLA, but saves passes over the result. With small M it saves time
+by reading the weights once, in their dtype, with sums split over a cluster of CTAs. The thresholds
+come from times on an H200; `python -m benchmarks.choice.measured` judges a change of them, and
+`jaxfused.tune` measures single shapes.
 """
 
 from jaxfused import dispatch
@@ -15,20 +15,21 @@ from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _SHARE, _RAGGED_SHARE, LINE = 0.08, 0.24, 32
-"""Least ratio of the time of XLA's extra passes to its product's for a kernel to be faster, and that for
-rows of no multiple of LINE elements. XLA runs a wgrad with a side up to LINE that needs no passes."""
+"""Least ratio of the time of XLA's extra passes to its product's time for a kernel to be faster; the
+second ratio is for rows of no multiple of LINE elements. Where XLA needs no extra pass, it runs a wgrad
+with a side of at most LINE."""
 _LARGE, _SMALLEST = 8_000_000, 500_000
-"""Elements of a result: it has many tiles from the first number on, and below the second XLA is faster
-at a single product, because it splits sums where few tiles leave SMs idle."""
+"""Elements of a result: from `_LARGE` on it has many tiles; below `_SMALLEST` XLA is faster at a single
+product, because it splits sums where few tiles leave SMs idle."""
 SPLIT_SUM = 1024
-"""Length K of sums from which XLA splits the sums of a product with small M or few tiles."""
+"""Least length K of a sum that XLA splits in a product with small M or few tiles."""
 _LEAST_WEIGHTS, _MOST_WEIGHTS = 2, 64
-"""Megabytes of weights between which a kernel is faster at small M; no minimum from K = SPLIT_SUM."""
+"""Megabytes of weights between which a kernel is faster at small M; no minimum from K = SPLIT_SUM on."""
 _SHORT_SUM = 256
-"""Rows up to which XLA is faster at a single wgrad without row sums or padding."""
+"""Most rows at which XLA is faster at a single wgrad without row sums or padding."""
 _FEW_TILES = 1_200_000
-"""Elements of a wgrad up to which the kernel, which splits long sums over a cluster, is faster. Up to
-`_LARGE` it is faster where XLA's passes take `_SHARE` of the product's time."""
+"""Most elements of a wgrad at which the kernel, which splits long sums over a cluster, is faster. Up to
+`_LARGE` it is faster where XLA's passes take at least `_SHARE` of the product's time."""
 
 
 def estimate(
@@ -42,16 +43,16 @@ def estimate(
     """Returns the order of the implementations of a product with an epilogue.
 
     Args:
-      device: the device that it would run on.
-      work: the product.
+      device: the device that the product would run on.
+      work: the product's sizes.
       passes: microseconds of the passes that XLA runs before and after its product.
-      in_cublaslt: whether cuBLASLt takes the epilogue too.
+      in_cublaslt: whether cuBLASLt can compute the epilogue too.
       several: whether XLA runs several products, or copies several arrays for one.
     """
     if work.itemsize > 2:
         return _xla("kernels are not timed in float32")
     if not is_modelled(device):
-        # CUDA C applies the epilogue in one pass after XLA's product.
+        # The CUDA C kernel computes the epilogue in one pass after XLA's product.
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
         return None if large and passes > 0 else _xla("it has few tiles, or nothing to fuse")
     several = work.products > 1 or work.terms > 1 if several is None else several
@@ -70,13 +71,13 @@ def estimate(
     too_long = too_few and work.k // work.terms > SPLIT_SUM
     is_fit = not too_long and (several or not too_small)
     spares = is_fit and share >= (_RAGGED_SHARE if is_ragged else _SHARE)
-    # In cuBLASLt a product takes no longer with gelu, unless it writes the preactivation too.
+    # cuBLASLt's product takes no longer with gelu, unless it writes the preactivation too.
     gelu_alone = work.activations > 0 and work.written_bytes <= work.itemsize
     fast_in_cublaslt = not spares or (gelu_alone and work.k >= SPLIT_SUM)
     if in_cublaslt and fast_in_cublaslt and share >= _SHARE:
         return Rule(("cuda", "pallas"), f"{told}, which cuBLASLt spares")
     if spares:
-        # The CUDA C kernel is a pass after XLA's product, unless cuBLASLt takes the epilogue.
+        # The CUDA C kernel is a pass after XLA's product, unless cuBLASLt computes the epilogue.
         return Rule(("pallas", "cuda" if in_cublaslt else "xla"), f"{told}, which a kernel spares")
     return _xla(told if is_large else f"{told}, and the result has few tiles")
 
@@ -91,7 +92,7 @@ def _few_rows(work: Work, several: bool) -> Rule:
 
 
 def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
-    """Returns the rule for wgrad; with `side_by_side`, XLA concatenates gradients for one product."""
+    """Returns the rule for wgrad; `side_by_side`: XLA concatenates several gradients for one product."""
     several, width = len(work.widths) - 1, sum(work.widths)
     told = f"the gradient has {work.elements:,} elements"
     if several and work.rows <= 2 * MAX_ROWS and work.out_bytes > work.itemsize:
@@ -110,7 +111,7 @@ def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
         padding = Passes(bytes_of_element=2 * work.itemsize, launches=2)
         passes += padding.time(work.rows * (work.features + width))
     share = passes / product(work.features, width, work.rows, work.itemsize)
-    # XLA pads other numbers of rows to split their sums.
+    # Row counts that 64 does not divide (MAX_ROWS) are padded by XLA to split their sums.
     narrow = min(work.features, *work.widths) <= LINE and work.rows % MAX_ROWS == 0
     short = work.rows <= _SHORT_SUM
     if (not passes and (narrow or short)) or (short and work.elements <= MAX_ROWS**2):

@@ -1,4 +1,4 @@
-"""Code that Pallas kernels share if they are one matrix product with an epilogue."""
+"""Code shared by stages whose Pallas kernel is one matrix product with an epilogue."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,14 +16,14 @@ class ProductStage:
     """A `Stage` whose Pallas kernel is the `FusedProduct` that `product` returns."""
 
     results: ClassVar[Sequence[str]]
-    """Names of the `FusedProduct`'s results in the stage's order; one not computed becomes None."""
+    """Names of the `FusedProduct`'s results in the stage's order; one that is not computed is None."""
 
     def product(self, *operands: Any) -> FusedProduct:
         """Returns the `FusedProduct` of these operands, which may be arrays or only their shapes."""
         raise NotImplementedError
 
     def work(self, *operands: Any) -> Work:
-        """Returns the product's sizes, by which its time is predicted."""
+        """Returns the product's sizes, from which its time is predicted."""
         return self.product(*operands).work_beside_xla
 
     def configs(

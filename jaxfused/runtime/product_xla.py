@@ -1,9 +1,9 @@
 """The matrix product in plain jax.numpy: narrow operands, wide accumulators, also in the gradient.
 
 The forward of `jnp.einsum` with 16-bit operands and float32 results is right. Its gradient, however,
-multiplies a float32 cotangent by a 16-bit operand, which costs a float32 product, and rounds the
-gradient of a float32 weight to 16 bits if the weight was cast first. Stating the gradient here avoids
-both.
+multiplies a float32 cotangent by a 16-bit operand, which is a product in float32, and rounds the
+gradient of a float32 weight to 16 bits if the weight was cast first. The gradient stated here does
+neither.
 """
 
 import functools
@@ -33,14 +33,14 @@ def product(
     """Returns `einsum(subscripts, a, b)` of operands rounded to `dtype` and accumulated in float32.
 
     Args:
-      subscripts: explicit ("md,df->mf"); an operand's every index is in the other or in the result.
+      subscripts: explicit ("md,df->mf"); each index of an operand is in the other one or in the result.
       a: of any float dtype.
       b: of any float dtype.
       dtype: of the multiplication, by default a's. The cotangent is rounded to it as well.
-      out_dtype: of the result, by default float32 (float64 where `dtype` is float64). A large
-        result costs as long to write and read as to multiply, and twice as long in float32.
+      out_dtype: of the result, by default float32 (float64 where `dtype` is float64). Writing and
+        reading a large result takes as long as the product, and twice as long in float32.
       precision: as in `jax.lax.dot_general`.
-      of_weights: whether b's gradient is written as `weight_product` is; b is weights [D, F] then.
+      of_weights: whether b is weights [D, F], whose gradient is computed as by `weight_product`.
 
     Returns:
       The sums, rounded once to `out_dtype`; gradients likewise, to the dtype of their operand.
@@ -64,7 +64,7 @@ def _einsum(
 ) -> jax.Array:
     """Runs `jnp.einsum`, and states the result's sharding where the operands' types state theirs.
 
-    JAX requires it for sums over split axes. The result is sharded as the operands are, or by `spec`.
+    JAX requires a stated sharding for sums over split axes. By default it follows from the operands'.
     """
     mesh = explicit_mesh(a, b)
     if mesh is None:
@@ -92,9 +92,9 @@ def explicit_mesh(*operands: jax.Array) -> Any:
 def weight_product(x: jax.Array, dy: jax.Array, *, out_dtype: Any, precision: Any) -> jax.Array:
     """Returns the transpose of x [..., D] times dy [..., F] over all rows, multiplied in x's dtype.
 
-    For a GPU it is written as JAX writes the gradient of x @ w, the transpose of [F, D]: for [D, F], and
-    for rows merged into one axis, XLA chooses among other kernels, some of them slower. On a CPU XLA
-    lacks some of the kernels for [F, D].
+    On a GPU it is computed as the transpose of [F, D], as in JAX's gradient of x @ w: for a result
+    [D, F], or rows merged into one axis, XLA chooses other kernels, some of them slower. XLA on a CPU
+    has no kernels for some products [F, D].
     """
     rows = string.ascii_uppercase[: x.ndim - 1]
     axes = (f"{rows}d", f"{rows}f", "df")
@@ -119,7 +119,7 @@ def _weight_product(
         return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options)
 
     def widened(x: jax.Array, dy: jax.Array) -> jax.Array:
-        """Multiplies float32 copies, because XLA on a CPU lacks the 16-bit product: see `_rounded`."""
+        """Multiplies float32 copies, because XLA on a CPU has no such 16-bit product: see `_rounded`."""
         x, dy = (a.astype(dtype).astype(wide) for a in (x, dy))
         return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options | {"dtype": wide})
 
@@ -135,8 +135,8 @@ def _weight_product(
 def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.Array:
     """Returns arrays [..., F_i] concatenated along the features, in pieces of `piece` columns.
 
-    XLA fuses the arrays' computation into the copy if the pieces are short rows with an axis of their
-    own, such as the features of a head; without pieces it writes the arrays to memory first.
+    XLA fuses the arrays' computation into the copy if each piece (such as a head's features) is a short
+    axis of its own; without pieces it writes the arrays to memory first.
     """
     if piece is None:
         return jnp.concatenate(arrays, axis=-1)
@@ -148,26 +148,26 @@ def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.A
 def sums_side_by_side(sums: Sequence[jax.Array]) -> jax.Array:
     """Returns sums over rows, each [F], concatenated.
 
-    The barrier keeps XLA from summing within the copy, where one thread would add up all rows of a
-    column.
+    The barrier keeps XLA from computing the sums within the copy, where one thread would add up all rows
+    of a column.
     """
     return jnp.concatenate(jax.lax.optimization_barrier(list(sums)))
 
 
 def sum_written_rows(values: jax.Array, *, of_relu: bool = False) -> jax.Array:
-    """Sums values [..., F], which are also a result, over the rows in float32.
+    """Sums values [..., F], which the caller also returns, over the rows in float32.
 
-    XLA would sum them before they are rounded, and so evaluate them twice or write them in float32
-    first. Only for a gradient `of_relu` does it sum and write in one kernel.
+    Without the barrier, XLA would sum them before they are rounded, and so evaluate them twice or write
+    them in float32 first. Only for a relu's gradient (`of_relu`) does it sum and write in one kernel.
     """
     return sum_over_rows(values if of_relu else jax.lax.optimization_barrier(values))
 
 
 def sum_over_rows(values: jax.Array) -> jax.Array:
-    """Sums values [..., F] over their rows in float32, parts of the rows first where that is faster.
+    """Sums values [..., F] over their rows in float32, in two steps where that is faster.
 
-    XLA runs a sum of up to 4,096 rows with only one CTA per 64 columns; longer sums it splits itself.
-    The barrier keeps XLA from merging the two sums.
+    XLA sums up to 4,096 rows with one CTA for each 64 columns, and splits longer sums itself. The
+    barrier keeps XLA from merging the two sums.
     """
     parts = _parts(values, math.prod(values.shape[:-1]))
     if parts is not None:
@@ -177,10 +177,10 @@ def sum_over_rows(values: jax.Array) -> jax.Array:
 
 
 def _parts(values: jax.Array, rows: int) -> jax.Array | None:
-    """Returns the values with an axis of parts before their rows, or None if one sum is best.
+    """Returns the values with their rows cut into parts, one more axis, or None if one sum is best.
 
-    The first of several axes of rows serves as parts, even if it is sharded. A single axis of rows is
-    only split if there is one device, because it could be sharded.
+    The first of several axes of rows counts the parts, even if it is sharded. A single axis of rows is
+    cut only on a single device, since on several it could be sharded.
     """
     parts, columns = values.shape[0] if values.ndim > 2 else 0, values.shape[-1]
     if _is_slow(rows, columns) and _FEWEST_PARTS <= parts <= rows // _ROWS_OF_PART:
@@ -198,7 +198,7 @@ def parts_of_rows(rows: int, columns: int) -> int | None:
 
 
 def _is_slow(rows: int, columns: int) -> bool:
-    """Returns whether XLA sums the rows in one kernel where two kernels would be faster."""
+    """Returns whether XLA sums the rows in one kernel where two successive sums would be faster."""
     of_block = rows * min(columns, _COLUMNS_OF_BLOCK)
     return rows <= 4096 and of_block >= 512 * _COLUMNS_OF_BLOCK
 
@@ -210,14 +210,14 @@ _FEWEST_PARTS, _MOST_PARTS = 4, 64
 
 
 _FEW_ROWS = 128
-"""Rows up to which a product takes as long as reading its weights, so that merging two products saves a
-launch."""
+"""Most rows at which a product takes as long as reading its weights, so that merging two products saves
+a launch."""
 _FEW_ROWS_OF_CONVERTED = 512
-"""`_FEW_ROWS` for an operand converted from another dtype, which merging copies at no extra cost."""
+"""`_FEW_ROWS` for an operand converted from another dtype, for which the conversion is the copy."""
 _LITTLE = 2**19
-"""Bytes of an operand up to which a copy takes no longer than a kernel's launch."""
+"""Most bytes of an operand whose copy takes no longer than a kernel's launch."""
 _NARROW = 256
-"""Columns up to which a product takes as long as reading the operand that two products share."""
+"""Most columns at which a product takes as long as reading the operand that two products share."""
 
 
 def unshared(
@@ -226,9 +226,9 @@ def unshared(
     """Keeps XLA from merging the product of x and `other` with others of x, unless that is faster.
 
     XLA merges products that share an operand into one of concatenated operands, and slices its result.
-    The copies take longer than the merging saves, unless there are few rows, or the copied operand is
-    much smaller than the shared one, which is then read once instead of twice. An operand `converted`
-    from another dtype is copied in any case.
+    The copies take longer than the merging saves, unless x has few rows, or `other` is much smaller than
+    x, which is then read once instead of twice. An operand `converted` from another dtype is copied in
+    any case.
     """
     rows = math.prod(x.shape[:-1])
     few = _FEW_ROWS_OF_CONVERTED if converted else _FEW_ROWS
@@ -238,8 +238,9 @@ def unshared(
     return jax.lax.optimization_barrier((x, other))
 
 
-# The functions that `platform_dependent` gets differ from call to call, so that without `jax.jit` each
-# call would be compiled again. Behind a `jax.jit` of their options they are compiled once.
+# The functions passed to `platform_dependent` differ from call to call, so that outside of
+# `jax.jit` each call would be compiled again. A `jax.jit` with their options as static arguments
+# compiles them once.
 
 
 @functools.partial(stated_gradient, nondiff_argnums=(0, 1, 2, 3, 4))
@@ -258,8 +259,8 @@ def _rounded(subscripts, dtype, out_dtype, precision, a, b, spec=None):
     a, b = a.astype(dtype), b.astype(dtype)
     if leaving == dtype or not _is_batched(subscripts) or explicit_mesh(a, b) is not None:
         return einsum(a, b).astype(out_dtype)
-    # XLA on a CPU lacks the batched product of 16 bits into float32 with a transposed operand. The
-    # product of float32 copies has the same terms and the same sums.
+    # XLA on a CPU has no batched product of 16-bit operands into float32 with a transposed operand.
+    # The product of float32 copies has the same terms and the same sums.
     y = jax.lax.platform_dependent(
         a, b, cpu=lambda a, b: einsum(a.astype(leaving), b.astype(leaving)), default=einsum
     )
@@ -299,9 +300,9 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, o
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _gradient(subscripts, dtype, out_dtype, precision, a, b):
-    """Returns a gradient's product; on a CPU, of float32 copies if its result is float32.
+    """Returns the product that is a gradient; on a CPU, of float32 copies if its result is float32.
 
-    See `_rounded`. A forward without batch axes does not do this, since policies of `jax.checkpoint`
+    See `_rounded`. A forward without batch axes multiplies no copies, since policies of `jax.checkpoint`
     look for its product.
     """
 

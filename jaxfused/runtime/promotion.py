@@ -1,7 +1,7 @@
 """Explicit promotion of dtypes and ranks.
 
 Users can make JAX refuse implicit promotion (`jax_numpy_dtype_promotion="strict"`,
-`jax_numpy_rank_promotion="raise"`), and every operator has to work then too.
+`jax_numpy_rank_promotion="raise"`): every operator has to work with these settings.
 """
 
 from typing import Any
@@ -22,9 +22,9 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 
 def along_last_axis(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns a vector [D] in the dtype of `like` [..., D], with as many axes.
+    """Returns a vector [D] in the dtype of `like` [..., D], with axes of length 1 to match its rank.
 
-    Vectors [*leading, D] belong to the entries of the first axes of `like`.
+    Leading axes of a vector [*leading, D] are the first axes of `like`.
     """
     *leading, size = vector.shape
     inner = (1,) * (like.ndim - vector.ndim)

@@ -38,21 +38,21 @@ from jaxfused.runtime.serialization import serializable_quantized
 
 
 class Format(NamedTuple):
-    """A dtype of few bits."""
+    """A format of a few bits, in which numbers are stored."""
 
     largest: float
     """The largest number of the format; symmetric quantisation uses -largest to largest."""
     smallest: float
     storage: Any
     clipped_from: float
-    """Magnitude from which a number counts as clipped; smaller ones are rounded, `largest` at most."""
+    """Magnitude from which a number counts as clipped; smaller ones are rounded to `largest` at most."""
 
     @property
     def unit(self) -> float:
         """Ratio of the scale to the largest magnitude: 1 / `largest`, rounded to float32.
 
-        The scale is computed as a product with it, because XLA may turn a division by a constant into
-        such a product, and the last bit would differ.
+        The scale is the largest magnitude times this ratio. A division by `largest` could differ in the
+        last bit, since XLA may turn it into such a product.
         """
         return float(np.float32(1) / np.float32(self.largest))
 
@@ -183,7 +183,8 @@ class QuantizedArray:
         name = "values" if self.layout == "rows" else "columns"
         name = name if self.codebook is None else f"codes_in_{name}"
         arrays = {name: self.values, "scale": self.scale, "zero_point": self.zero_point}
-        # A transformation may have replaced an offset by None, but the tree still has its entry.
+        # A transformation may have put None in place of an offset; the tree still has the offset's
+        # entry.
         has_offset = self.offset is not None or "_has_offset" in vars(self)
         if has_offset:  # Checkpoints of arrays without an offset have no entry for it.
             arrays["offset"] = self.offset
@@ -192,7 +193,7 @@ class QuantizedArray:
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", arrays: Any) -> "QuantizedArray":
-        """Rebuilds the array unchecked, from whatever a JAX transformation puts in its fields."""
+        """Rebuilds the array without checks, from what a JAX transformation puts in its fields."""
         array = object.__new__(cls)
         *fields, has_offset = static
         arrays = (*arrays, None)[: len(_ARRAYS)]
@@ -241,7 +242,7 @@ class QuantizedArray:
 
     @property
     def columns_alike(self) -> int:
-        """Number of neighbouring entries along the last axis that share a scale; 1 if none do."""
+        """Number of adjacent entries along the last axis that share one scale; 1 for a scale each."""
         if isinstance(self.group_size, tuple):
             return self.group_size[1]
         return self.shape[-1] // self.scale.shape[-1] if self.scale.size else 1
@@ -263,7 +264,7 @@ class QuantizedArray:
         return values.mT if self.layout == "columns" else values
 
     def numbers(self) -> jax.Array:
-        """Returns the numbers before zero point and scale: values, or a codebook's entries for them."""
+        """Returns the numbers before zero point and scale: the values, or their codebook entries."""
         values = self.unpacked()
         return values if self.codebook is None else _entries(self.codebook, values)
 
@@ -346,7 +347,7 @@ def assembled(
     offset: Any = None,
     codebook: tuple[float, ...] | None = None,
 ) -> QuantizedArray:
-    """Builds a `QuantizedArray` of arrays that are known to fit together, without checks."""
+    """Builds a `QuantizedArray` without checks, of arrays that are known to fit together."""
     arrays = (values, scale, zero_point, *(() if offset is None else (offset,)))
     static = (axis, layout, group_size, codebook, offset is not None)
     return QuantizedArray.tree_unflatten(static, arrays)
@@ -355,7 +356,7 @@ def assembled(
 def as_operand(op: str, name: str, array: QuantizedArray) -> QuantizedArray:
     """Returns the operand in the form that products read, after checking its arrays.
 
-    They are checked again, because transformations build arrays without the constructor.
+    The constructor's checks are repeated, because JAX's transformations build arrays without it.
     """
     check_parts(op, name, array)
     return array.as_read()
@@ -394,7 +395,7 @@ def _code_bits(codebook: tuple[float, ...]) -> int:
 def _entries(codebook: tuple[float, ...], codes: jax.Array) -> jax.Array:
     """Looks up the codes in the codebook by selects on their bits; the result is float32.
 
-    Selects fuse with what reads the entries, and need no sharding rule, both unlike a gather.
+    Unlike a gather, selects fuse with the operation that reads the entries, and need no sharding rule.
     """
     entries: list[Any] = [jnp.float32(number) for number in codebook]
     for bit in range(_code_bits(codebook)):
@@ -405,7 +406,7 @@ def _entries(codebook: tuple[float, ...], codes: jax.Array) -> jax.Array:
 
 
 def _sides(axis: int, group_size: int | tuple[int, int] | None) -> dict[int, int]:
-    """Returns the number of values that share a scale, for each axis that `group_size` covers."""
+    """Returns the group size of each axis along which `group_size` sets one."""
     if group_size is None:
         return {}
     sizes = group_size if isinstance(group_size, tuple) else (group_size,)
@@ -413,7 +414,7 @@ def _sides(axis: int, group_size: int | tuple[int, int] | None) -> dict[int, int
 
 
 def _readable(codebook: tuple[float, ...] | None) -> tuple[Any, ...]:
-    """Returns the dtypes that the values may have."""
+    """Returns the dtypes that the stored values may have, with or without a codebook."""
     if codebook is None:
         return _READABLE
     return (jnp.uint8, jnp.uint4) if _code_bits(codebook) == 4 else (jnp.uint8,)
@@ -546,7 +547,7 @@ def is_group_size(group_size: int | tuple[int, int] | None, axis: int) -> bool:
 
 
 def _check_groups_are_clear(op: str, array: QuantizedArray) -> None:
-    """Checks that scales of equal groups are not ambiguous with blocks whose last one is smaller.
+    """Checks that scales of equal groups could not be those of blocks whose last one is smaller.
 
     Two scales along 192 values may be of 96 each, or of 128 and 64, as in checkpoints with blocks.
     """
@@ -567,7 +568,7 @@ def _check_groups_are_clear(op: str, array: QuantizedArray) -> None:
 def blocks_that_fit_too(
     scale: tuple[int, ...], shape: tuple[int, ...], axis: int
 ) -> tuple[int, int] | None:
-    """Returns (axis, size) of usual blocks that fit the scales as well as equal groups do, or None."""
+    """Returns (axis, size) of a usual block size that fits the scales like equal groups, or None."""
     for split in (axis, -1) if axis == -2 else (axis,):
         entries, values = scale[split], shape[split]
         for side in _USUAL_SIDES:
@@ -577,7 +578,7 @@ def blocks_that_fit_too(
 
 
 _USUAL_SIDES = (128, 64, 32, 16, 256, 512)
-"""The usual sides of blocks that share a scale in checkpoints, tried in this order."""
+"""Block sizes of scales in checkpoints, tried in this order."""
 
 
 def scale_fits(
@@ -612,7 +613,7 @@ def spread(
     """Repeats each scale over its group, so that scales broadcast against an array of `shape`.
 
     Args:
-      axis: the axis of groups that `group_size` is about.
+      axis: the array's axis along which `group_size` values share a scale.
       group_size: as in a `QuantizedArray`; None if groups are equal.
     """
     sides = _sides(axis, group_size)
@@ -624,7 +625,7 @@ def spread(
 
 
 def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
-    """Repeats each entry `times` times along the axis, and cuts the result to `size` entries."""
+    """Repeats each entry `times` times along the axis, and returns the first `size` entries."""
     axis = axis % scale.ndim
     # A broadcast, unlike jnp.repeat, keeps shardings that types state (Explicit mesh axes).
     each = jnp.expand_dims(scale, axis + 1)
@@ -638,6 +639,6 @@ def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
 
 
 def of_each_column(scale: jax.Array, columns: int) -> jax.Array:
-    """Repeats scales or zero points that columns share, so that each column has its own."""
+    """Repeats scales or zero points that groups of columns share: one for each of `columns` columns."""
     groups = scale.shape[:-1]
     return jnp.broadcast_to(spread(scale, (*groups, columns)), (*groups, columns))

@@ -1,9 +1,9 @@
-"""Rectified: the result of a relu whose gradient the reader masks.
+"""Rectified: the result of a relu whose gradient the operator that reads it masks.
 
-If an array has several readers, as between the blocks of a ResNet, the sum of their gradients and its
-mask take a pass over memory. The kernel that computes one of the gradients can add the others and mask
-as it writes. The operator that made the array must then not mask again. A type of its own ensures that
-the values of a `Rectified` are not read without masking their gradient.
+If several operators read an array, as between the blocks of a ResNet, adding up and masking their
+gradients takes a pass over memory. The kernel that computes one of these gradients can add the others
+and apply the mask as it writes. The operator that computed the array must then not mask again. The type
+`Rectified` ensures that no reader forgets the mask.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Rectified:
 
 
 def masked_gradient(gradient: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the gradient to the input of a relu that returned y."""
+    """Returns the gradient to the input of a relu whose result was y."""
     return jnp.where(y > 0, gradient, jnp.zeros_like(gradient))
 
 
@@ -74,7 +74,7 @@ def _masked_jvp(primals, tangents):
 
 
 def check_rectified(op: str, activation: str | None) -> None:
-    """Checks that the activation is relu, whose result says where its gradient is zero."""
+    """Checks that the activation is relu: only its result tells where its gradient is zero."""
     if activation != "relu":
         raise ValueError(
             f"{op}: rectified() was called with activation={activation!r}, but only behind a relu the"

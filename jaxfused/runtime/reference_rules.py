@@ -1,7 +1,7 @@
 """`jax.vmap` and derivatives of kernels over whole trees, by the same computation in jax.numpy.
 
-An optimizer's kernels update all leaves at once. A step is seldom mapped or differentiated, so that
-these rules need not be fast.
+An optimizer's kernels update all leaves at once. A step is seldom mapped or differentiated: these rules
+need not be fast.
 """
 
 import functools
@@ -17,7 +17,7 @@ Function = Callable[..., Sequence[jax.Array]]
 def with_reference_rules(by_kernels: Function, by_reference: Function) -> Function:
     """Returns `by_kernels` with the rules of `by_reference` for `jax.vmap` and for differentiation.
 
-    Both take the same arrays and return the same number of arrays.
+    Both functions take the same arrays and return the same number of arrays.
     """
 
     @custom_vmap
@@ -35,8 +35,8 @@ def with_reference_rules(by_kernels: Function, by_reference: Function) -> Functi
     def differentiable(*arrays):
         return batchable(*arrays)
 
-    # Zero tangents are kept symbolic: multiplied by the infinite derivative of a root at 0, they would
-    # give NaN.
+    # Symbolic zero tangents are skipped: multiplied by the infinite derivative of a root at 0, a
+    # zero would give NaN.
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
     def jvp(primals, tangents):
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]

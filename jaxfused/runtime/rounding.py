@@ -1,4 +1,4 @@
-"""Quantisation in plain jax.numpy: the choice of scales, the rounding, the range that clips."""
+"""Quantisation in plain jax.numpy: the choice of scales, the rounding, and what is clipped."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.quantized_array import FORMATS, Layout, QuantizedArray, assembled, spread
 
 
-# `scales` and `encode` are jitted because the layers of a model are quantised one by one.
+# The jit of `scales` and `encode` matters because the layers of a model are quantised one by one.
 @functools.partial(
     jax.jit, static_argnames=("dtype", "axis", "groups", "blocks", "per_tensor", "symmetric")
 )
@@ -27,8 +27,8 @@ def scales(
     """Returns (scale, zero_point), such that the range of each group just fits into `dtype`.
 
     Args:
-      groups: the number of equal runs into which `axis` is cut.
-      blocks: the same for the last axis, where `axis` is -2; None gives each column its own scale.
+      groups: the number of equal groups into which `axis` is cut.
+      blocks: the number of groups of columns where `axis` is -2; None gives each column its own scale.
     """
     limits = FORMATS[dtype]
     if per_tensor:
@@ -49,9 +49,9 @@ def scales(
         return jnp.where(has_nan, jnp.nan, result.astype(jnp.float32))
 
     def divisible(scale):
-        # Groups of (almost) zeros get the smallest scale that can be divided by. An infinite scale, by
-        # which values of its group would become NaN, infinite or 0, becomes NaN. A sum does it, because
-        # XLA would run a `jnp.where` as a separate kernel.
+        # A group of (almost) zeros gets the smallest scale by which float32 can be divided. An
+        # infinite scale becomes NaN, so that all values of its group do. `scale + 0 * scale`
+        # computes that, because XLA would run a `jnp.where` as a separate kernel.
         scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
         return scale + 0 * scale
 
@@ -63,10 +63,10 @@ def scales(
 
 
 def largest_magnitude(x: jax.Array, axis: tuple[int, ...], *, keepdims: bool) -> jax.Array:
-    """Returns the largest |x| over the axes, in float32; NaN if one of them is NaN, 0 if there is none.
+    """Returns the largest |x| over the axes, in float32; NaN if an element is NaN, 0 for no elements.
 
-    The bits of positive floats are ordered as the floats are, with NaN as the largest. So one integer
-    reduction finds both; a float maximum of XLA's may ignore NaN on a CPU (jax 0.11.2).
+    The bits of positive floats, read as integers, have the order of the floats, with NaN as the largest.
+    One integer maximum finds both; XLA's float maximum may ignore NaN on a CPU (jax 0.11.2).
     """
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(jnp.abs(x), integer)
@@ -113,7 +113,7 @@ def encode(
     if dtype == "int4":
         values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
     elif not dtype.startswith("int"):
-        # Without the barrier, XLA drops the rounding on a GPU if the values are widened again.
+        # The barrier keeps XLA from dropping the rounding on a GPU if the values are widened again.
         values = jax.lax.optimization_barrier(values)
     return assembled(values, scale, zero_point, axis, layout, group_size)
 
@@ -125,7 +125,7 @@ def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
         if symmetric:
             units = jnp.clip(units, -limits.largest, limits.largest)
         return to_integers(units, dtype)
-    # A conversion alone would turn numbers that are too large into NaN or Inf.
+    # The clip comes first, because a conversion turns numbers that are too large into NaN or Inf.
     clipped = jnp.clip(units, limits.smallest, limits.largest)
     return clipped.astype(jnp.float32).astype(limits.storage)
 

@@ -10,7 +10,7 @@ import jax
 def is_symbolic(*arrays: Any) -> bool:
     """Returns whether an array, which may be None, has a size that is only known when the program runs.
 
-    Such a size cannot be compared with a number.
+    Such a symbolic size cannot be compared with a number.
     """
     return any(
         not isinstance(size, int) for array in arrays if array is not None for size in array.shape
@@ -32,7 +32,7 @@ def shapes_of(operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct | None, ...
     )
 
 
-# Under Explicit axes a reshape may split one axis or merge neighbours into one, not several at once.
+# Under Explicit mesh axes a reshape may split one axis, or merge adjacent axes into one, at a time.
 
 
 def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
@@ -47,12 +47,12 @@ def merge_axes(x: jax.Array, first: int, count: int = 2) -> jax.Array:
 
 
 def reshaped(x: jax.Array, *shape: int) -> jax.Array:
-    """Returns x in another shape, of which one size may be -1, by one split or merge at a time."""
+    """Returns x in another shape, of which one size may be -1, in splits and merges of one axis."""
     if is_symbolic(x) or 0 in x.shape:
         return x.reshape(shape)
     sizes = [math.prod(x.shape) // -math.prod(shape) if n == -1 else n for n in shape]
     done = list(x.shape)
-    # From the last axis on: x has the axes of `done` before `axis`, and those of the result after it.
+    # From the last axis on: x has the axes `done[:axis]`, then the result's axes `sizes[wanted:]`.
     axis, wanted = len(done), len(sizes)
     while axis or wanted:
         first, start = axis, wanted
