@@ -1,21 +1,21 @@
 """Runner: how an operator's call becomes kernels of a program, for all operators alike.
 
-An operator consists of stages: its forward, its backward, each a kernel's worth of work with several
+An operator consists of stages: its forward, its backward, each one kernel's work with several
 implementations (Pallas, CUDA C, XLA). Its custom_vjp calls a `Runner` with each stage and its operands.
-From the outside in, the Runner does this:
+The Runner takes these steps:
 
 1. Trace: equal stages on operands of equal types are traced once in a program (`traced_once`).
-2. Shards: `sharding.per_shard` runs the stage on the part of the operands that a device holds. The batch
-   of a `jax.vmap` is an axis that may be split too.
-3. `jax.vmap`: a device's part of a batch is folded into axes of the kernel, or its entries run one by
+2. Shards: `sharding.per_shard` runs the stage on the shards that a device holds. The batch of a
+   `jax.vmap` is an axis that may be split too.
+3. `jax.vmap`: a device's part of a batch is merged into axes of the kernel, or its entries run one by
    one.
-4. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs, and by
-   which config: by the autotuning table (`table`) if it has these shapes or near ones, else by the
-   stage's own rule (`estimate`). The operands and results of a stage are the same for all
-   implementations, XLA's included, so that each stage of an operator chooses for itself.
+4. Choice: the shapes of the shards decide which implementation runs, and in which config: by the
+   autotuning table (`table`) if it has these shapes or near ones, else by the stage's own rule
+   (`estimate`). The operands and results of a stage are the same for all implementations, XLA's
+   included, so that each stage of an operator chooses for itself.
 5. Lowering: `lowering` makes the chosen implementation a function of the program that is lowered once.
 
-docs/kernels/call.md follows a call of `layer_norm` through all of it.
+docs/kernels/call.md follows a call of `layer_norm` through all steps.
 """
 
 import functools
@@ -40,7 +40,7 @@ Operands = Sequence[jax.Array | None]
 Results = tuple[jax.Array | None, ...]
 
 ROWS = "."
-"""Letter for all leading axes of an array, which a kernel sees as one axis."""
+"""Letter that stands for all leading axes of an array, which a kernel sees as one axis."""
 
 
 class Axes(NamedTuple):
@@ -52,23 +52,23 @@ class Axes(NamedTuple):
     whole: str = ""
     """Letters of axes that must not be split over devices."""
     padded: Mapping[str, str] = MappingProxyType({})
-    """Letter of each padded result axis, mapped to that of the operand axis with the valid length."""
+    """For each padded result axis, the letter of the operand axis that has the valid length."""
     parts: str = ""
-    """Letters of contracted axes, over which the kernel sums before its last step. If the first operand
-    with such an axis is split along it, the stage's `on_parts` runs."""
+    """Letters of contracted axes, over which the kernel sums before its last step. If devices split the
+    first operand with such an axis along it, the stage's `on_parts` runs."""
     parts_by: str | None = None
-    """The only implementation that `on_parts` has, or None if it can run kernels of any. If
-    the caller names another implementation, the contracted axes are gathered for it."""
+    """The only implementation in which `on_parts` runs, or None if it can run any. If the caller names
+    another one, the contracted axes are gathered on each device."""
 
     def split(self, implementation: str | None) -> tuple[str, str]:
-        """Returns (axes not to split, contracted axes that may be) for an implementation or None."""
+        """Returns (letters not to split, letters of contracted axes to split) for an implementation."""
         if implementation in (None, self.parts_by) or self.parts_by is None:
             return self.whole, self.parts
         return self.whole + self.parts, ""
 
 
 class Stage(Protocol):
-    """One kernel's work in an operator, such as the forward, with all implementations of it.
+    """One kernel's work in an operator, such as the forward, in all its implementations.
 
     A stage is a frozen dataclass of its static parameters, and equal stages compute the same function.
     Operands and results may be None.
@@ -89,9 +89,9 @@ class Stage(Protocol):
     def why_not(self) -> Callable[..., Mapping[str, str | None]]:
         """The function `why_not(device, *operands)`: why each implementation cannot run these operands.
 
-        The reason is None for an implementation that can run. Where the stage has no estimate, the
-        implementations run in this order. The rows of the operands are one axis here, as in `run`. XLA
-        can always run; an implementation that leaves this stage to XLA is not listed.
+        The reason is None for an implementation that can run. Where the stage has no estimate, the first
+        of these runs. The rows of the operands are one axis here, as in `run`. XLA can always run; an
+        implementation that is not listed has no kernel for this stage and leaves it to XLA.
         """
 
     @property
@@ -120,7 +120,7 @@ class HasConfigs(Protocol):
         """Returns an implementation's legal configs for these operands, the default first.
 
         They are hashable and consist of dataclasses, tuples, numbers and strings. None stands for a
-        default that equals none of the others; no configs mean that there is no choice.
+        default that is not among the other configs; an empty sequence means that there is no choice.
         """
 
 
@@ -129,7 +129,7 @@ class HasEstimate(Protocol):
     """A `Stage` with a rule that says which implementation is expected to be the fastest."""
 
     def estimate(self, device: dispatch.Device, able: Collection[str], *operands: Any) -> Estimate:
-        """Returns the rule that orders the implementations `able` to run, or None."""
+        """Returns the rule that puts some of the implementations `able` to run first, or None."""
 
 
 class HasParts(Protocol):
@@ -140,7 +140,7 @@ class HasParts(Protocol):
     ) -> Results:
         """Computes the results of `run` from a device's shards, with sums over the mesh axes `names`.
 
-        The rows of operands and results are one axis. `call(stage, *operands)` runs a stage on parts.
+        The rows of operands and results are one axis. `call(stage, *operands)` runs a stage on shards.
         """
 
 
@@ -148,7 +148,7 @@ class HasParts(Protocol):
 class TakesRows(Protocol):
     """A `Stage` whose XLA implementation gets the caller's leading axes, not merged into one.
 
-    XLA evaluates an array [M, F] of odd F value by value, but one of more axes in vectors of values.
+    XLA computes an array [M, F] of odd F one value at a time, but one of more axes several at a time.
     """
 
     xla_takes_rows: ClassVar[bool]
@@ -156,7 +156,7 @@ class TakesRows(Protocol):
 
 @runtime_checkable
 class HasExamples(Protocol):
-    """A `Stage` whose operands cannot be random numbers, such as lengths that have to fit an array."""
+    """A `Stage` that cannot be timed on random operands, such as lengths that have to fit an array."""
 
     def examples(
         self, random: Callable[..., Any], device: dispatch.Device, *operands: Any
@@ -175,8 +175,9 @@ StageCall = tuple[Stage, Sequence[Any]]
 class Runner:
     """Runs an operator's kernels, in the implementation that the caller named or in the fastest one.
 
-    A Runner is a static argument of everything that JAX traces below an operator. So the device's
-    autotuning table is part of the keys of JAX's caches, and a gradient uses that of its forward.
+    A Runner is a static argument of every function that JAX traces below an operator. The device's
+    autotuning table is therefore part of the keys of JAX's caches, and a gradient uses the table of its
+    forward.
     """
 
     implementation: str | None
@@ -184,7 +185,7 @@ class Runner:
     device: dispatch.Device
     """Device that the operator will run on."""
     why: str | None = None
-    """Reason why the operator, and not the caller, named the implementation; else None."""
+    """Reason for `implementation` if the operator named it, or None if the caller did."""
     table: tables.Table = field(init=False, repr=False)
     """Autotuning table of the device."""
 
@@ -203,8 +204,8 @@ class Runner:
     def choice(self, stage: Stage, *operands: Any) -> dispatch.Choice:
         """Returns the implementation chosen for these operands or shapes, and why others cannot run.
 
-        The choice is for a device's shards, which are the operands themselves under Auto mesh axes,
-        because XLA's partitioner splits them later.
+        The choice is for the shards of one device. Under Auto mesh axes these are the operands
+        themselves, because XLA's partitioner splits them later.
 
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel would see.
@@ -227,7 +228,9 @@ class Runner:
         return self.choice_on_shard(stage, *matrices)
 
     def left_to_xla(self, why: str, stages: Iterable[StageCall]) -> gate.LeftToXla | None:
-        """Returns `why` with the kernels that would run otherwise, or None if one measured faster.
+        """Returns `why` with the choices of the kernels that would run otherwise.
+
+        Returns None if the autotuning table has a kernel that is faster than XLA.
 
         Args:
           why: the operator's reason, such as "nothing is fused".
@@ -239,7 +242,7 @@ class Runner:
         return gate.LeftToXla(why, choices)
 
     def choice_on_shard(self, stage: Stage, *operands: Any) -> dispatch.Choice:
-        """Returns the implementation chosen for shards whose leading axes are merged into one."""
+        """Returns the implementation chosen for one device's shards, whose leading axes are merged."""
         shapes = shapes_of(operands)
         if (unknown := why_symbolic(*operands)) is not None:
             reasons = {"pallas": unknown, "cuda": unknown, "xla": None}
@@ -273,12 +276,12 @@ class Runner:
         )
 
     def _named(self, reasons: Mapping[str, str | None]) -> str | None:
-        """Returns the named implementation, or "xla" if that has no kernel here; None if none is."""
+        """Returns the implementation named by the caller, "xla" if that has no kernel here, or None."""
         named = self.implementation
         return "xla" if named is not None and named not in reasons else named
 
     def _measured(self, choice: dispatch.Choice, found: tables.Found) -> dispatch.Choice:
-        """Returns `choice`, with the fastest measured implementation and config that can run, if any."""
+        """Returns `choice` with the fastest measured implementation and config that can run, if any."""
         named = self._named(choice.reasons)
         for ranked in found.ranking:
             implementation = ranked.implementation
@@ -323,7 +326,7 @@ def _choice_of_shapes(
 
 
 def forget() -> None:
-    """Clears the caches of chosen implementations and of traces, for tests that change what decides."""
+    """Clears the caches of choices and traces, for tests that change what a choice depends on."""
     _choice_of_shapes.cache_clear()
     cast(Any, _traced).clear_cache()
     traced_once.forget()
@@ -339,7 +342,7 @@ def batched_rows(
 ) -> Results | None:
     """Implements `Stage.batched` for a stage over rows: the batch becomes one more leading axis.
 
-    Returns None if an operand that the rows share is batched, or if the stage sums over rows.
+    Returns None if an operand that all rows share is batched, or if the stage sums over rows.
     """
     axes = stage.axes(*operands)
     over_rows = [ROWS in letters for letters in axes.operands]
@@ -378,7 +381,7 @@ class _Call:
         return traced_once.apply(call, _traced.trace(call, *operands), operands)
 
     def run(self, *operands: jax.Array | None) -> traced_once.Traced:
-        """Runs the call on each device's shards; a `jax.vmap`'s batch axis may be sharded too."""
+        """Runs the call on each device's shards; the batch axis of a `jax.vmap` may be sharded too."""
         entry = [
             None
             if operand is None
@@ -433,7 +436,7 @@ class _OnShard:
         axes = stage.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
         chosen = self._choose(matrices)
-        # XLA's implementation of a `TakesRows` stage gets the caller's leading axes, not merged.
+        # XLA's implementation of a `TakesRows` stage gets the caller's leading axes unmerged.
         as_they_are = chosen.implementation == "xla" and isinstance(stage, TakesRows)
         results = self.lower(chosen, *(operands if as_they_are else matrices))
         return results if as_they_are else _with_rows(results, axes.results, rows)
@@ -484,7 +487,7 @@ class _OnShard:
             on_shard = replace(self, call=replace(self.call, stage=stage))
             own_operands = [None if operand is None else next(remaining) for operand in operands]
             results = self.lower(on_shard._choose(own_operands), *own_operands)
-            # Types of kernel results do not state the mesh axes along which they vary.
+            # The types of a kernel's results do not state the mesh axes along which they vary.
             stated = iter(sharding.vary([r for r in results if r is not None], own))
             return tuple(None if result is None else next(stated) for result in results)
 

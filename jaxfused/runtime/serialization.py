@@ -1,7 +1,7 @@
 """Support for this package's pytrees in `flax.serialization`, which saves `TrainState`.
 
-A state holds the arrays by the names of their fields. Static fields, such as a quantised array's layout,
-come from the target into which the state is restored.
+A saved state holds the arrays by the names of their fields. Static fields, such as a quantised array's
+layout, come from the target into which the state is restored.
 """
 
 from dataclasses import fields
@@ -19,7 +19,7 @@ def serializable[T](kind: type[T]) -> type[T]:
 
 
 def serializable_quantized[T](kind: type[T]) -> type[T]:
-    """Registers a pytree of quantised numbers, restored only into the same shapes and dtypes."""
+    """Registers a pytree of quantised numbers, restored only into equal shapes and dtypes."""
     serialization.register_serialization_state(kind, _state_of_quantized, _restored_quantized)
     return kind
 
@@ -39,7 +39,7 @@ def _restored(target: Any, state: State) -> Any:
 
 
 def _parts(of: str, target: State, state: State) -> State:
-    """Restores a target's fields from a state, which may lack those that are None in the target."""
+    """Restores a target's fields from a state, which may lack fields that are None in the target."""
     if not state.keys() <= target.keys():
         names, others = ", ".join(target), ", ".join(sorted(state.keys() - target.keys()))
         raise ValueError(

@@ -1,6 +1,6 @@
 """Operators on sharded inputs, for each of JAX's three kinds of mesh axes.
 
-A kernel is opaque to XLA, which by default gathers the kernel's operands on every device. `per_shard`
+XLA cannot see into a kernel, and by default gathers the kernel's operands on every device. `per_shard`
 runs the kernel on the shards instead. When the sharding is known depends on the mesh axes:
 
 - Auto (`jax.jit` over sharded arrays): when XLA compiles. The kernel becomes a `custom_partitioning`
@@ -10,7 +10,7 @@ runs the kernel on the shards instead. When the sharding is known depends on the
 
 JAX does not support one case: Auto axes together with Manual or Explicit ones. There XLA passes no mesh
 to the partitioning function. Sums over shards cannot be expressed without a mesh, and with our own mesh
-a check in XLA's compiler fails. A kernel's operands are therefore gathered along those Auto axes only.
+a check in XLA's compiler fails. A kernel's operands are therefore gathered along those Auto axes.
 """
 
 import functools
@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Places = Mapping[str, tuple[str, ...]]
-"""Mesh axes that split each axis of an operation; an unsplit axis has no entry."""
+"""For each named axis of an operation's arrays, the mesh axes that split it; none for unsplit axes."""
 
 
 def per_shard(
@@ -102,7 +102,8 @@ def per_shard(
         results = jax.shard_map(
             functools.partial(call.on_shards, places),
             mesh=mesh,
-            # An empty set means all axes except those that an enclosing `jax.vmap` uses for its batch.
+            # An empty set means all mesh axes except those that an enclosing `jax.vmap` maps its
+            # batch over.
             axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=tuple(_spec(letters, places) for letters in call.present_operands),
             out_specs=tuple(_spec(letters, places) for letters in call.present_results),
@@ -118,7 +119,7 @@ def per_shard(
 
 
 class Blocks(NamedTuple):
-    """An array's axis that consists of blocks of one size; devices may split it between blocks only."""
+    """An axis that consists of blocks of `size` entries; devices split it between blocks only."""
 
     name: str
     """Name of the axis that counts the blocks."""
@@ -130,7 +131,7 @@ AxisNames = tuple[str | Blocks, ...]
 
 
 class OnShards(NamedTuple):
-    """How arrays are split where `per_array_shard` calls its function."""
+    """How the arrays are split in a call of the function given to `per_array_shard`."""
 
     places: Places
     by_partitioner: bool
@@ -155,10 +156,10 @@ def per_array_shard(
     Args:
       f: a function that computes results elementwise. It adds up sums over the devices itself, along the
         mesh axes in its `OnShards`, which has none inside the caller's own `jax.shard_map`.
-      operands: the arrays. Of those that share an axis, the last one decides how it is split.
+      operands: the arrays. The last one with a named axis decides how that axis is split.
       operand_axes: the names of the axes of each operand. An axis that must not be split has a name
         that starts with "whole".
-      result_axes: the names of the axes of each result, none of which is new.
+      result_axes: the names of the axes of each result, all of which operands have too.
 
     Returns:
       The results of `f`. They have no gradient.
@@ -181,8 +182,8 @@ def per_array_shard(
             axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=in_specs,
             out_specs=tuple(_spec_by_names(axes, places) for axes in result_axes),
-            # Types of results that are written in place do not state the mesh axes along which they
-            # vary.
+            # The check of varying axes is off, because results that are written in place do not
+            # state in their types along which mesh axes they vary.
             check_vma=False,
         )(*operands)
     not_split = functools.partial(f, OnShards({}, False))
@@ -212,7 +213,7 @@ def per_array_shard(
     partitioned.def_partition(
         partition,
         sharding_rule=f"{rule(operand_axes)} -> {rule(result_axes)}",
-        # JAX checks that the factors are in the order of the sharding rule.
+        # JAX requires the factors in the order of the sharding rule.
         need_replication_factors=tuple(
             dict.fromkeys(
                 f"{_name(axis)}_within" if isinstance(axis, Blocks) else axis
@@ -271,17 +272,17 @@ def align(
     whole: str = "",
     parts: str = "",
 ) -> tuple[jax.Array | None, ...]:
-    """Returns the operands, resharded alike where their types state a sharding, for a custom_vjp.
+    """Returns the operands of a custom_vjp, resharded alike where their types state a sharding.
 
-    A custom_vjp must return gradients of its operands' exact types. JAX differentiates this step by its
-    own rules: gradients return to the sharding of the caller's arrays and, in a `jax.shard_map`, those
-    of an array that the devices share are added up.
+    A custom_vjp must return gradients of its operands' exact types. JAX differentiates this
+    resharding by its own rules: gradients return to the sharding of the caller's arrays and, in a
+    `jax.shard_map`, the gradients of an array that the devices share are added up.
 
     Args:
       operands: arrays, or None.
       operand_axes: the letters of each operand, as in `per_shard`.
       whole: letters that must not be split.
-      parts: letters that are split as the first operand with them is, as in `per_shard`.
+      parts: letters of contracted axes, split as in the first operand that has them.
 
     Returns:
       The operands in their order.
@@ -304,13 +305,13 @@ def align(
 
 
 def whole(*arrays: jax.Array) -> tuple[Any, ...]:
-    """Reshards arrays whose types state it, such that no axis is split."""
+    """Reshards arrays whose types state a sharding, such that no axis is split."""
     axes = [leading_axes(array.ndim) for array in arrays]
     return align(arrays, operand_axes=axes, whole=string.ascii_uppercase)
 
 
 def whole_images(x: jax.Array) -> jax.Array:
-    """Reshards images [B, *spatial, C] whose type states it, such that no spatial axis is split."""
+    """Reshards images [B, *spatial, C] whose type states a sharding: no spatial axis stays split."""
     spatial = leading_axes(x.ndim - 2)
     (aligned,) = align((x,), operand_axes=("b" + spatial + "c",), whole=spatial)
     assert aligned is not None
@@ -338,12 +339,12 @@ def by_shards_of_rows(
 ) -> jax.Array:
     """Returns `f(others, *rows)`; where types state a sharding, each device computes it from its shards.
 
-    JAX differentiates this, unlike `per_shard`, and XLA partitions it where mesh axes are Auto.
+    JAX differentiates the result, unlike that of `per_shard`; XLA partitions `f` under Auto mesh axes.
 
     Args:
       f: a function whose every row of results depends on the same row of `rows`, and on all `others`.
       rows: arrays, or None.
-      others: a tree of arrays, which every device needs whole.
+      others: a tree of arrays, which every device needs unsharded.
       axes: the letters of each of `rows`, as in `per_shard`; only those in upper case stay split.
       result_axes: the letters of the result.
     """
@@ -374,9 +375,9 @@ def by_shards_of_rows(
 def shards(
     operands: Sequence[Any], *, operand_axes: Sequence[str], whole: str = "", parts: str = ""
 ) -> list[jax.ShapeDtypeStruct | None]:
-    """Returns the shapes of a device's shards in `per_shard`, where the operands' types state them.
+    """Returns the shapes of one device's shards in `per_shard`, where the operands' types state them.
 
-    Where XLA's partitioner will split the operands, these are their own shapes.
+    Where XLA's partitioner splits the operands later, the shapes are those of the operands.
     """
     given = [
         (operand, letters)
@@ -406,7 +407,7 @@ def varying(*operands: jax.Array) -> frozenset[str]:
 
 
 def vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
-    """Returns the arrays with types that vary along these Manual axes, as a kernel's operands must."""
+    """Returns the arrays with types that vary along the Manual axes `names`, as kernels require."""
     return _vary(arrays, names)
 
 
@@ -421,7 +422,7 @@ def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, .
     """Returns the operands with types that do not say along which Manual axes they vary.
 
     Pallas refuses varying types for operands that single warps read. Nothing is computed. JAX has no
-    such cast, because it may hide that a result varies; `vary` adds this to a kernel's results again.
+    such cast, because it may hide that a result varies; `vary` states the axes of a kernel's results.
     """
     return tuple(
         operand if operand is None or not _varying([operand]) else _untracked.bind(operand)
@@ -430,7 +431,7 @@ def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, .
 
 
 AxisName = str | tuple[str, ...]
-"""Name of a mesh axis, or names of several, which then count as one axis."""
+"""Name of a mesh axis, or names of several that count as one axis."""
 
 
 def is_mapped(axis_name: AxisName) -> bool:
@@ -484,7 +485,7 @@ def mesh_to_map(
 
 
 def devices_along(mesh: Mesh | AbstractMesh, axis_name: AxisName | None) -> int:
-    """Returns the number of devices along mesh axes, which an entry of a `PartitionSpec` may name."""
+    """Returns the number of devices along mesh axes, given as in an entry of a `PartitionSpec`."""
     return math.prod(mesh.shape[name] for name in names_of(axis_name))
 
 
@@ -510,9 +511,9 @@ def mesh_of(*operands: jax.Array) -> AbstractMesh:
 
 
 def is_explicit(*operands: jax.Array) -> bool:
-    """Returns whether the operands' types state their sharding.
+    """Returns whether the operands' types state their sharding (Explicit mesh axes).
 
-    If they do, jax.numpy requires the sharding of a sum over a split axis, which `per_shard` states.
+    If they do, jax.numpy requires a stated sharding for a sum over a split axis; `per_shard` states it.
     """
     return bool(_mesh(operands).explicit_axes)
 
@@ -534,7 +535,7 @@ def is_in_one_piece(*operands: jax.Array) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `per_shard` without its operands; an absent operand has None for its axes."""
+    """A call of `per_shard` without its operands; the axes of an absent operand are None."""
 
     f: Callable[..., tuple[jax.Array | None, ...]]
     operand_axes: tuple[str | None, ...]
@@ -555,15 +556,15 @@ class _Call:
         """Returns the results that are not None, from the shards of the operands that are not None."""
         varying = _varying(shards)
         names = tuple(n for letter in self.parts for n in places.get(letter, ()))
-        # `on_parts` adds some operands once, after its sum over devices, such as a bias. These must not
-        # vary along the mesh axes of that sum.
+        # `on_parts` adds some operands, such as a bias, once after its sum over devices. These must
+        # not vary along the mesh axes of that sum.
         remaining = iter(shards if names else _vary(shards, varying))
         operands = [None if letters is None else next(remaining) for letters in self.operand_axes]
         if names:
             f: Any = self.f
             present = [result for result in f.on_parts(names, *operands) if result is not None]
         else:
-            # A kernel's results vary along the mesh axes of its operands, but their types do not say so.
+            # A kernel's results vary along its operands' mesh axes, which their types do not say.
             present = _vary([r for r in self.f(*operands) if r is not None], varying)
         return tuple(
             lax.psum(
@@ -611,7 +612,7 @@ def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     partitioned.def_partition(
         partition,
         sharding_rule=f"{rule(call.present_operands)} -> {rule(call.present_results)}",
-        # JAX checks that the factors are in the order of the sharding rule.
+        # JAX requires the factors in the order of the sharding rule.
         need_replication_factors=tuple(
             letter
             for letter in dict.fromkeys("".join(call.present_operands + call.present_results))
@@ -629,14 +630,14 @@ def _places(
     whole: str,
     parts: str,
 ) -> Places:
-    """Returns the mesh axes that split each letter's axis evenly in the first operand with it."""
+    """Returns the mesh axes that split each letter's axis evenly in the first operand that has it."""
     places: dict[str, tuple[str, ...]] = {}
     decided: set[str] = set()
     for spec, shape, letters in zip(specs, shapes, axes, strict=True):
         for entry, size, letter in zip(spec, shape, letters, strict=False):
             names = names_of(entry)
             taken = set().union(*places.values())
-            # XLA pads shards of uneven sizes, and sums would include the padding.
+            # XLA pads shards of uneven sizes, and sums over them would include the padding.
             even = size % math.prod(mesh_shape[name] for name in names) == 0
             unsettled = letter not in {*whole, *places, *decided}
             if names and even and unsettled and taken.isdisjoint(names):

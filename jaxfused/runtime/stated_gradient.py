@@ -1,9 +1,9 @@
 """Functions with a stated gradient that also have forward-mode derivatives.
 
 A `jax.custom_vjp` has no forward mode. A `jax.custom_jvp` has both modes if JAX can transpose the
-operations on its tangents. Here that operation is a primitive: its value is JAX's own derivative of the
-function, and its transpose is the stated gradient. `jax.custom_derivatives.linear_call` would do, if it
-had a rule for `jax.vmap`.
+operation on its tangents. Here that operation is a primitive: its value is JAX's own derivative of the
+function, and its transpose is the stated gradient. `jax.custom_derivatives.linear_call` has no rule for
+`jax.vmap`.
 """
 
 import functools
@@ -21,13 +21,13 @@ Arrays = Sequence[Any]
 
 
 class stated_gradient:
-    """A decorator like `jax.custom_vjp`, for a function that JAX can differentiate forward.
+    """A decorator like `jax.custom_vjp`, for a function that has JAX's derivative in forward mode.
 
     Args:
       f: the function.
-      nondiff_argnums: the static arguments.
-      linear: the arguments in which the function is jointly linear. Their values are not saved for a
-        derivative by them alone.
+      nondiff_argnums: the positions of the static arguments.
+      linear: the positions of arguments in which the function is jointly linear. A derivative by these
+        alone saves none of their values.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _Map(Protocol):
 
 @dataclass(frozen=True)
 class _Derivative:
-    """The linear map from tangents of the differentiated leaves, `moving`, to those of the results.
+    """The linear map from tangents of the differentiated leaves (`moving`) to tangents of the results.
 
     Its fixed arrays are leaves, then the residuals of the stated gradient.
     """
@@ -146,7 +146,7 @@ class _Derivative:
     call: _Call
     moving: tuple[int, ...]
     leaves: tuple[jax.ShapeDtypeStruct | None, ...]
-    """Type of each leaf whose value is not needed; None for leaves among the fixed arrays."""
+    """For each leaf its type if its value is not needed, or None if it is among the fixed arrays."""
     saved: Any
     results: Any
 
@@ -171,7 +171,7 @@ class _Derivative:
         return jax.tree.leaves(self.call(self.call.function.f, leaves))
 
     def _split(self, fixed: Arrays) -> tuple[list[Any], Any]:
-        """Returns the leaves, zeros for those without a value, and the residuals."""
+        """Returns the leaves, with zeros for those whose value is not needed, and the residuals."""
         remaining = iter(fixed)
         leaves = [
             next(remaining) if leaf is None else jnp.zeros(leaf.shape, leaf.dtype)

@@ -1,9 +1,9 @@
 """Stochastic rounding, by random bits that do not depend on the sharding.
 
-A parameter in bfloat16 has 8 significant bits, and a step smaller than half of the last bit would never
-change it. If it is rounded up with the probability of the part cut off, its mean takes the step. The
-bits depend on a seed, the step, the leaf, the array of the leaf and the element's index in the unsharded
-array.
+A parameter in bfloat16 has 8 significant bits, so that a step smaller than half of the last bit would
+never change it. It is rounded up with a probability equal to the fraction of the last bit that rounding
+cuts off: its mean takes the step. The bits depend on a seed, the step, the leaf, the array of the leaf
+(see ARRAYS) and the element's index in the unsharded array.
 """
 
 import jax
@@ -30,9 +30,8 @@ def leaf_seeds(words: jax.Array, leaf: jax.Array | int, array: str) -> jax.Array
 def random_halves(seeds: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns 16 random bits for each element of an unsharded array, as uint32.
 
-    Two elements next to each other in memory share a word: with i the index, modulo 2^32,
-    `x = seeds[0] ^ (i // 2)`, then `murmur(x, tweak=seeds[1])` as in `dropout.keep`; the even one has
-    the lower half.
+    Elements of index i (modulo 2^32) and i + 1, i even, share one word: `x = seeds[0] ^ (i // 2)`, then
+    `murmur(x, tweak=seeds[1])` as in `dropout.keep`. Element i gets the lower half.
     """
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1
@@ -45,7 +44,7 @@ def random_halves(seeds: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def round_to_bfloat16(x: jax.Array, halves: jax.Array) -> jax.Array:
-    """Rounds float32 values away from 0 where their lower 16 bits plus the random ones overflow."""
+    """Rounds float32 away from 0 where adding the random 16 bits to the lower 16 bits overflows."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     rounded = ((bits + halves) >> 16).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(rounded, jnp.bfloat16)

@@ -1,8 +1,9 @@
 """Autotuning tables: for each device, the measured ranking of a kernel's implementations at its shapes.
 
-The tuner writes tables, and a call looks them up before it asks the stage's rule. Nothing here depends
-on an operator: a stage is its name, its static parameters and the shapes and dtypes of its operands, and
-a config is compared by its text with the configs that are legal today.
+The tuner writes tables. A call looks up its stage there before it uses the stage's own rule. A table
+does not depend on an operator's code: a stage is its name, its static parameters and the shapes and
+dtypes of its operands, and a config is a text that is compared with those of the configs that are
+legal today.
 
 A device has up to two files of one format: the one that the package ships, and the user's, whose entries
 take precedence. They are read on first use. A file that is broken, or for another device or version, is
@@ -32,27 +33,28 @@ from jax.experimental import multihost_utils
 from jaxfused import dispatch
 
 FORMAT = 2
-"""Version of the files' format. Since version 2, statics leave out fields that have their default."""
+"""Version of the files' format. Since version 2, statics do not list fields that have their default."""
 
 _GROWN = {
     "dot_product_attention forward": {11: 7, 12: 12},
     "dot_product_attention backward": {15: 11, 16: 16},
 }
 """Stages that got operands (`query_offset`, `pattern_heads`) after entries of this format were written:
-the number of operands before each addition, and the new operand's position."""
+for each number of operands before, the position at which the new operand was inserted."""
 
 SHIPPED = Path(__file__).parent / "tables"
 
 FARTHEST = 0.1
 """Largest distance of shapes that share times: the sum over axes of |log2| of the ratio of sizes.
 
-All sizes together then differ by 7 % at most. Farther away the number of waves differs, and the cost
-model is better than a neighbour: benchmarks/LAB.md has the figures.
+The product of all sizes then differs by 7 % at most. At larger distances the number of waves differs,
+and the cost model predicts better than the nearest measured shapes: benchmarks/LAB.md has the
+figures.
 """
 
 _ALIGNMENT = 64
-"""Largest alignment of a last axis that matters, in elements. Shapes share times only if gcd(axis, 64)
-is equal, since the width of accesses and a tile's instructions depend on it."""
+"""Largest alignment of a last axis, in elements, on which a kernel's time depends. Shapes share times
+only if gcd(axis, 64) is equal: the bytes of an access and a tile's instructions depend on it."""
 
 
 # --- entries --------------------------------------------------------------------------------------
@@ -75,15 +77,15 @@ class Key(NamedTuple):
     statics: str
     """The kernel's static parameters as JSON, without the fields that have their default.
 
-    So an entry still matches after a field with a default is added. A field whose default changes needs
-    another name, because entries without the field were measured with the old default.
+    An entry thus still matches after a field with a default is added. A field whose default changes
+    needs another name, because entries without the field were measured with the old default.
     """
     operands: tuple[tuple[str, tuple[int, ...]] | None, ...]
     """Dtype and shape of each operand; None for an absent operand."""
 
     @classmethod
     def of(cls, kernel: Any, operands: Sequence[Any]) -> "Key":
-        """Returns the key of a kernel at the shapes that it sees."""
+        """Returns the key of a kernel (a stage) for operands of these shapes and dtypes."""
         return cls(
             kernel.name,
             _canonical(_as_json(kernel, exact=False)),
@@ -94,13 +96,13 @@ class Key(NamedTuple):
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """All of the key but the sizes of axes; only keys of one family can share times."""
+        """All of the key but the sizes of axes. Only keys of one family can share times."""
         ranks = tuple(None if o is None else (o[0], len(o[1])) for o in self.operands)
         return self.kernel, self.statics, ranks
 
 
 Entries = Mapping[Key, tuple[Ranked, ...]]
-"""Measured rankings by key, each with the fastest first."""
+"""Rankings of implementations and configs by key, the fastest first."""
 
 
 def config_text(config: Any) -> str | None:
@@ -120,7 +122,8 @@ def _as_json(value: Any, *, exact: bool) -> Any:
             for field in dataclasses.fields(value)
             if exact or not _has_default(value, field)
         }
-        # The class is part of the text, because configs of two classes may have the same fields.
+        # The class is part of a config's text, because configs of two classes may have equal
+        # fields.
         return {"class": type(value).__name__} | fields if exact else fields
     if isinstance(value, tuple | list):
         return [_as_json(item, exact=exact) for item in value]
@@ -170,7 +173,7 @@ class Found(NamedTuple):
 
 
 class Table:
-    """The measured entries of a device. Equal tables choose the same implementations."""
+    """The measured entries of a device. Equal tables choose equal implementations."""
 
     def __init__(self, entries: Entries, files: Sequence[File] = ()):
         self.entries = dict(entries)
@@ -260,7 +263,7 @@ def user_path(device: dispatch.Device) -> Path:
 
 
 def _places(device: dispatch.Device) -> list[Path]:
-    """Returns the existing files of a device, the shipped one first."""
+    """Returns the existing table files of a device: the shipped one, then the user's."""
     paths = [SHIPPED / file_name(device)]
     with contextlib.suppress(Refused):
         paths.append(user_path(device))
@@ -277,7 +280,8 @@ def _places(device: dispatch.Device) -> list[Path]:
 def load(device: dispatch.Device) -> Table:
     """Returns the table of a device, read once: the shipped file's entries, overridden by the user's.
 
-    If several processes run one program, each of them must call this, since they compare their tables.
+    If several processes run one program, all of them must call this function, which compares their
+    tables.
 
     Raises:
       RuntimeError: the processes have different tables, and would compile different programs.
@@ -304,7 +308,8 @@ def _compare_processes(table: Table, device: dispatch.Device) -> None:
     if jax.process_count() == 1:
         return
     digest = np.frombuffer(bytes.fromhex(table.digest), np.uint8)
-    # A separate thread, because JAX's trace, mesh and default device belong to the current one.
+    # The comparison runs in a separate thread, which does not share this thread's trace, mesh and
+    # device.
     with ThreadPoolExecutor(1) as thread:
         digests = thread.submit(multihost_utils.process_allgather, digest).result()
     different = [i for i, other in enumerate(digests) if other.tobytes() != digest.tobytes()]
@@ -319,7 +324,7 @@ def _compare_processes(table: Table, device: dispatch.Device) -> None:
 
 
 class Refused(ValueError):
-    """Raised for a file that cannot be used; the message says why, and the remedy."""
+    """Raised for a file that cannot be used; the message has the reason and the remedy."""
 
 
 def read(path: Path, device: dispatch.Device) -> dict[Key, tuple[Ranked, ...]]:
@@ -398,7 +403,7 @@ def _typed(value: Any, wanted: type) -> Any:
 
 
 def check_can_write(path: Path, device: dispatch.Device) -> None:
-    """Checks that `write` can write to the folder, and finds no file or one that it can add to.
+    """Checks that `write` can write to the folder, and can add to the file if it exists.
 
     Raises:
       Refused: `read` refuses an existing file, which is not overwritten because it may still be needed;
@@ -423,8 +428,8 @@ def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
     Processes that add to one file wait for each other.
 
     Raises:
-      Refused: there is a file that `read` refuses; it is left as it is.
-      OSError: the file cannot be written; it is left as it is.
+      Refused: `read` refuses the existing file, which stays unchanged.
+      OSError: the file cannot be written, and stays unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path):
@@ -433,7 +438,7 @@ def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Locks a file's folder against other writers; the file itself is replaced, and its lock with it."""
+    """Locks a file's folder against other writers, since the file itself (and its lock) is replaced."""
     import fcntl  # Windows lacks fcntl, but has no GPU to measure on.
 
     folder = os.open(path.parent, os.O_RDONLY)
@@ -460,7 +465,7 @@ def _replace(path: Path, device: dispatch.Device, entries: Entries) -> None:
         )
         for key, ranking in (kept | dict(entries)).items()
     ]
-    # One entry per line, for readers and for version control.
+    # Each entry has a line of its own, for readers and for version control.
     text = json.dumps(_header(device) | {"entries": []})[:-2] + "\n" + ",\n".join(lines) + "\n]}\n"
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         try:

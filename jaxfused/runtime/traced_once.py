@@ -1,8 +1,9 @@
 """A call that is traced once for all places of a program where its operands have the same types.
 
-Equal layers call an operator with the same options and shapes, and tracing its stages takes longer than
-what JAX does with the results. `jax.jit` keeps what it has traced, by the call's static arguments, the
-operands' types and JAX's settings; the program gets what was traced as one equation.
+Equal layers call an operator with the same options and shapes, and tracing its stages takes longer
+than JAX's work on the traced program. `jax.jit` caches the trace by the call's static arguments, the
+operands' types and JAX's settings; each call in the program becomes one equation that holds the
+cached trace.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ class Call(Protocol):
     def batched(
         self, in_batched: Sequence[bool], *operands: jax.Array | None
     ) -> tuple[jax.Array | None, ...]:
-        """Returns the results for a batch, the first axis of all results and of the marked operands."""
+        """Returns the results for a batch: axis 0 of all results and of the operands that have it."""
 
 
 class Choices:
@@ -35,7 +36,7 @@ class Choices:
 
 
 class Traced(NamedTuple):
-    """A call's results as pytree leaves; the implementations chosen are part of the tree's structure."""
+    """A call's results as pytree leaves; the choices are part of the tree's structure, not leaves."""
 
     results: tuple[jax.Array | None, ...]
     choices: Choices
@@ -68,7 +69,7 @@ _call.multiple_results = True
 @_call.def_impl
 def _compute(*operands: jax.Array, jaxpr: ClosedJaxpr, call: Call, given: Sequence[bool]) -> Any:
     del call, given
-    # Outside of `jax.jit` JAX compiles a `jax.shard_map` anew at each call.
+    # JAX compiles a `jax.shard_map` outside of `jax.jit` anew at each call.
     is_mapped = any(equation.primitive.name == "shard_map" for equation in jaxpr.eqns)
     return (_compiled if is_mapped else _evaluated)(jaxpr, *operands)
 
@@ -114,7 +115,7 @@ def _batched(
 def _derivative(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **static: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Differentiates the traced program, which a second derivative in XLA needs."""
+    """Differentiates the traced program, for second derivatives of XLA's implementations."""
     del static
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 

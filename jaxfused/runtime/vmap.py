@@ -1,7 +1,7 @@
 """Batching rules of `jax.vmap` for kernels that have none of their own.
 
 A kernel over rows of any leading shape takes a batch as one more leading axis. If an operand that all
-rows share is batched too, such as the scale of a norm, the batch entries run one after another.
+rows share, such as the scale of a norm, is batched too, the batch entries run one after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ def is_batched(in_batched: Any) -> bool:
 def batch_all(
     axis_size: int, in_batched: Sequence[Any], arrays: Sequence[jax.Array | None]
 ) -> list[Any]:
-    """Returns arrays with the batch as first axis, along which arrays without a batch are repeated."""
+    """Returns the arrays with the batch as first axis; an array without a batch is repeated along it."""
     return [
         array
         if array is None or is_batched(batched)
@@ -31,7 +31,7 @@ def batch_all(
 
 
 def one_by_one(f: Callable[..., Any], in_batched: Sequence[Any], args: Sequence[Any]) -> Any:
-    """Runs `f` over the batch entries in sequence; every output comes back batched."""
+    """Runs `f` over the batch entries in sequence; all its results have the batch as first axis."""
     batched = [is_batched(b) for b in in_batched]
 
     def entry(batched_args: list[Any]) -> Any:
@@ -42,7 +42,7 @@ def one_by_one(f: Callable[..., Any], in_batched: Sequence[Any], args: Sequence[
 
 
 class OneByOne:
-    """Batching rule of kernels without an axis for a batch, because each entry has its own scale."""
+    """Batching rule of kernels without a batch axis, because each batch entry has its own scale."""
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
         """Returns None, so that the entries run one after the other."""
@@ -50,7 +50,7 @@ class OneByOne:
 
 
 def merged_batch(array: jax.Array) -> jax.Array:
-    """Reshapes [N, B, ...] to [N * B, ...], also if other axes are empty and -1 would be ambiguous."""
+    """Reshapes [N, B, ...] to [N * B, ...] without a -1, which would be ambiguous for empty axes."""
     return merge_axes(array, 0)
 
 
@@ -67,7 +67,7 @@ def merged_images(
 def unmerged_images(
     axis_size: int, results: Sequence[jax.Array | None]
 ) -> tuple[jax.Array | None, ...]:
-    """Splits axis 0 of results over `merged_images`, with the batch of the `jax.vmap` first."""
+    """Splits axis 0 of results over `merged_images` into the batch of the `jax.vmap` and the images."""
     return tuple(
         None
         if array is None
