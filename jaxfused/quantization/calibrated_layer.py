@@ -37,7 +37,7 @@ def plain_array(kernel: jax.Array, rule: QuantizationRule) -> QuantizedArray:
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """A layer to quantise, or one layer of a stack."""
+    """A layer to quantise, which may be one of a stack of layers."""
 
     name: str
     rule: QuantizationRule
@@ -46,11 +46,11 @@ class CalibratedLayer:
     divisor: np.ndarray | None
     """Smoothing divisor of each input feature, or None without smoothing."""
     is_folded: bool
-    """True if a norm before the layer divides its inputs, so that the layer does not."""
+    """True if a norm before the layer divides the layer's inputs, so that the layer does not."""
     taps: int
     """Number of positions of a convolution's window; 1 for a linear layer."""
     damping: float
-    """Number added to the diagonal of the inputs' Gram matrix, as a fraction of its mean."""
+    """Multiple of the mean of the inputs' Gram matrix's diagonal that is added to the diagonal."""
     sampled_rows: int
 
     def quantized(self) -> tuple[QuantizedKernel, LayerError]:
@@ -124,7 +124,8 @@ class CalibratedLayer:
         """Returns the layer's result for rows (or windows) already divided by the smoothing divisors."""
         scale = kernel.input_scale
         if self.taps > 1 and kernel.input_dtype is not None and scale is None:
-            # Windows of one image share a scale, but the image of a sampled row is unknown.
+            # The windows of one image share a scale, but which image a sampled row is from is
+            # unknown.
             largest = max(float(np.abs(rows).max()), float(jnp.finfo(jnp.float32).tiny))
             scale = jnp.asarray(largest / FORMATS[kernel.input_dtype].largest, jnp.float32)
         kernel = QuantizedKernel(kernel.array, kernel.input_dtype, None, scale)

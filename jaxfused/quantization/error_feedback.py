@@ -2,11 +2,11 @@
 
 The squared error of a layer's result over its input rows x is `tr(E^T H E)`, with E the error of the
 weights and H the sum of x^T x. Input features are rounded one after the other. The error of each is
-spread over the features that are not rounded yet, such that the error of the result becomes smallest,
-which takes rows of the Cholesky factor of the inverse of H.
+spread over the features that are not rounded yet, such that the error of the result becomes smallest.
+The factors for this are rows of the Cholesky factor of the inverse of H.
 
-Scales are chosen from the original weights, so that the features can be rounded in any order: those with
-the largest inputs first, while many others can still compensate for their errors.
+Scales are computed from the original weights before, so that the features can be rounded in any order:
+those with the largest inputs first, while many others can still compensate for their errors.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", 2022, https://arxiv.org/abs/2210.17323
@@ -22,7 +22,7 @@ from jaxfused.runtime import rounding
 from jaxfused.runtime.quantized_array import spread
 
 _BLOCK = 128
-"""Number of input features in a block, whose errors one product spreads over all later features."""
+"""Input features in a block, after which one product spreads the block's errors over all later ones."""
 
 
 def rounded_weights(
@@ -34,9 +34,9 @@ def rounded_weights(
     *,
     damping: float,
 ) -> jax.Array:
-    """Returns the weights [D, F], rounded to their scales' grid with error feedback.
+    """Returns the weights [D, F], rounded to multiples of their scales with error feedback.
 
-    A column whose result is more accurate with rounding to nearest is rounded to nearest.
+    Where rounding to nearest gives a column's result a smaller error, the column is rounded to nearest.
 
     Args:
       w: [D, F], finite.
@@ -61,7 +61,7 @@ def rounded_weights(
 
 
 def _error(error: jax.Array, gram: np.ndarray) -> np.ndarray:
-    """Returns the squared error of each column of the result, [F]."""
+    """Returns the squared error [F] of each column of the layer's result, given the weights' error."""
     wide = np.asarray(error, np.float64)
     return np.einsum("df,df->f", wide, gram @ wide)
 
@@ -75,15 +75,15 @@ def _inverse_factor(gram: np.ndarray, damping: float) -> jax.Array:
             "quantize_params: a layer reads numbers that are not finite, or whose squares are not, in"
             " the calibration; pass batches on which the model's activations are finite."
         )
-    # A feature that was always 0 gets the mean on the diagonal, so that its weights are rounded to
+    # A feature whose inputs were all 0 gets the mean on the diagonal: its weights are rounded to
     # nearest.
     mean = mean if mean > 0 else 1.0
     damped = np.array(gram, np.float64)
     damped[np.diag_indices_from(damped)] = np.where(diagonal > 0, diagonal, mean)
     share = max(damping, float(np.finfo(np.float32).eps))
     while True:
-        # With both axes reversed, the lower Cholesky factor becomes an upper R with gram = R R^T, and
-        # gram's inverse is R^-T R^-1.
+        # The lower Cholesky factor of gram with both axes reversed, reversed again, is an upper R
+        # with gram = R R^T, and the inverse of gram is R^-T R^-1.
         turned = damped[::-1, ::-1] + share * mean * np.eye(len(damped))
         with jax.enable_x64(True):
             lower = jnp.linalg.cholesky(jnp.asarray(turned, jnp.float64))
@@ -99,11 +99,11 @@ def _inverse_factor(gram: np.ndarray, damping: float) -> jax.Array:
 def _with_feedback(
     w: jax.Array, factor: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: str
 ) -> jax.Array:
-    """Returns the weights on their grid, rounded row by row from the first; scales have w's shape."""
+    """Returns the weights [D, F] rounded row by row from the first; scales and zeros are [D, F] too."""
     features = w.shape[0]
     block = min(_BLOCK, features)
     padding = -features % block
-    # Rows of zeros at the end do not change the others: errors only spread to later rows.
+    # Padding with rows of zeros at the end changes no other row: errors spread to later rows only.
     w = jnp.pad(w, ((0, padding), (0, 0)))
     scales = jnp.pad(scales, ((0, padding), (0, 0)), constant_values=1.0)
     zeros = None if zeros is None else jnp.pad(zeros, ((0, padding), (0, 0)))

@@ -25,18 +25,18 @@ Path = tuple[Any, ...]
 Replace = Callable[[Path, jax.Array, int], KernelStandIn | None]
 """Function (path, kernel, taps) -> replacement of a kernel [..., D, F], or None for no change.
 
-A convolution is treated as the product with all numbers of a window, which has `taps` positions; `taps`
-of a linear layer is 1.
+A convolution is a product with all numbers of its window, which has `taps` positions; a linear layer has
+1.
 """
 
 
 def name_of(path: Path) -> str:
-    """Returns a path as text, its keys joined by "/", in which the rules' patterns are searched."""
+    """Returns a path as text, its keys joined by "/"; the rules' patterns are searched in this text."""
     return "/".join(str(key) for key in path)
 
 
 LeaveOut = Callable[[Path, str], None]
-"""Function (path, reason) -> None, called for a layer whose kernel stays as it is."""
+"""Function (path, reason) -> None, called for each layer whose kernel is not replaced."""
 
 
 def replace_kernels(
@@ -71,11 +71,11 @@ def _replace_in_tree(
     replace: Replace,
     leave_out: LeaveOut,
 ) -> Any:
-    """Returns a tree of Linen's parameters with other kernels.
+    """Returns a tree of Linen's parameters in which `replace` has replaced kernels.
 
     Args:
       siblings: the names in the parent tree, including this tree's.
-      depths: numbers of stacked axes inferred from the layers of the surrounding tree.
+      depths: the numbers of stacked axes that the layers around this tree suggest.
     """
     if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
         items = [
@@ -109,14 +109,14 @@ def _replace_in_tree(
 
 
 def _unboxed(leaf: Any) -> Any:
-    """Returns the value in a partitioned parameter's box, without applying its sharding."""
+    """Returns the value of a leaf that may be boxed with a sharding, which is not applied."""
     if isinstance(leaf, linen.Partitioned):
         return leaf.value
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 
 def _why_no_layer(tree: Mapping[Any, Any], kernel: Any, box: Any) -> str | None:
-    """Returns why these parameters' kernel cannot be replaced, or None; `_axes_of` checks its axes."""
+    """Returns why a tree's kernel cannot be replaced, whatever its axes (see `_axes_of`), or None."""
     if not isinstance(kernel, jax.Array | np.ndarray):
         return (
             f"its kernel is a {type(kernel).__name__} and no array; of shapes call quantize_params under"
@@ -131,10 +131,10 @@ def _why_no_layer(tree: Mapping[Any, Any], kernel: Any, box: Any) -> str | None:
 def _axes_of(
     tree: Mapping[Any, Any], path: Path, siblings: frozenset[str], depths: frozenset[int]
 ) -> int | str:
-    """Returns the number of a kernel's window axes (0 for a linear layer), or why it is no such layer.
+    """Returns the number of a kernel's window axes (0 for a linear layer), or why it has none.
 
     Axes before the window and the last two axes belong to stacked layers, as `nn.scan` makes them. A
-    bias has these axes and the last one, which identifies most kernels.
+    bias has the stack's axes and the last one, from which the window of most kernels follows.
     """
     kernel = np.shape(_unboxed(tree["kernel"]))
     if len(kernel) < 2:
@@ -174,7 +174,7 @@ _PROJECTIONS = ("query", "key", "value", "out")
 
 
 def _depths_of_stacks(tree: Mapping[Any, Any]) -> frozenset[int]:
-    """Returns the numbers of stacked axes inferred from the norms and biases of a tree."""
+    """Returns the numbers of stacked axes that the norms and biases of a tree suggest."""
     found: set[int] = set()
     for value in tree.values():
         if not isinstance(value, Mapping):
@@ -196,10 +196,10 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _boxed(kernel: QuantizedKernel, box: Any, ndim: int) -> QuantizedKernel:
-    """Returns a quantised kernel whose parts are boxed with the axis names of the float kernel.
+    """Returns a quantised kernel whose arrays are boxed with the axis names of the float kernel.
 
-    Three axes get no name: the merged axis of a convolution's window, the axis of groups, whose scales
-    are few, and that of a stack that was made without a name.
+    Three axes get no name: the merged axis of a convolution's window, the axis of the few groups of the
+    scales, and the axis of a stack that was made without a name.
     """
     array = kernel.array
     names = (None,) * (ndim - len(box.names)) + tuple(box.names)
@@ -307,7 +307,7 @@ def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
     )
     if not isinstance(layer, nnx.LoRALinear):
         return quantized
-    # LoRA's low-rank product is added to the product of the quantised kernel.
+    # LoRA adds its low-rank product to the product of the quantised kernel.
     adapted = nnx.clone(layer.lora)
     adapted.base_module = nnx.data(quantized)
     return adapted
@@ -346,7 +346,7 @@ def _conv_with_kernel(layer: nnx.Conv, kernel: KernelStandIn) -> Conv:
 
 
 def _check_plain(layer: nnx.Linear | nnx.Conv, name: str, **given: bool) -> None:
-    """Checks that a layer's product is the standard one; `given` flags other unusual arguments."""
+    """Checks that a layer computes the standard product; `given` flags other unusual arguments."""
     reason = why_given(
         **given,
         promote_dtype=layer.promote_dtype is not promote_dtype,

@@ -25,7 +25,7 @@ def divisors_of_model(
     inputs: Mapping[str, Any],
     groups: Sequence[tuple[Path, list[str]]],
 ) -> tuple[dict[str, np.ndarray], dict[Path, np.ndarray]]:
-    """Returns the divisors of smoothed layers' inputs [..., D], and those of folded norms' results."""
+    """Returns the divisors of smoothed layers' inputs [..., D], and those of the norms to fold into."""
     kernels: dict[str, np.ndarray] = {}
     windows: dict[str, int] = {}
 
@@ -39,7 +39,8 @@ def divisors_of_model(
     alone = [[name] for name in kernels if not any(name in names for names in together)]
     divided: dict[str, np.ndarray] = {}
     for names in [*together, *alone]:
-        # Layers that share their inputs share the divisors, as do the positions of a window.
+        # Layers that read the same inputs share divisors, and so do the positions of a
+        # convolution's window.
         ranges = [_largest_of_features(kernels[name], windows[name]) for name in names]
         of_kernels = np.max(ranges, axis=0)
         s = np.empty(of_kernels.shape, np.float32)
@@ -67,7 +68,7 @@ def check_folds(
     norms: Mapping[Path, np.ndarray],
     divided: Mapping[str, np.ndarray],
 ) -> None:
-    """Checks that the float model gives the same result with folded norms and multiplied kernels."""
+    """Checks that norms with divided results and kernels multiplied by the divisors change no result."""
 
     def multiplied(path: Path, kernel: jax.Array, taps: int) -> ObservedKernel | None:
         s = divided.get(name_of(path))
@@ -97,4 +98,4 @@ _SAME = 0.02
 
 
 def _look_away(layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:
-    """Does nothing: an `ObservedKernel` calls it with each input."""
+    """Ignores the inputs of a layer that an `ObservedKernel` reports."""

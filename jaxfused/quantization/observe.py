@@ -1,8 +1,8 @@
 """Statistics of the inputs of a model's layers while it runs.
 
-The kernels are replaced by `ObservedKernel`s, pytrees that work in `jax.jit`, in blocks that read their
-layers' parameters, and in `jax.lax.scan` over stacked layers, where each layer's number is sliced with
-its kernel. `jax.debug.callback` reports the statistics to the host.
+The kernels are replaced by `ObservedKernel`s. These are pytrees, so that they work in `jax.jit`, in
+blocks that read their layers' parameters, and in `jax.lax.scan` over stacked layers, where each step
+gets its layer's kernel and number. `jax.debug.callback` reports the statistics to the host.
 """
 
 import functools
@@ -48,7 +48,7 @@ class Inputs:
     stride: int = 1
 
     def add_sample(self, rows: np.ndarray, inside: np.ndarray | None, most: int) -> None:
-        """Stores every `stride`-th row; if more than 2 * `most` are stored, drops every second one."""
+        """Stores every `stride`-th row; above 2 * `most` stored rows, removes every second one."""
         self.samples.append(rows[:: self.stride])
         if inside is not None:
             self.inside.append(inside[:: self.stride])
@@ -63,7 +63,7 @@ class Inputs:
         return rows[:: -(-len(rows) // most)]
 
     def inside_rows(self, most: int) -> np.ndarray | None:
-        """Returns which numbers of `rows` are inputs and not padding; None if all are."""
+        """Returns a mask of the numbers of `rows` that are inputs and not padding; None if all are."""
         if not self.inside:
             return None
         inside = np.concatenate(self.inside)
@@ -82,10 +82,10 @@ class _Recorder:
     sampled_rows: int
     inputs: dict[int, Inputs] = field(default_factory=dict)
     in_groups: set[int] = field(default_factory=set)
-    """Numbers of the layers that convolve channels in groups, for which there are no statistics."""
+    """Numbers of the layers that convolve channels in groups, for which no statistics are taken."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    # The instance is static in compiled programs, so instances are compared by identity.
+    # A recorder is static in compiled programs: two recorders are never equal.
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -95,7 +95,7 @@ class _Recorder:
         """Reports the rows of x [..., D] that layer number `layer` reads; None for channels in groups.
 
         Args:
-          inside: whether a number is an input and not padding, broadcasts to x; None if all are.
+          inside: a mask that broadcasts to x, False for padding; None if nothing is padding.
         """
         if x is None:
             jax.debug.callback(self._add_group, layer)
@@ -142,9 +142,10 @@ class _Recorder:
 
 
 def _drawn(count: int, most: int) -> np.ndarray | slice:
-    """Returns the rows to sample: all, or `most` of them, drawn at random with a fixed seed.
+    """Returns the indices of the rows to sample: all, or `most` of them at random with a fixed seed.
 
-    A fixed stride is biased: every 16th window has the same columns if 16 divides an image's width.
+    A fixed stride would be biased: if 16 divides an image's width, every 16th window has the same
+    columns.
     """
     if count <= most:
         return slice(None)
@@ -152,7 +153,7 @@ def _drawn(count: int, most: int) -> np.ndarray | slice:
 
 
 def call_by_default(op: str, module_or_params: Any) -> Call:
-    """Returns the default call of an nnx module, with the batch alone; raises for parameters."""
+    """Returns the default call of an nnx module, module(batch); raises for a tree of parameters."""
     if isinstance(module_or_params, nnx.Module):
         return lambda module, batch: module(batch)
     raise ValueError(
@@ -213,7 +214,7 @@ def observe(
         try:
             jax.block_until_ready(run(batch))
         except ValueError as error:
-            # Flax raises this error for every effect within the body of nn.scan, such as the callbacks
+            # Flax raises this error for every effect in the body of nn.scan, also for the callbacks
             # of a calibration.
             if "data dependency on the scan body" not in str(error):
                 raise
@@ -228,7 +229,7 @@ def observe(
     inputs: dict[int, Inputs | None] = dict(recorders[False].inputs | recorders[True].inputs)
     for found in inputs.values():
         assert found is not None
-        # These features were padding in all windows of a convolution.
+        # A feature that was padding in all windows has low > high.
         unread = found.low > found.high
         found.low, found.high = (np.where(unread, 0.0, a) for a in (found.low, found.high))
     for recorder in recorders.values():

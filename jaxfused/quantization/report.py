@@ -78,7 +78,7 @@ def describe(rule: QuantizationRule, *, rounding: str) -> str:
 
 
 def relative_error(actual: np.ndarray, truth: np.ndarray) -> float:
-    """Returns the norm of the difference over that of the truth; 0 if both arrays are zeros."""
+    """Returns norm(actual - truth) / norm(truth); 0 if both arrays are zeros."""
     actual, truth = np.asarray(actual, np.float64), np.asarray(truth, np.float64)
     error, size = np.linalg.norm(actual - truth), np.linalg.norm(truth)
     return float(error / size) if size > 0 else float(np.where(error == 0, 0.0, np.inf))

@@ -58,7 +58,7 @@ class QuantizationRule:
                 f"QuantizationRule: rounding={self.rounding!r} is not known; pass 'nearest', 'gptq' or"
                 " None."
             )
-        # The comparisons are written so that they reject NaN too.
+        # The comparison is written with `not`, so that it rejects NaN too.
         if self.smoothing is not None and not 0.0 <= self.smoothing <= 1.0:
             raise ValueError(
                 f"QuantizationRule: smoothing is {self.smoothing!r}, but it is a share; pass a number"
@@ -79,7 +79,7 @@ class QuantizationRule:
 
     @property
     def needs_calibration(self) -> str | None:
-        """Names the first option that needs a calibration, or None."""
+        """Names the first option that needs a calibration, or returns None."""
         wanted = {
             "rounding='gptq'": self.rounding == "gptq",
             "smoothing": self.smoothing is not None,
@@ -94,20 +94,20 @@ def as_rules(rules: str | Sequence[QuantizationRule]) -> Sequence[QuantizationRu
 
 
 class Chooser:
-    """Finds the first rule that matches a path, and records which rules ever did."""
+    """Returns the first rule whose pattern is in a path, and records which rules were used."""
 
     def __init__(self, rules: Sequence[QuantizationRule]):
         self.rules = rules
         self.used: set[QuantizationRule] = set()
         self.paths: list[str] = []
         self.left_out: dict[str, str] = {}
-        """Reasons why layers with a rule stay in floats, by the layers' names."""
+        """Reasons why layers for which there is a rule stay in floats, by the layers' names."""
 
     def _find(self, name: str) -> QuantizationRule | None:
         return next((rule for rule in self.rules if re.search(rule.pattern, name)), None)
 
     def leave_out(self, path: Sequence[Any], reason: str) -> None:
-        """Records that the layer at `path` stays in floats, even if a rule fits."""
+        """Records the reason why the layer at `path` stays in floats, even if a rule fits."""
         name = "/".join(str(key) for key in path)
         rule = self._find(name)
         if rule is not None and rule.dtype is None:

@@ -20,15 +20,15 @@ from flax.core import meta
 from jaxfused.quantization.layers import Path
 
 _LEAST = 1e-5
-"""Lower bound of a range; without it, a feature that is always 0 would be multiplied by infinity."""
+"""Least range of a feature; a feature that is always 0 would otherwise be multiplied by infinity."""
 
 
 def divisors(magnitudes: np.ndarray, of_kernel: np.ndarray, share: float) -> np.ndarray:
-    """Returns the divisors [D], from the largest magnitudes of each input feature and of its weights."""
+    """Returns the divisors [D], from the largest magnitude of each input feature and of its weights."""
     of_inputs = np.maximum(magnitudes, _LEAST)
     of_kernel = np.maximum(of_kernel, _LEAST)
     s = of_inputs**share / of_kernel ** (1.0 - share)
-    # A feature that is always 0, or whose divisor is not finite, stays as it is.
+    # A feature that is always 0, or whose divisor would not be finite, is not divided.
     return np.where((magnitudes > 0) & np.isfinite(s), s, 1.0).astype(np.float32)
 
 
@@ -56,11 +56,11 @@ class Fold:
 def folded_groups(
     module_or_params: Any, folds: Sequence[Fold], layers: Mapping[str, Path]
 ) -> list[tuple[Path, list[str]]]:
-    """Returns the path of each norm to fold into, with the names of its layers in the model.
+    """Returns, for each norm to fold into, its path and the names of the layers that read it.
 
     Args:
       module_or_params: the model.
-      folds: the allowed folds.
+      folds: the folds that the user allows.
       layers: the paths of all linear layers to smooth, by name.
     """
     groups: list[tuple[Path, list[str]]] = []
@@ -90,7 +90,7 @@ def _split(name: str) -> Path:
 
 
 def _at(module_or_params: Any, path: Path) -> Any:
-    """Returns the part of a model at a path, or None."""
+    """Returns the submodule or subtree of a model at a path, or None."""
     here = module_or_params
     for key in path:
         if isinstance(here, Mapping):
@@ -109,7 +109,7 @@ def _scale_of(norm: Any) -> Any:
 
 
 def with_divided_norms(module_or_params: Any, norms: Mapping[Path, np.ndarray]) -> Any:
-    """Returns a new model, whose norms at these paths have their results divided by s [..., D]."""
+    """Returns a new model whose norms at these paths have their results divided by divisors [..., D]."""
     if not isinstance(module_or_params, nnx.Module):
         return _divided_in_tree(module_or_params, (), norms)
     module = nnx.clone(module_or_params)
@@ -135,7 +135,7 @@ def _divided_in_tree(tree: Any, path: Path, norms: Mapping[Path, np.ndarray]) ->
 
 
 def _divided(parameter: Any, s: np.ndarray, offset: float = 0.0) -> Any:
-    """Returns a norm's parameter divided by s, where the norm multiplies by parameter + offset."""
+    """Returns a norm's parameter divided by s; the norm multiplies by parameter + offset."""
     if isinstance(parameter, meta.AxisMetadata):
         return parameter.replace_boxed(_divided(meta.unbox(parameter), s, offset))
     wide = (jnp.asarray(parameter, jnp.float32) + offset) / s - offset

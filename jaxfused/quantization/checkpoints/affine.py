@@ -31,7 +31,7 @@ QUANTO_PARTS = ("weight._data", "weight._data._data", "weight._scale", "weight._
 
 
 def plan_of_metal(parts: Parts, config: Config) -> Build:
-    """Checks a layer of codes packed in words along the inputs; returns the function that builds it."""
+    """Checks a layer of codes packed along the inputs in 32-bit words; returns its building function."""
     bits = number(parts, config, ("bits",), (2, 4, 8))
     words = parts.take("weight", ("uint32",), (None, None))
     columns, features = words.shape[0], words.shape[-1] * 32 // bits
@@ -66,8 +66,8 @@ def with_offset(
 def plan_of_quanto(parts: Parts, config: Config) -> Build:
     """Checks a layer, and returns the function that builds it.
 
-    Weights of 4 and 2 bits are flattened and cut into rows, one per group. A byte has a code of each
-    half or quarter of the rows, so the shape does not tell the number of outputs.
+    Weights of 4 and 2 bits are flattened and cut into rows, one for each group. A byte has one code of
+    each half or quarter of these rows, so that its shape does not tell the number of outputs.
     """
     if parts.get("weight._data") is not None:
         arrays = {"weight": parts.arrays["weight._data"], **parts.arrays}
@@ -80,7 +80,7 @@ def plan_of_quanto(parts: Parts, config: Config) -> Build:
     scale = parts.scales("weight._scale", FLOATS, (None, 1))
     shift = parts.scales("weight._shift", FLOATS, (None, 1))
     columns = _outputs(parts, config)
-    # Rows are padded to a multiple of 8 / bits, which share a byte.
+    # The rows are padded to a multiple of 8 / bits, the number of rows that share a byte.
     if not (scale.shape == shift.shape and 0 <= rows - len(scale) < 8 // bits) or (
         len(scale) % columns
     ):
@@ -102,7 +102,7 @@ def plan_of_quanto(parts: Parts, config: Config) -> Build:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _of_halves(packed: jax.Array, bits: int, shape: tuple[int, int]) -> jax.Array:
-    """Returns the codes of bytes whose low bits hold the first half (or quarter) of the rows."""
+    """Returns the codes of bytes: low bits hold the first half (or quarter) of the rows of groups."""
     parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return jnp.concatenate(parts).reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 

@@ -1,4 +1,4 @@
-"""AWQ: AutoAWQ's qweight, qzeros and scales, of versions "gemm" and "gemv"."""
+"""AWQ: the tensors qweight, qzeros and scales of AutoAWQ's versions "gemm" and "gemv"."""
 
 import functools
 
@@ -41,7 +41,7 @@ def plan(parts: Parts, config: Config) -> Build:
         packed = parts.take("qzeros", ("int32",), (groups, columns // 8)).view(np.uint32)
         zeros = _in_columns(unpacked_bits(packed, 4)).T
     else:
-        # Groups are padded to whole words of zero points.
+        # The zero points of a column are padded to whole 32-bit words, of 8 groups each.
         padded = parts.take("qzeros", ("int32",), (columns, None)).view(np.uint32)
         scale = parts.scales("scales", FLOATS, (columns, 8 * padded.shape[-1]))[:, :groups]
         zeros = unpacked_bits(padded, 4)[:, :groups]
@@ -60,7 +60,7 @@ def plan(parts: Parts, config: Config) -> Build:
 
 
 def _in_columns(nibbles):
-    """Returns the eight 4-bit numbers of each word in the order of their columns."""
+    """Returns the eight 4-bit numbers of each 32-bit word in the order of their columns."""
     words = nibbles.reshape(*nibbles.shape[:-1], -1, 8)
     return words[..., _NIBBLE_OF_COLUMN].reshape(nibbles.shape)
 

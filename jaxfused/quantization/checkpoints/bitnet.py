@@ -1,4 +1,4 @@
-"""BitNet of Transformers: ternary numbers, four per byte, from four quarters of the outputs."""
+"""BitNet of Transformers: ternary numbers, four a byte, one from each quarter of the outputs."""
 
 import functools
 

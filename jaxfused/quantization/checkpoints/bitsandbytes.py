@@ -1,6 +1,6 @@
 """bitsandbytes: NF4 and FP4 in blocks of the flattened weights, and LLM.int8.
 
-Two codes share a byte, the first in its high bits. The scales of blocks may be quantised themselves.
+Two 4-bit codes share a byte, the first in its high bits. The blocks' scales may be quantised as well.
 """
 
 import json
@@ -81,7 +81,7 @@ def _plan_4bit(parts: Parts) -> Build:
 
 
 def _codes(packed: jax.Array, columns: int, features: int) -> jax.Array:
-    """Returns codes with the first in a byte's low bits, from bytes with the first in the high bits."""
+    """Returns codes [F, D] packed low bits first, from bytes whose first code is in the high bits."""
     swapped = packed >> 4 | packed << 4
     if features % 2 == 0:
         return swapped.reshape(columns, -1)

@@ -1,7 +1,7 @@
 """compressed-tensors, as llm-compressor and vLLM write and read them.
 
-The config has groups of targets with one scheme each; a layer's target is its class, its name, or "re:"
-and a pattern of names.
+The config has groups, each of several targets and one scheme. A target is the class of layers, a layer's
+name, or "re:" followed by a pattern of names.
 """
 
 import functools
@@ -67,7 +67,7 @@ def plan(parts: Parts, config: Config) -> Build | None:
 
 
 def _scheme(parts: Parts, config: Config) -> Config | None:
-    """Returns the scheme of a layer's group; None if the layer is ignored."""
+    """Returns the scheme of the config group that targets the layer; None if the layer is ignored."""
     if any(_fits(target, parts.layer) for target in names(parts, config, "ignore")):
         return None
     of_name = mapping(parts, config, "config_groups")
@@ -91,7 +91,7 @@ def _fits(target: str, layer: str) -> bool:
 
 
 def _strategy(parts: Parts, args: Config, features: int) -> tuple[int, tuple[int, int] | None]:
-    """Returns the number of groups along the inputs, and the sides of blocks, or None without blocks."""
+    """Returns the number of scales along the inputs, and the sides of blocks (None without blocks)."""
     strategy = args.get("strategy")
     if strategy in ("tensor", "channel"):
         return 1, None
@@ -148,7 +148,7 @@ def _packed_zeros(parts: Parts, bits: int, shape: tuple[int, ...]) -> np.ndarray
 
 
 def _whole_runs(words: Any, bits: int, of: Any) -> Any:
-    """Returns words padded to a multiple of `bits` words, at whose end a code ends."""
+    """Returns words padded to a multiple of `bits` words, since codes end at a word's end only there."""
     missing = -words.shape[-1] % bits if 32 % bits else 0
     return of.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, missing)])
 
@@ -194,13 +194,13 @@ def _values(parts: Parts, args: Config) -> Build:
 
 
 def _float4(parts: Parts, size: int) -> tuple[np.ndarray, int]:
-    """Returns E2M1 codes, two a byte, and the number of groups."""
+    """Returns E2M1 codes, two a byte, and the number of groups along the inputs."""
     packed = parts.take("weight_packed", ("uint8",), (..., None, None))
     return packed, groups_of(parts, 2 * packed.shape[-1], size)
 
 
 def _nvfp4(parts: Parts, args: Config) -> Build:
-    """Checks a layer of E2M1 groups, whose E4M3 scales are divided by one scale of the tensor."""
+    """Checks a layer of E2M1 in groups, whose E4M3 scales are divided by one scale of the tensor."""
     size = number(parts, args, ("group_size",))
     packed, groups = _float4(parts, size)
     scale = parts.scales("weight_scale", FLOAT8, (*packed.shape[:-1], groups))
@@ -211,14 +211,14 @@ def _nvfp4(parts: Parts, args: Config) -> Build:
 
 
 def _mxfp4(parts: Parts, args: Config) -> Build:
-    """Checks a layer of E2M1 in groups of 32 with scales that are powers of two."""
+    """Checks a layer of E2M1 in groups of 32, whose scales are powers of two."""
     size = number(parts, args, ("group_size",), (32,))
     packed, groups = _float4(parts, size)
     return e2m1(parts, packed, e8m0(parts, "weight_scale", (*packed.shape[:-1], groups)), size)
 
 
 def e2m1(parts: Parts, packed: np.ndarray, scale: np.ndarray, size: int) -> Build:
-    """Returns the function that builds a layer of E2M1: two a byte along the inputs, low bits first."""
+    """Returns the function that builds a layer of E2M1, two a byte along the inputs, the first low."""
     bias = parts.bias()
 
     def build() -> QuantizedLayer:
@@ -230,7 +230,7 @@ def e2m1(parts: Parts, packed: np.ndarray, scale: np.ndarray, size: int) -> Buil
 
 
 def _mxfp8(parts: Parts, args: Config) -> Build:
-    """Checks a layer of float8 in groups of 32 with scales that are powers of two."""
+    """Checks a layer of float8 in groups of 32, whose scales are powers of two."""
     size = number(parts, args, ("group_size",), (32,))
     values = parts.take("weight", FLOAT8, (..., None, None))
     groups = groups_of(parts, values.shape[-1], size)

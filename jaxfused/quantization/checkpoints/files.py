@@ -1,4 +1,4 @@
-"""Finds the files of a checkpoint and reads its config. No pickle is ever read."""
+"""Finds the files of a checkpoint and reads its config. Pickles are refused, since they run code."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def tensors_of(op: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, st
 
 
 def config_of(op: str, path: Path) -> dict[str, Any]:
-    """Returns the quantization config that lies next to a checkpoint's tensors."""
+    """Returns the quantization config from the config files in the folder of a checkpoint's tensors."""
     folder = path if path.is_dir() else path.parent
     config = _json(op, folder / "config.json") if (folder / "config.json").exists() else {}
     candidates: list[Any] = [config, config.get("text_config")]
@@ -69,8 +69,8 @@ def config_of(op: str, path: Path) -> dict[str, Any]:
 
 
 _OWN_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Config files that AutoGPTQ and AutoAWQ wrote before config.json held their settings, with the method
-of each."""
+"""Config files of AutoGPTQ and AutoAWQ, from before config.json held their settings, and the method that
+each stands for."""
 
 
 def _files(op: str, path: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -120,8 +120,8 @@ def parts_of_gguf(op: str, path: Path) -> list[Path]:
 def _regular(op: str, folder: Path, name: str, suffix: str) -> Path:
     """Returns a file in the folder, after checks that it exists and lies in the folder.
 
-    Links are followed within the folder, and to the blobs of the Hugging Face hub's cache, whose
-    snapshots are links.
+    Links are followed within the folder, and to the blobs folder of the Hugging Face hub's cache, whose
+    snapshots consist of links.
     """
     parts = PurePosixPath(name).parts
     if (

@@ -35,8 +35,8 @@ def plan_of_scales(
     """Checks a layer of values [..., F, D] that are multiplied by scales.
 
     Args:
-      name: the tensor of scales: one ([] or [1]), one a column ([F] or [F, 1]), or one a block.
-      block: the outputs and inputs of a block that shares a scale.
+      name: the tensor of scales: one in all ([] or [1]), one a column ([F] or [F, 1]), or one a block.
+      block: the numbers of outputs and of inputs in a block that shares a scale.
       dtypes: allowed dtypes of the values.
     """
     values = parts.take("weight", dtypes, (..., None, None))
@@ -68,7 +68,7 @@ def _check_grid(parts: Parts, name: str, scale: np.ndarray, wanted: tuple[int, .
 
 
 def e8m0(parts: Parts, name: str, shape: Any = None) -> np.ndarray:
-    """Returns scales that are stored as E8M0 exponents, after a check that none is NaN (255)."""
+    """Returns scales stored as E8M0 exponents (powers of two), after a check that none is NaN (255)."""
     scale = parts.take(name, ("uint8", "float8_e8m0fnu"), shape).view(np.uint8)
     if (scale == 255).any():
         where = tuple(int(i) for i in np.argwhere(scale == 255)[0])

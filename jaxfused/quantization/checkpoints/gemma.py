@@ -41,7 +41,7 @@ def plan(parts: Parts, config: Config) -> Build:
         stored = on_device(values)
         if bits == 8:
             return QuantizedLayer(weights(stored, scale), None, bias())
-        # 2-bit numbers, codes 0 to 3 minus a zero point of 2, are stored as int4.
+        # 2-bit numbers (codes 0 to 3 minus a zero point of 2) are stored as int4.
         zeros = None if bits == 4 else np.full(scale.shape, 2, np.uint8)
         return QuantizedLayer(integer_weights(_codes(stored, bits), 4, scale, zeros), None, bias())
 

@@ -1,7 +1,7 @@
 """GGUF's blocks: llama.cpp's formats of 2 to 8 bits, as gguf-py decodes them.
 
-A block stores its scales next to its codes; blocks of 256 have smaller groups, whose scales are integers
-times the block's scale.
+A block stores its scales next to its codes. A block of 256 values has smaller groups, whose scales are
+integers times the block's scale.
 """
 
 import functools
@@ -42,17 +42,17 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 class _Scales(NamedTuple):
-    """Scales [..., blocks, groups of a block], and offsets or None."""
+    """Scales [..., blocks, groups of a block], and offsets of the same shape or None."""
 
     scale: np.ndarray
     offset: np.ndarray | None = None
 
 
 class _Form(NamedTuple):
-    """A type of blocks: bits of a code, and the functions that read its scales and codes."""
+    """A type of blocks: bits of a code, and functions that read scales and codes from its bytes."""
 
     bits: int
-    """Bits per code; integers are centred on 2^(bits - 1), or start at 0 if there is an offset."""
+    """Bits of a code. Codes are centred on 2^(bits - 1), or start at 0 if there is an offset."""
     scales: Callable[[np.ndarray], _Scales]
     codes: Callable[[Any], Any]
     """Returns the codes [..., blocks, values] of blocks [..., blocks, bytes]."""
@@ -136,7 +136,7 @@ def _codes(blocks: jax.Array, kind: str) -> jax.Array:
 
 
 def _planes(part: Any, run: int, bits: int) -> Any:
-    """Returns the codes of each run of `run` bytes: those in the lowest bits of all its bytes first."""
+    """Returns the codes of each run of `run` bytes: first those in the lowest bits of all its bytes."""
     runs = part.reshape(*part.shape[:-1], -1, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = (runs >> shifts) & np.uint8(2**bits - 1)
@@ -144,7 +144,7 @@ def _planes(part: Any, run: int, bits: int) -> Any:
 
 
 def _fifth_bits(words: Any) -> Any:
-    """Returns each bit of four bytes as a byte, the lowest first."""
+    """Returns each bit of each byte as a byte of its own, the lowest bit first."""
     bits = (words[..., None] >> np.arange(8, dtype=np.uint8)) & np.uint8(1)
     return bits.reshape(*words.shape[:-1], -1)
 

@@ -1,6 +1,6 @@
 """Reading GGUF files: a header with metadata, and tensors in blocks.
 
-The package `gguf` is not used, because it checks no sizes before it reads, and returns numbers only in
+The package `gguf` is not used: it does not check sizes before it reads, and returns numbers only in
 float32.
 """
 
@@ -18,7 +18,7 @@ _AGAIN = "download or convert it again"
 
 
 class Blocks(NamedTuple):
-    """A type of blocks in which GGUF stores a tensor."""
+    """A type of blocks in which GGUF stores tensors."""
 
     name: str
     values: int
@@ -116,7 +116,7 @@ def _opened(op: str, path: Path, *, with_arrays: bool) -> tuple["_Header", int, 
 
 
 class _Header:
-    """A file's header, which is read from position `at` on."""
+    """A file's header; the methods read from byte `at` on and move it."""
 
     def __init__(self, op: str, path: Path, mapped: np.ndarray):
         self.op, self.path, self.mapped, self.at = op, path, mapped, 0
@@ -141,7 +141,7 @@ class _Header:
         return self.bytes(self.number("Q")).decode("utf-8", "replace")
 
     def value(self, *, with_arrays: bool) -> Any:
-        """Reads a value; arrays, which hold the vocabulary, are skipped unless `with_arrays`."""
+        """Reads a metadata value; arrays, such as the vocabulary, are skipped unless `with_arrays`."""
         kind = self.number("I")
         if kind in _FIXED:
             return self.number(_FIXED[kind])

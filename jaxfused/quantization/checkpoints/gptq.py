@@ -1,8 +1,8 @@
 """GPTQ: AutoGPTQ's and GPTQModel's qweight, qzeros, scales and g_idx.
 
 Weights are packed along the inputs, zero points along the outputs, the lowest bits first. Format "gptq"
-(v1) stores each word of zero points minus a word with a 1 in each place, so that a zero point of 0
-borrows from its neighbour. "gptq_v2" stores the words unchanged.
+(v1) stores each word of zero points minus a word with 1 as each number, so that a zero point of 0
+borrows from the next higher bits. "gptq_v2" stores the words unchanged.
 """
 
 import functools
@@ -32,8 +32,8 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""Word with a 1 in each place, by bits, that v1 subtracts from a word of zero points; with 3 bits, v1
-subtracts 1 from each number instead."""
+"""By bits, the 32-bit word that v1 subtracts from a word of zero points: 1 as each packed number.
+With 3 bits, v1 subtracts 1 from each zero point before packing."""
 
 
 def plan(parts: Parts, config: Config) -> Build | None:
@@ -89,7 +89,7 @@ def _codes(words: jax.Array, order: jax.Array | None, bits: int) -> jax.Array:
 
 
 def _permutation(parts: Parts, features: int, size: int, groups: int) -> np.ndarray | None:
-    """Returns the indices that sort the inputs by group, from g_idx; None if they are sorted already."""
+    """Returns the indices that sort the inputs by their group in g_idx; None if they are sorted."""
     if parts.get("g_idx") is None:
         return None
     of_input = parts.take("g_idx", ("int32", "int64"), (features,))
@@ -97,7 +97,7 @@ def _permutation(parts: Parts, features: int, size: int, groups: int) -> np.ndar
 
 
 def _of_layer(parts: Parts, config: Config) -> dict[str, Any] | None:
-    """Returns the config for a layer, with GPTQModel's `dynamic` applied; None for no quantisation."""
+    """Returns the config of a layer, after GPTQModel's `dynamic` rules; None if not quantised."""
     for pattern, changes in mapping(parts, config, "dynamic").items():
         sign, name = (pattern[0], pattern[2:]) if pattern[:2] in ("+:", "-:") else ("+", pattern)
         if re.match(name, parts.layer):

@@ -1,4 +1,4 @@
-"""HQQ: codes in groups of the flattened weights, with zero points that have a fraction."""
+"""HQQ: codes in groups of the flattened weights, with zero points that are no integers."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ _SETTINGS = (
 )
 PARTS = ("W_q", "scale", "zero", "bias", *_SETTINGS)
 _SHIFTS = {8: (0,), 4: (4, 0), 3: tuple(range(27, -1, -3)), 2: (6, 4, 2, 0)}
-"""Right shifts that extract an element's codes, by bits; the first rows' codes are in its high bits."""
+"""By bits, the right shifts that extract an element's codes, those of the first rows first."""
 
 
 def plan(parts: Parts, config: Config) -> Build:
@@ -53,7 +53,8 @@ def plan(parts: Parts, config: Config) -> Build:
     def build() -> QuantizedLayer:
         codes = _codes(on_device(packed), bits, shape)
         if bits == 8:
-            # int8 holds codes minus 128, so the zero point is lowered by 128 too, which may round it.
+            # The int8 values are codes minus 128: the zero point is lowered by 128 too, which may
+            # round it.
             array = weights(codes_around_0(codes), scale, zero_point=zero - 128, group_size=group)
         else:
             held = 2 if bits == 2 and features % 4 == 0 else 4

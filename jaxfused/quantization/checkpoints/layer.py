@@ -53,10 +53,10 @@ class QuantizedLayer:
     def of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Returns a stack's results [M, F] for rows x [M, D], a group of them for each layer.
 
-        The product is `jaxfused.ragged_dot`; rows that no group has are zeros.
+        The product is `jaxfused.ragged_dot`; the results of rows after the last group are zeros.
 
         Args:
-          group_sizes: int [E], the rows of each layer of the stack; below 0 counts as 0.
+          group_sizes: int [E], the number of rows of each layer of the stack; below 0 counts as 0.
         """
         op = "QuantizedLayer.of_groups"
         if self.array.ndim != 3:
@@ -84,7 +84,7 @@ class QuantizedLayer:
         return (y + bias).astype(y.dtype)
 
     def _check_inputs(self, x: jax.Array) -> None:
-        """Checks x's size before `jnp.take` permutes it, which would hide a wrong size."""
+        """Checks the size of x, since `jnp.take` would permute x of a wrong size without an error."""
         features = self.array.shape[-2]
         if jnp.shape(x)[-1:] != (features,):
             raise ValueError(
@@ -94,14 +94,15 @@ class QuantizedLayer:
 
     @property
     def kernel(self) -> QuantizedKernel:
-        """The kernel of a linear layer of this package's modules."""
+        """The layer's weights as a kernel for the linear layers of jaxfused.nnx and jaxfused.linen."""
         return QuantizedKernel(self.array, permutation=self.permutation)
 
     def with_outputs(self, order: jax.Array) -> "QuantizedLayer":
         """Returns the layer with its outputs in another order, for a next layer's `permutation`.
 
-        If only an elementwise function is between two layers, this makes the next one's permutation
-        free: the results of `up.with_outputs(down.permutation)` are in the order of `down.array`'s rows.
+        If only an elementwise function is between two layers, the next one then needs no permutation
+        at run time: the results of `up.with_outputs(down.permutation)` have the order of
+        `down.array`'s rows.
 
         Args:
           order: int [F], the index of each output, the same for all layers of a stack.
@@ -135,13 +136,13 @@ class QuantizedLayer:
 
 
 Build = Callable[[], QuantizedLayer]
-"""Function that reads and converts a checked layer; memory is allocated only there."""
+"""Function that reads and converts a checked layer; only it allocates memory for the arrays."""
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Memory-mapped tensors of a layer, keyed by the part of their names after the layer's name.
+    """Memory-mapped tensors of a layer, by the rest of their names after the layer's name.
 
     Attributes:
       op: the function that the user called.
@@ -154,7 +155,7 @@ class Parts:
     arrays: Mapping[str, np.ndarray]
 
     def fail(self, sentence: str) -> NoReturn:
-        """Raises a ValueError that names the layer."""
+        """Raises a ValueError that names the user's function and the layer."""
         raise ValueError(f"{self.op}: layer {self.layer!r}: {sentence}")
 
     def get(self, part: str) -> np.ndarray | None:
@@ -166,7 +167,8 @@ class Parts:
 
         Args:
           dtypes: names of the allowed dtypes.
-          shape: sizes, each None for any, after `...` for any leading axes; None for any shape.
+          shape: the size of each axis, or None for any size; a first `...` stands for any leading axes.
+            None allows any shape.
         """
         if part not in self.arrays:
             names = ", ".join(sorted(self.arrays))
@@ -215,7 +217,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 def on_device(array: np.ndarray) -> jax.Array:
-    """Returns a copy of a mapped array on the device; 64-bit numbers get 32 bits without x64."""
+    """Returns a copy of a memory-mapped array on the device; without x64, 64-bit numbers get 32 bits."""
     return jnp.array(array)
 
 
@@ -251,7 +253,7 @@ def names(parts: Parts, config: Config, name: str) -> list[str]:
 def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) -> np.ndarray | None:
     """Returns the permutation [D] that sorts the inputs into groups of `size`; None if they are sorted.
 
-    `of_input` [D] is the group of each input.
+    `of_input` [D] has the index of each input's group.
     """
     expected = np.arange(of_input.size) // size
     if (of_input == expected).all():
@@ -277,7 +279,7 @@ def number(parts: Parts, config: Config, names: tuple[str, ...], allowed: Any = 
 def flat_groups(
     scale: np.ndarray, block: int, shape: tuple[int, int]
 ) -> tuple[np.ndarray, int | None]:
-    """Returns scales [F, groups] and their group size, given one a block of the flattened [F, D].
+    """Returns scales [F, groups] and their group size, given one scale a block of flattened [F, D].
 
     A block that spans several rows becomes several smaller groups with the same scale.
     """
@@ -301,7 +303,7 @@ def weights(
     group_size: int | tuple[int, int] | None = None,
     codebook: tuple[float, ...] | None = None,
 ) -> QuantizedArray:
-    """Returns weights of stored values, with scales, zero points and offsets [..., F, groups]."""
+    """Returns weights of stored values [..., F, D], given scales and offsets [..., F, groups]."""
     parts = (scale, zero_point, offset)
     of_groups = [None if a is None else jnp.array(np.swapaxes(a, -1, -2)) for a in parts]
     scale_of_groups, zeros, offsets = of_groups
@@ -329,8 +331,8 @@ def integer_weights(
 ) -> QuantizedArray:
     """Returns weights from unsigned codes [..., F, D] and uint8 zero points in the codes' range.
 
-    2^(bits - 1) is subtracted from codes and zero points, which become int8, or codes of up to four bits
-    int4. Without a zero point, that number is the zero point.
+    Codes and zero points minus 2^(bits - 1) are stored as int8, or as int4 for codes of up to four bits.
+    Without `zero_point`, the zero point is 2^(bits - 1).
     """
     center = 2 ** (bits - 1)
     values, layout = stored_integers(codes, bits)
@@ -341,7 +343,7 @@ def integer_weights(
 
 
 def stored_integers(codes: jax.Array, bits: int) -> tuple[jax.Array, Layout]:
-    """Returns unsigned codes [..., F, D] as signed integers, in the kernels' layout if possible."""
+    """Returns unsigned codes [..., F, D] as signed integers, in the kernels' layout if D allows it."""
     narrow, features = bits <= 4, codes.shape[-1]
     layout: Layout = "rows" if narrow and features % WORD_BLOCK and features % 2 == 0 else "columns"
     return _stored_integers(codes, bits, layout), layout
@@ -369,8 +371,8 @@ def stored_codes(codes: jax.Array, bits: int) -> jax.Array:
 def unpacked_bits(words: Any, bits: int) -> Any:
     """Returns codes of `bits` bits from uint32 [..., W] (or bytes), the first in the lowest bits.
 
-    If `bits` does not divide 32, a code may lie in two neighbouring words. Takes arrays of NumPy and of
-    JAX.
+    If `bits` does not divide 32, a code may start in one word and end in the next. Takes arrays of NumPy
+    and of JAX.
     """
     width = 8 * words.dtype.itemsize
     if width % bits == 0:
@@ -380,7 +382,7 @@ def unpacked_bits(words: Any, bits: int) -> Any:
         starts = np.arange(width) * bits
         word, shift = starts // width, (starts % width).astype(words.dtype)
         runs = words.reshape(*words.shape[:-1], -1, bits)
-        # A shift by the whole width is undefined, so the next word is shifted in two steps.
+        # A shift by the full width is undefined: the next word is shifted in two steps.
         last = words.dtype.type(width - 1)
         following = (runs[..., np.minimum(word + 1, bits - 1)] << words.dtype.type(1)) << (
             last - shift

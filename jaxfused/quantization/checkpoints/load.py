@@ -42,12 +42,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Format:
-    """A format: the names of a layer's tensors, and the function that checks a layer."""
+    """A format: the names of a layer's tensors, and the function that checks a layer of this format."""
 
     plan: Callable[[Parts, Config], Build | None]
     parts: tuple[str, ...]
     marks: tuple[str, ...]
-    """Names of tensors that only quantised layers have."""
+    """Names of tensors that a layer has only if it is quantised."""
     separators: tuple[str, ...] = (".",)
     """Strings that may separate a layer's name from a tensor's."""
 
@@ -198,7 +198,7 @@ _Plans = dict[str, tuple[Build, int]]
 def planned(
     op: str, tensors: Mapping[str, np.ndarray], config: Config
 ) -> tuple[_Plans, dict[str, np.ndarray]]:
-    """Checks the layers; returns the functions that build them, and the tensors of no layer."""
+    """Checks the layers; returns their building functions, and the tensors that belong to no layer."""
     form = _format(op, config)
     others = dict(tensors)
     plans: _Plans = {}
@@ -236,7 +236,7 @@ _NOT_READ = dict.fromkeys(
 def _layers(
     op: str, form: _Format, tensors: Mapping[str, Any], config: Config
 ) -> list[tuple[str, str]]:
-    """Returns the names of quantised layers that the config does not exclude, and their separators."""
+    """Returns (name, separator) of each quantised layer that the config does not exclude."""
     lists = [names(Parts(op, "", {}), config, key) for key in _LEFT_OUT]
     left_out = [module for found in lists for module in found]
     ends = [(separator, separator + mark) for separator in form.separators for mark in form.marks]
@@ -253,11 +253,11 @@ def _layers(
 
 
 _LEFT_OUT = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
-"""Config keys, each of which may list modules that were not converted."""
+"""Config keys under which configs list modules that were not converted."""
 
 
 def _is_within(layer: str, module: str) -> bool:
-    """Returns whether a module's name is a sequence of whole components of a layer's name."""
+    """Returns whether a module's name is a run of whole dot-separated parts of a layer's name."""
     return re.search(rf"(^|\.){re.escape(module)}(\.|$)", layer) is not None
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt: FP8, and NVFP4, whose scales are multiplied by one scale of the tensor."""
+"""NVIDIA's ModelOpt: FP8; and NVFP4, whose groups' scales are multiplied by one scale of the tensor."""
 
 import fnmatch
 

@@ -1,6 +1,6 @@
-"""MXFP4 of gpt-oss: E2M1 in groups of 32 whose scales are exponents of powers of two.
+"""MXFP4 of gpt-oss: E2M1 in groups of 32, whose scales are powers of two, stored as exponents.
 
-The experts of a layer are stacked, [E, F, D / 32, 16 bytes].
+The codes of a layer's E experts are one tensor, [E, F, D / 32, 16 bytes].
 """
 
 from jaxfused.quantization.checkpoints.compressed_tensors import e2m1

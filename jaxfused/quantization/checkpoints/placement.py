@@ -24,10 +24,10 @@ def placed_tensor(op: str, name: str, array: jax.Array, sharding: Placing | None
 
 
 def placed(op: str, name: str, layer: QuantizedLayer, sharding: Placing | None) -> QuantizedLayer:
-    """Returns a layer with all its arrays split as its weights [..., D, F] are.
+    """Returns a layer whose arrays are all split as its weights [..., D, F] are.
 
     Raises:
-      ValueError: weights that share a scale or a packed word would be on different shards.
+      ValueError: values that share a scale, or a packed word, would be on different devices.
     """
     array = layer.array
     where = _where(op, name, array.shape, sharding)
@@ -80,7 +80,7 @@ def _where(op: str, name: str, shape: tuple[int, ...], sharding: Placing | None)
 def _check_whole(
     op: str, name: str, array: QuantizedArray, where: NamedSharding, of_inputs: Any, of_outputs: Any
 ) -> None:
-    """Checks that shards cut no group that shares a scale, and no values that are packed together."""
+    """Checks that shards cut neither groups that share a scale, nor values that are packed together."""
     together = WORD_BLOCK if array.values.dtype == jnp.int32 else array.packed
     for what, axes, axis in (("inputs", of_inputs, -2), ("outputs", of_outputs, -1)):
         names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)

@@ -1,7 +1,7 @@
 """Reading and writing safetensors files.
 
 The package `safetensors` (0.8.0) is not used, because it cannot read float8 for NumPy and Flax, and
-copies what is memory-mapped here.
+copies tensors, which are memory-mapped here.
 """
 
 import json
@@ -103,7 +103,7 @@ def _header(op: str, path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _place(op: str, path: Path, name: str, entry: Any) -> tuple[Any, tuple[int, ...], int, int]:
-    """Returns dtype, shape, first and last byte of a tensor."""
+    """Returns a tensor's dtype and shape, and its first and end byte in the data after the header."""
     entry = entry if isinstance(entry, dict) else {}
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
     if entry.get("dtype") not in _DTYPES:
@@ -136,7 +136,7 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def write(path: Path, tensors: Mapping[str, np.ndarray], metadata: Metadata) -> None:
-    """Writes tensors, sorted by dtype size and name, to a file."""
+    """Writes tensors to a file, in the order of falling dtype sizes, then of names."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0

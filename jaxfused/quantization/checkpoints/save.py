@@ -89,7 +89,7 @@ def _numbers(name: str, given: Any) -> np.ndarray:
 
 
 def _written(name: str, layer: QuantizedLayer) -> tuple[Tensors, str, dict[str, Any]]:
-    """Returns a layer's tensors, their format and its arguments."""
+    """Returns a layer's tensors, their compressed-tensors format and the format's arguments."""
     array = layer.array
     if array.axis != -2 or array.ndim != 2:
         _fail(
@@ -170,7 +170,7 @@ def _strategy(name: str, array: QuantizedArray) -> dict[str, Any]:
 
 
 def _words(values: np.ndarray) -> np.ndarray:
-    """Returns integers -8 to 7 [F, D] plus 8 in words of 32 bits, padded with zeros to whole words."""
+    """Returns integers -8 to 7 [F, D] plus 8 in 32-bit words [F, D / 8], the last padded with zeros."""
     codes = np.pad((values + 8).astype(np.uint32), ((0, 0), (0, -values.shape[1] % 8)))
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
     words = (codes.reshape(len(codes), -1, 8) << shifts).sum(-1, dtype=np.uint32)

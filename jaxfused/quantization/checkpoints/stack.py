@@ -63,7 +63,7 @@ def _with_permutation(layer: QuantizedLayer) -> QuantizedLayer:
 
 
 def _form(layer: QuantizedLayer) -> str:
-    """Returns the parts of a layer with their dtypes and shapes, in words."""
+    """Returns the dtypes and shapes of a layer's arrays and its static fields as text."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(layer)
     parts = (f"{path[-1].name} {part.dtype}{list(part.shape)}" for path, part in leaves)
     array = layer.array
