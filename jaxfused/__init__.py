@@ -1,7 +1,7 @@
 """Fused operators for JAX on NVIDIA GPUs; the same functions run as plain jax.numpy elsewhere.
 
 `__init__.pyi` states the public names, for editors and type checkers as well as for this module, which
-imports a name's home at its first use.
+imports the module of a name when the name is first used.
 """
 
 import ast as _ast

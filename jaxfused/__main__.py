@@ -29,7 +29,7 @@ from jaxfused.tuning import command
 
 
 class Example(NamedTuple):
-    """A call of an operator with shapes of ViT-B/16 at 224 pixels, or of a model that uses it."""
+    """A call of an operator, with the shapes of ViT-B/16 at 224 pixels or of a model that uses it."""
 
     call: Callable[..., Any]
     shapes: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Example(NamedTuple):
     """Shapes of the arguments that have no gradient."""
 
     def value_and_gradients(self, operands: Sequence[Any], others: Sequence[Any]) -> Any:
-        """Returns the results of the call, and the gradients of `operands` for these as cotangents."""
+        """Returns the call's results, and the gradients of `operands` with the results as cotangents."""
         results, pullback = jax.vjp(lambda *moving: self.call(*moving, *others), *operands)
         return results, pullback(results)
 
@@ -63,12 +63,12 @@ def _quantized_conv(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _sampled(logits: jax.Array, seeds: jax.Array) -> jax.Array:
     drawn: Any = jaxfused.sample(logits, seeds, top_p=0.9, logprobs=1)
-    _, logprobs = drawn  # A token, an integer, has no gradient.
+    _, logprobs = drawn  # The token is an integer and has no gradient.
     return logprobs.chosen
 
 
 def _diagonals(count: int) -> jax.Array:
-    """Returns indices (row, column) of `count` elements of an 8192 x 8192 matrix, sorted by row."""
+    """Returns (row, column) indices of `count` elements of an 8192 x 8192 matrix, sorted by row."""
     index = jnp.arange(count)
     rows = index * 8192 // count
     return jnp.stack([rows, (rows + index * 1009) % 8192], axis=1)
@@ -237,7 +237,7 @@ def operators(device: dispatch.Device) -> Iterator[tuple[str, jaxfused.Explanati
 
 
 def _explanation(example: Example, device: dispatch.Device) -> jaxfused.Explanation:
-    """Explains the call and its gradient."""
+    """Returns the explanation of an example's call and of its gradient."""
     with dispatch.assume(device):
         return jaxfused.explain(example.value_and_gradients, example.shapes, example.others)
 
@@ -280,11 +280,11 @@ def measured_choices(device: dispatch.Device) -> list[str]:
 
 
 def faults(device: dispatch.Device, driver: str | None, library: str | None) -> list[str]:
-    """Returns the faults because of which kernels cannot use this machine's GPU, with remedies.
+    """Returns why kernels cannot use this machine's GPU, each fault with its remedy.
 
     Args:
       device: the device that JAX computes on.
-      driver: the NVIDIA driver's version, None where there is none.
+      driver: the NVIDIA driver's version, None where there is no driver.
       library: why the CUDA library cannot be used, None where it can.
     """
     found = []
@@ -300,7 +300,7 @@ def faults(device: dispatch.Device, driver: str | None, library: str | None) -> 
         found.append(library)
     with warnings.catch_warnings(record=True) as refused:
         warnings.simplefilter("always")
-        # Tables are read on first use, which warns of refused files.
+        # Tables are read on first use, with a warning for each refused file.
         len(table.load(device).entries)
     return found + [str(warning.message) for warning in refused]
 
@@ -370,7 +370,7 @@ def run() -> int:
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout again at exit, which would raise; nothing reads the rest.
+        # Python flushes stdout again at exit, which would raise: stdout is replaced by /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

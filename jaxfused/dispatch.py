@@ -1,8 +1,8 @@
 """Chooses an operator's implementation, and says why others cannot run.
 
 An operator gives `choose` one reason for each implementation, in order of preference: None if the
-implementation can run, or a sentence that says why it cannot. `jaxfused.runtime.runner` then prefers
-the autotuning table's choice (see `jaxfused.runtime.table`). Nothing else decides.
+implementation can run, or a sentence that says why it cannot. The autotuning table's choice takes
+precedence (`jaxfused.runtime.runner` looks it up in `jaxfused.runtime.table`). Nothing else decides.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ Implementation = Literal["pallas", "cuda", "xla"]
 
 @dataclass(frozen=True)
 class Device:
-    """The properties of a call's device that operators depend on."""
+    """The properties of a device on which an operator's choices depend."""
 
     platform: str
     name: str
@@ -31,7 +31,7 @@ class Device:
 
 
 _assumed = jax.make_user_context(default_value=None)
-"""The `Device` of `assume`, on which JAX's caches of traced and compiled programs depend."""
+"""The `Device` of `assume`; JAX's caches of traced and compiled programs depend on it."""
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def assume(device: Device) -> Iterator[None]:
 def current_device(*arrays: object) -> Device:
     """Returns the device on which an operation over `arrays` will run.
 
-    Concrete arrays are on a known device. Traced arrays are not, and JAX's default device is returned
+    Concrete arrays are on a known device. For traced arrays it is JAX's default device
     (`jax.default_device`, then the default backend).
     """
     assumed = _assumed.value
@@ -102,25 +102,25 @@ class Choice(NamedTuple):
     """The implementation chosen for one kernel of an operator, at one place of a program."""
 
     stage: str
-    """The operator and the kernel's work in it, such as "layer_norm forward"."""
+    """The operator and its kernel's work, such as "layer_norm forward"."""
     operands: Sequence[jax.ShapeDtypeStruct | None]
-    """The operands' shapes and dtypes as the kernel sees them: after `jax.vmap`, on the shard."""
+    """Shapes and dtypes of the operands as the kernel sees them: after `jax.vmap`, of one shard."""
     implementation: str
     reasons: Mapping[str, str | None]
     """The implementations, fastest first, each with None or why it cannot run."""
     by_partitioner: bool = False
-    """True if the implementation was chosen for one shard while XLA partitioned the operation."""
+    """True if the choice was made for one shard while XLA partitioned the operation."""
     source: Literal["named", "model", "table", "neighbour"] | None = None
     """The basis of the choice: the caller's name, the operator's rule ("model"), or the autotuning table
-    at these shapes or at near ones. None for a choice that does not depend on shapes."""
+    at these shapes ("table") or at near ones ("neighbour"). None if the choice depends on no shapes."""
     config: Any = None
     """The config from the autotuning table, or None for the implementation's default."""
     kernel: Any = None
     """The `jaxfused.runtime.runner.Stage` that runs, or None if the call is plain jax.numpy."""
     estimate: Estimate = None
-    """The rule by which the implementations are ordered without measured times."""
+    """The rule that orders the implementations where no times were measured."""
     measured: Any = None
-    """The measured times that decided, a `jaxfused.runtime.table.Found`, or None."""
+    """The measured times that decided, a `jaxfused.runtime.table.Found`; None if the rule did."""
     stages: "Sequence[Choice]" = ()
     """Implementations of the kernels that would run if the operator had not left the call to XLA."""
 
@@ -131,7 +131,7 @@ class Fallback(NamedTuple):
     module: str
     """The module's public name, such as "jaxfused.nnx.LayerNorm"."""
     reason: str
-    """The argument that no operator can serve, such as "a mask is given"."""
+    """The argument that no operator supports, such as "a mask is given"."""
 
     def __str__(self) -> str:
         return f"{self.module} runs Flax's own code because {self.reason}"
@@ -142,7 +142,7 @@ _fallback_recordings: list[list[Fallback]] = []
 _alone: contextvars.ContextVar[list[list[Choice]] | None] = contextvars.ContextVar(
     "alone", default=None
 )
-"""Recordings that replace `_recordings` for this thread within `recorded(alone=True)`; else None."""
+"""Recordings that replace `_recordings` in this thread within `recorded(alone=True)`; else None."""
 
 
 def _active() -> list[list[Choice]]:

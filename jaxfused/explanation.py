@@ -59,7 +59,7 @@ class Explanation:
 
 
 _RULES_OF = "NVIDIA H200"
-"""The GPU whose measurements decided which implementation each rule puts first."""
+"""The GPU on which the implementations were measured that each rule puts first."""
 
 _SOURCES = {
     "named": "as named",
@@ -69,8 +69,8 @@ _SOURCES = {
 
 
 def basis(choice: dispatch.Choice) -> list[str]:
-    """Returns lines with the times or rule that decided, and why other implementations cannot run."""
-    # If the operator's own rule left the call to XLA, estimates for its kernels decided nothing.
+    """Returns lines: the times or the rule that decided, and why other implementations cannot run."""
+    # If the operator's own rule left the call to XLA, the estimates of its kernels decided nothing.
     asked = [c for c in choice.stages if c.implementation == "xla" or c.measured is not None]
     stages = dict.fromkeys(f"{c.stage}, {_figures(c)}" for c in asked if _figures(c))
     cannot = [f"not {name!r}: {reason}" for name, reason in choice.reasons.items() if reason]
@@ -78,13 +78,14 @@ def basis(choice: dispatch.Choice) -> list[str]:
 
 
 def _figures(choice: dispatch.Choice) -> str | None:
-    """Returns the times or the rule that decided for an implementation, or None if nothing did."""
+    """Returns the times or the rule that decided for the implementation, or None if neither did."""
     chosen, estimate, measured = choice.implementation, choice.estimate, choice.measured
     able = [name for name, reason in choice.reasons.items() if reason is None]
     if choice.source == "named" or choice.stages or (choice.source and len(able) < 2):
         return None
     if measured is not None:
-        # A ranking has several configs of an implementation; reversed, the dict keeps the fastest.
+        # A ranking has several configs of an implementation; the dict of the reversed one has the
+        # fastest.
         times = {r.implementation: r.microseconds for r in reversed(measured.ranking)}
         at = "" if measured.exact else f" at {_shapes(filter(None, measured.operands))}"
         return f"measured{at}: {_compared(chosen, times)}"
@@ -101,7 +102,7 @@ def _figures(choice: dispatch.Choice) -> str | None:
 
 
 def _compared(chosen: str, microseconds: Mapping[str, float]) -> str:
-    """Describes each implementation's time, and by how much the others exceed the chosen one's."""
+    """Returns each implementation's time, and by how much it exceeds that of the chosen one."""
     least = microseconds[chosen] or math.inf
     others = sorted((time, name) for name, time in microseconds.items() if name != chosen)
     return ", ".join(
@@ -183,8 +184,8 @@ def traced(
     def runs(choice: dispatch.Choice) -> int:
         if choice.kernel is None or choice.by_partitioner:
             return 1
-        # For a gradient JAX also traces forwards that save nothing, and then drops them: these count 0.
-        # Calls from which JAX removed unused operands or results are recognised by their name alone.
+        # JAX also traces, for a gradient, forwards that save nothing, and drops them: these count
+        # 0. Calls from which JAX removed unused operands or results are found by their name alone.
         call = _call(choice)
         return calls[call] or int(call[0] in names and call[:2] not in exact)
 
@@ -192,7 +193,7 @@ def traced(
 
 
 def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
-    """Returns the key under which `_calls` counts calls of the chosen kernel."""
+    """Returns the key under which `_calls` counts the calls of the chosen kernel."""
     results = choice.kernel.axes(*choice.operands).results
     return (
         lowering.jitted(choice.stage).__name__,
@@ -220,7 +221,7 @@ def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
 
 
 def _as_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the shape as rows: all axes but the last are merged."""
+    """Returns the shape with all axes but the last merged into one axis of rows."""
     return (math.prod(shape[:-1]), *shape[-1:])
 
 
@@ -229,13 +230,13 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def _traced_anew() -> Iterator[None]:
-    """Makes JAX trace everything in this context again instead of using its caches."""
+    """Makes JAX trace in this context without its caches of earlier traces."""
     with set_xla_metadata(jaxfused_explain=str(next(_numbers))):
         yield
 
 
 def _is_split_by_xla(*trees: Any) -> bool:
-    """Whether some array is sharded over Auto axes; its shards are known only when XLA compiles."""
+    """Whether an array is sharded over Auto axes, whose shards are known only when XLA compiles."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(trees)]
     return any(
         isinstance(sharding, jax.sharding.NamedSharding)
@@ -250,7 +251,7 @@ def _without_kernels(choice: dispatch.Choice) -> dispatch.Choice:
 
 
 class _Key:
-    """A `Choice` made hashable by its text, such that equal ones are counted as one."""
+    """A `Choice` that is hashable by its text, so that equal choices are counted as one."""
 
     def __init__(self, choice: dispatch.Choice):
         self.choice = choice

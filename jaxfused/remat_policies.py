@@ -28,10 +28,10 @@ _PRODUCTS = ("linear", "mlp", "gated_mlp", "qkv_projection")
 """Operators that consist of products without batch axes; all their named values are saved."""
 
 _SMALL = ("statistics", "log_sum_exp")
-"""Kinds of small values, which are always saved so that an operator with a saved result runs once."""
+"""Kinds of small values, always saved: an operator whose result is saved then runs only once."""
 
 _OF_REFERENCES = {"jaxfused_preactivation": "preactivation", "jaxfused_statistics": "statistics"}
-"""Checkpoint names that implementation "xla" uses, each with the kind of value that it names."""
+"""Checkpoint names of the implementation "xla", each with its kind of value."""
 
 
 def save_only_these_names(*names: str) -> Policy:
@@ -70,7 +70,7 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 def _parts(name: str) -> tuple[str | None, str | None]:
-    """Returns the operator and the kind of value in a checkpoint name; None for what it lacks."""
+    """Returns the operator and the kind of value in a checkpoint name, each None if absent."""
     if name in _OF_REFERENCES:
         return None, _OF_REFERENCES[name]
     if not name.startswith(PREFIX):

@@ -6,20 +6,20 @@ import jax
 
 
 class Batch(NamedTuple):
-    """Images with what moves along with them; all but the images may be None."""
+    """Images and the masks, boxes and labels that change with them; all but the images may be None."""
 
     images: jax.Array
     """Images [B, H, W, C], uint8 or floating with values of 0 to 1; videos are [B, T, H, W, C]."""
     masks: jax.Array | None = None
-    """Masks [B, H, W] or [B, H, W, K], of any dtype: moved by nearest pixels. Those of videos have T
-    too."""
+    """Masks [B, H, W] or [B, H, W, K] of any dtype, resampled by nearest pixels. Masks of videos have an
+    axis T after B."""
     boxes: jax.Array | None = None
     """Boxes [B, N, 4], x1 y1 x2 y2 in pixels from the image's corner: a whole image is 0 0 W H."""
     valid: jax.Array | None = None
-    """Bools [B, N], true for boxes that count; in a result those that still have an area."""
+    """Bools [B, N], true for boxes to use; in a result, those of them that have an area left."""
     labels: jax.Array | None = None
     """Labels: whole numbers [B], or weights [B, K], which `MixUp` and `CutMix` mix."""
     sizes: jax.Array | None = None
     """Height and width [B, 2] of each image where it is smaller than its array, at the top left."""
     visible: jax.Array | None = None
-    """Share of each moved box's area that lies in the image, [B, N]; only in results."""
+    """Fraction of each moved box's area that is inside the image, [B, N]; only in results."""

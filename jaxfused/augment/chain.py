@@ -1,4 +1,4 @@
-"""A chain of transforms: Draws what each does with each image, and runs them in few passes."""
+"""A chain of transforms: draws the parameters of each for each image, and runs all in few passes."""
 
 from typing import Any
 
@@ -18,21 +18,21 @@ from jaxfused.runtime.lowering import jax_defaults
 class Chain:
     """Random changes of images, one after the other, in as few passes over them as possible.
 
-    Geometric transforms that follow each other are one map and one resampling; pointwise transforms
-    that follow them run in the same pass, which reads the images once and writes them once. A
-    statistic, such as the mean that contrast is changed around, reads the images once more. `describe`
+    Adjacent geometric transforms are composed to one map and one resampling; pointwise transforms that
+    follow them run in the same pass, which reads the images once and writes them once. A statistic,
+    such as the mean around which contrast is changed, reads the images once more. `describe`
     says which transforms share a pass. Within a pass, values are float32 (float64 for float64 images)
     and are rounded at its end only; what a geometric transform moves out of the image can come back in
     the same pass, except through a crop.
 
-    A chain's draws depend on an image's key alone. So they are the same on any number of devices, and
-    the same for all frames of a video.
+    The draws for an image depend on its key alone: they are the same on any number of devices, and for
+    all frames of a video.
 
     Args:
       transforms: in their order.
       dtype: of the resulting images; None for that of the images, or float32 after `Normalize`. uint8
         images become floating ones of 0 to 1.
-      mask_fill: what masks have where an image has `fill`.
+      mask_fill: value of masks where an image has the value `fill`.
       implementation: None for the fastest that can run, or "cuda", "xla", of the passes that resample
         or change pixels by themselves.
 

@@ -1,4 +1,4 @@
-"""Transforms that change each pixel by itself: colour, levels, erasing, normalization."""
+"""Transforms of each pixel on its own: colour, levels, erasing, normalization."""
 
 import math
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class ColorJitter(Pointwise):
         check_share(op, "p", self.p)
 
     def _used(self) -> list[tuple[Op, Any]]:
-        """Returns the operations, with their ranges, that may change an image."""
+        """Returns the operations that may change an image, each with the range of its parameter."""
         every = (
             (Op.BRIGHTNESS, self.brightness, 1),
             (Op.CONTRAST, self.contrast, 1),
@@ -161,7 +161,7 @@ class RandomInvert(_OneStep):
 
 
 class _OfLevels(_OneStep):
-    """A step whose parameter, the field named by `number`, counts levels or bits from 0 to `most`."""
+    """A step whose parameter (the field named by `number`) counts levels or bits, from 0 to `most`."""
 
     number: ClassVar[str]
     most: ClassVar[int]

@@ -1,4 +1,4 @@
-"""Several geometric parts as one map, for images, masks and boxes."""
+"""The composition of several geometric parts into one map of positions, for images, masks and boxes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from jaxfused.ops.augment import resample_xla
 from jaxfused.ops.augment.resample_xla import Map, Reading, product
 
 _EVERYWHERE = (-1e9, -1e9, 1e9, 1e9)
-"""A window that holds every pixel of an image: smallest x and y, largest x and y."""
+"""A window that contains every pixel of an image: smallest x and y, largest x and y."""
 
 
 class Frame(NamedTuple):
-    """The geometric parts of a pass, and height and width of the arrays that it reads."""
+    """The geometric parts of a pass, and the height and width of the arrays that the pass reads."""
 
     parts: tuple[Geometric, ...]
     shape: tuple[int, int]
@@ -30,7 +30,7 @@ class Frame(NamedTuple):
         return shape
 
     def reading(self, channels: int) -> Reading:
-        """Returns the options of the pass's resampling of images with this many channels."""
+        """Returns the options for resampling images of this many channels in the pass."""
         seen = [part for part in self.parts if not part.any_interpolation]
         shrinks, shape = 1.0, self.shape
         for part in self.parts:
@@ -57,17 +57,17 @@ class Frame(NamedTuple):
 
     @property
     def is_upright(self) -> bool:
-        """True if rows stay rows and columns stay columns."""
+        """True if the map takes rows to rows and columns to columns."""
         return all(part.upright for part in self.parts)
 
     @property
     def antialiases(self) -> bool:
-        """True if the interpolation's window becomes wider where the whole map shrinks the image."""
+        """True if the interpolation's window becomes wider where the composed map shrinks the image."""
         return any(part.antialias for part in self.parts)
 
 
 def composed(frame: Frame, drawn: Sequence[Drawn], size: jax.Array) -> Map:
-    """Returns the map of one image of `size` [height, width]."""
+    """Returns the composed map of one image of `size` [height, width]."""
     source, shape = size, frame.shape
     matrix = eye = jnp.eye(3, dtype=jnp.float32)
     window = jnp.array(_EVERYWHERE, jnp.float32)
@@ -91,7 +91,7 @@ def composed(frame: Frame, drawn: Sequence[Drawn], size: jax.Array) -> Map:
 
 
 def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
-    """Returns a window's intersection with a box [left, top, width, height] after an upright map."""
+    """Returns the part of a window inside a box [left, top, width, height] that an upright map moves."""
     low, high = box[:2] - 0.5, box[:2] + box[2:] - 0.5
     scale = jnp.stack([matrix[0, 0], matrix[1, 1]])
     ends = jnp.stack([low * scale + matrix[:2, 2], high * scale + matrix[:2, 2]])
@@ -101,7 +101,7 @@ def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
 
 
 def _stretch(matrix: jax.Array, size: jax.Array) -> jax.Array:
-    """Returns by how many pixels x and y change in the image per pixel of the result, at its middle."""
+    """Returns the pixels [2] that x and y move in the image for a pixel of the result, at its middle."""
     x, y = middle(size)
     place = _applied(matrix, x, y)
     slope = (matrix[:2, :2] - place[:2, None] / place[2] * matrix[2:, :2]) / place[2]
@@ -109,12 +109,12 @@ def _stretch(matrix: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def _applied(matrix: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the homogeneous coordinates of the point (x, y, 1) multiplied by a matrix."""
+    """Returns the homogeneous coordinates of a matrix times the points (x, y, 1)."""
     return matrix[:, 0] * x + matrix[:, 1] * y + matrix[:, 2]
 
 
 def moved_mask(mask: jax.Array, reading: Reading, map: Map, fill: float) -> jax.Array:
-    """Returns a mask [H, W, K] moved by the map, with `fill` for pixels from outside of the mask."""
+    """Returns a mask [H, W, K] moved by the map; pixels from outside of the mask become `fill`."""
     return resample_xla.nearest(mask, reading, map, jnp.full((mask.shape[-1],), fill, mask.dtype))
 
 
@@ -125,7 +125,7 @@ def moved_boxes(boxes: jax.Array, map: Map) -> jax.Array:
     if map.before is not None:
         x, y = resample_xla.moved(inverted(map.before), x, y)
     if map.shift is not None:
-        # The inverse of the displacement is found by fixed-point iteration.
+        # Four fixed-point iterations invert the displacement.
         start = x, y
         for _ in range(4):
             dx, dy = resample_xla.shift_at(map.shift, x, y)

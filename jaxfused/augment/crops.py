@@ -11,7 +11,7 @@ from jaxfused.augment.transform import Geometric, pair, transform, whole
 from jaxfused.ops.augment.resample_xla import Interpolation
 
 _TRIES = 10
-"""Number of draws of a crop; if none fits the image, a central crop is taken, as in torchvision."""
+"""Number of draws of a crop. If no draw fits the image, its middle is taken, as in torchvision."""
 
 
 class Crop(Geometric):
@@ -29,7 +29,7 @@ class Crop(Geometric):
         return height, width
 
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
-        """Returns the map to the box `values`: left, top, width, height."""
+        """Returns the map from the result to the box `values`: left, top, width, height of the image."""
         left, top, width, height = values
         across, down = width / self.size[1], height / self.size[0]  # type: ignore[index]
         return matrix(
@@ -60,7 +60,7 @@ class RandomResizedCrop(Crop):
       scale: range of the area, as a share.
       ratio: range of width over height.
       interpolation: "bilinear", "bicubic" or "nearest".
-      antialias: whether things that become smaller are averaged.
+      antialias: whether pixels are averaged where the image shrinks.
 
     Source: Szegedy et al., "Going deeper with convolutions", 2014, section 6,
     https://arxiv.org/abs/1409.4842; `torchvision.transforms.v2.RandomResizedCrop`.
@@ -114,7 +114,7 @@ class Resize(Crop):
       size: height and width of the result. (torchvision's one int for the shorter side would give
         images of different shapes.)
       interpolation: "bilinear", "bicubic" or "nearest".
-      antialias: whether things that become smaller are averaged.
+      antialias: whether pixels are averaged where the image shrinks.
 
     Source: `torchvision.transforms.v2.Resize`.
     """

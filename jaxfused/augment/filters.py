@@ -1,4 +1,4 @@
-"""Transforms whose pixels depend on their neighbours or on noise."""
+"""Transforms whose pixels depend on the pixels around them, or on noise."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -133,7 +133,7 @@ class GaussianNoise(Filter):
         return dict(key=own, sigma=uniform(amount, *self.sigma))  # type: ignore[misc]
 
     def of_frame(self, values: Any, frame: jax.Array) -> Any:
-        """Returns the parameters of one frame of a video, because each frame has noise of its own."""
+        """Returns the parameters of one frame of a video, since each frame has its own noise."""
         return values | dict(key=jax.random.fold_in(values["key"], frame))
 
     def filtered(self, values: Any, x: jax.Array, size: jax.Array | None) -> jax.Array:

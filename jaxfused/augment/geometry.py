@@ -1,4 +1,4 @@
-"""Transforms that turn, move, bend and mirror images."""
+"""Transforms that rotate, move, bend and mirror images."""
 
 import math
 from collections.abc import Sequence
@@ -45,17 +45,17 @@ def sine_and_cosine(degrees: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def middle(size: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (x, y) of the middle of an image."""
+    """Returns (x, y) of the middle of an image of `size` [height, width], in pixels."""
     return (size[1] - 1) / 2, (size[0] - 1) / 2
 
 
 def affine_inverse(
     degrees: Any, translation: tuple[Any, Any], scale: Any, shear: tuple[Any, Any], centre: Any
 ) -> jax.Array:
-    """Returns the map from the result of an affine warp to the image: shear, scale, turn, then move."""
+    """Returns the map from an affine warp's result to the image. The warp: shear, scale, turn, move."""
     s, c = sine_and_cosine(jnp.asarray(degrees, jnp.float32))
     across, down = (jnp.tan(jnp.deg2rad(jnp.asarray(angle, jnp.float32))) for angle in shear)
-    # Rotation is counter-clockwise as seen on a screen, where y points down. y is sheared after x.
+    # The rotation is counter-clockwise on a screen, where y points down. y is sheared after x.
     sheared = matrix([[1, -across, 0], [-down, 1 + across * down, 0], [0, 0, 1]])
     turned = matrix([[scale * c, scale * s, 0], [-scale * s, scale * c, 0], [0, 0, 1]])
     x, y = centre
@@ -78,7 +78,7 @@ class RandomAffine(Geometric):
       shear: range of angles of the shear along x, in degrees, one number for both sides of 0, or
         (low, high, low, high) for x and y; x' = x - tan(shear) y.
       interpolation: "bilinear", "bicubic" or "nearest" (torchvision's default).
-      antialias: whether things that become smaller are averaged.
+      antialias: whether pixels are averaged where the image shrinks.
       fill: of what comes in from outside, in the values of the images: one number, or one a channel.
       p: probability.
 
@@ -246,7 +246,8 @@ class RandomPerspective(Geometric):
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         to_corners = _from_unit_square(values)
         back = inverted(to_corners)
-        # The map counts from pixel edges and corners are at pixel centres, as in torchvision.
+        # The map counts pixels from their edges, but the corners are pixel centres, as in
+        # torchvision.
         first = back[2, 0] * values[0, 0] + back[2, 1] * values[0, 1] + back[2, 2]
         scaled = matrix([[size[1] - 1, 0, 0], [0, size[0] - 1, 0], [0, 0, 1]])
         of_edges = product(scaled, back / first)
@@ -305,7 +306,7 @@ class ElasticTransform(Geometric):
         return key
 
     def field(self, values: Any, shape: tuple[int, int]) -> jax.Array:
-        """Returns the displacements (x, y) of an image, [H, W, 2]."""
+        """Returns the displacement (x, y) of each pixel in pixels, [H, W, 2]."""
         noise = jax.random.uniform(values, (*shape, 2), jnp.float32, -1, 1)
         return self.alpha * filters_xla.smoothed(noise, self.sigma)
 

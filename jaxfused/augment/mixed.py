@@ -50,7 +50,7 @@ def mixed(
 
 
 def _weights(op: str, labels: jax.Array, num_classes: int | None) -> jax.Array:
-    """Returns labels as weights [B, K]."""
+    """Returns labels as weights of K classes, [B, K]."""
     if labels.ndim == 2:
         floating = jnp.issubdtype(labels.dtype, jnp.floating)
         return labels if floating else labels.astype(jnp.float32)
@@ -59,7 +59,8 @@ def _weights(op: str, labels: jax.Array, num_classes: int | None) -> jax.Array:
             f"{op}: labels are whole numbers, whose mixtures are weights; pass num_classes, or labels"
             " [B, K]."
         )
-    # `one_hot` compares classes in the dtype of the labels, which may be too narrow for them.
+    # `one_hot` compares classes in the dtype of the labels, which may be too narrow for
+    # `num_classes`.
     labels = labels.astype(np.promote_types(labels.dtype, np.int32))
     return jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Transforms that mix images of a batch."""
+"""Transforms that mix each image of a batch with the image before it."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from jaxfused.augment.transform import Mixing, check_share, transform, whole
 
 
 class _Beta(Mixing):
-    """A mixing part whose images keep a share of themselves drawn from Beta(alpha, alpha)."""
+    """A mixing part in which the weight of an image itself is drawn from Beta(alpha, alpha)."""
 
     alpha: float = 1.0
 
@@ -34,7 +34,7 @@ class MixUp(_Beta):
     Args:
       alpha: of the beta distribution.
       num_classes: of labels that are whole numbers, which become one-hot; None if labels are weights.
-        Labels from it on weigh nothing where `jax.jit` hides them, and are an error elsewhere.
+        Labels of num_classes or more have no weight where `jax.jit` traces them; else they are an error.
       per_image: whether each image has its own lambda, or the batch has one, as in torchvision.
       axis_name: of a `jax.shard_map` over the batch: the first image of a device has the last one of the
         device before it as its partner, as without shards.
@@ -67,7 +67,7 @@ class CutMix(_Beta):
     Args:
       alpha: of the beta distribution.
       num_classes: of labels that are whole numbers, which become one-hot; None if labels are weights.
-        Labels from it on weigh nothing where `jax.jit` hides them, and are an error elsewhere.
+        Labels of num_classes or more have no weight where `jax.jit` traces them; else they are an error.
       per_image: whether each image has its own box, or the batch has one, as in torchvision.
       axis_name: of a `jax.shard_map` over the batch, as for `MixUp`.
       p: probability.

@@ -1,4 +1,4 @@
-"""The passes of a chain: groups of transforms that read and write the images once."""
+"""The passes of a chain: groups of transforms that share one read and one write of the images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jaxfused.ops.augment.steps_xla import STATISTICAL
 
 @dataclass(frozen=True)
 class ImagePass:
-    """Indices of the parts in one pass: one resampling for all geometric ones, then pointwise steps."""
+    """Indices of one pass's parts: geometric ones (one resampling in all), then pointwise ones."""
 
     geometric: tuple[int, ...] = ()
     pointwise: tuple[int, ...] = ()
@@ -21,7 +21,7 @@ class ImagePass:
 
 @dataclass(frozen=True)
 class FilterPass:
-    """Index of a part that runs alone, because its pixels depend on their neighbours."""
+    """Index of a part that runs alone, because its pixels depend on the pixels around them."""
 
     part: int
 
@@ -69,15 +69,15 @@ def _joins(before: Sequence[Any], part: Geometric, last: ImagePass) -> bool:
         return False
     if isinstance(part, ElasticTransform) and any(isinstance(p, ElasticTransform) for p in before):
         return False
-    # A crop discards pixels, which a later part must not bring back. If only upright parts come before
-    # it, its result is a rectangle of the image, which `Map.window` keeps.
+    # A crop removes pixels, which a later part must not bring back. If all parts before the crop
+    # are upright, its result is a rectangle of the image, which `Map.window` stores.
     crops = [i for i, p in enumerate(before) if p.crops]
     upright_until_crop = all(p.upright for p in before[: crops[-1]]) if crops else True
     return (part.upright and not part.crops) or upright_until_crop
 
 
 def _fill(part: Any) -> Any:
-    """Returns the value that a part fills with, or None if the part never fills."""
+    """Returns the value of pixels from outside of the image, or None if the part has none."""
     if (part.any_interpolation and not part.crops) or (part.crops and part.antialias):
         return None
     fill = part.fill

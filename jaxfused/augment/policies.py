@@ -27,7 +27,7 @@ from jaxfused.runtime.checks import check_count
 
 
 class _Several(Transform):
-    """A transform made of other transforms, some of which it turns off for an image."""
+    """A transform that consists of others, some of which it turns off for each image."""
 
     transforms: tuple[Transform, ...]
 
@@ -91,7 +91,7 @@ class RandomChoice(_Several):
 
     Args:
       transforms: the transforms; each image gets one of them.
-      p: how likely each of them is, before division by the sum; None for all alike.
+      p: the weight of each in the draw, divided by their sum; None for equal weights.
 
     Source: `torchvision.transforms.v2.RandomChoice`.
     """
@@ -135,7 +135,7 @@ OPERATIONS = ("Identity", *_WARPS, *_COLOURS, "Sharpness")
 
 @dataclass(frozen=True)
 class _Warp(Geometric):
-    """The geometric operations of RandAugment and the like; the map's matrix [3, 3] is drawn."""
+    """The geometric operations of RandAugment and TrivialAugmentWide; the matrix [3, 3] is drawn."""
 
     interpolation: Interpolation
     fill: Any
@@ -145,7 +145,7 @@ class _Warp(Geometric):
 
 
 class _Colour(Pointwise):
-    """The colour operations of a random policy: an operation's index and its amount are drawn."""
+    """The colour operations of the policies below: an operation's index and its amount are drawn."""
 
     def operations(self) -> Steps:
         return (tuple(_COLOURS.values()),)
@@ -175,11 +175,11 @@ class _Policy(Transform):
         return tuple(drawn for k in keys for drawn in self._layer(k, size))
 
     def _share(self, key: jax.Array) -> jax.Array:
-        """Draws the magnitude of an operation as a share of the largest, 0 to 1."""
+        """Draws an operation's magnitude as a fraction, 0 to 1, of the largest magnitude."""
         raise NotImplementedError
 
     def _most(self, size: jax.Array) -> dict[str, Any]:
-        """Returns the largest amount for each warp's name, "factor" (colours) and "bits" (Posterize)."""
+        """Returns the largest amounts: of each warp by name, of "factor" (colours), of "bits"."""
         raise NotImplementedError
 
     def _layer(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
@@ -191,7 +191,7 @@ class _Policy(Transform):
     def operation(
         self, kind: jax.Array, share: jax.Array, sign: jax.Array, size: jax.Array
     ) -> tuple[Drawn, ...]:
-        """Returns what is drawn for a layer's three parts; `kind` is an index in `OPERATIONS`."""
+        """Returns the draws for a layer's three parts; `kind` is an index in `OPERATIONS`."""
         most = self._most(size)
 
         def chosen(name: str) -> jax.Array:
@@ -239,7 +239,7 @@ class RandAugment(_Policy):
 
     The operations are Identity, ShearX, ShearY, TranslateX, TranslateY, Rotate, Brightness, Color,
     Contrast, Sharpness, Posterize, Solarize, AutoContrast and Equalize. Magnitude m of n bins is the
-    share m / (n - 1) of 0.3 for shears, of 150 / 331 of the side for translations, of 30 degrees, of
+    fraction m / (n - 1) of 0.3 for shears, of 150 / 331 of the side for translations, of 30 degrees, of
     0.9 for factors around 1, of 4 bits and of 255 levels below 255; signs are random.
 
     Args:

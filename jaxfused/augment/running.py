@@ -90,7 +90,7 @@ def checked(images: Any) -> Batch:
 
 
 def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
-    """Returns the images' sizes; traced ones are clipped to the array's, so that reads stay inside."""
+    """Returns the images' sizes; traced ones are clipped to the array's size: no read is outside."""
     values = readable_values(sizes)
     if values is not None:
         wrong = ((values < 0) | (values > np.array(most))).any(-1)
@@ -220,7 +220,7 @@ def _repeated(tree: Any, frames: int | None) -> Any:
 
 
 class _Joined(NamedTuple):
-    """A blur that runs in the kernel of the pass before it, perhaps with the pointwise pass after it."""
+    """A blur in the kernel of the pass before it, perhaps with the pointwise pass that follows it."""
 
     spec: image_pass_xla.Pass
     rows: jax.Array
@@ -228,11 +228,11 @@ class _Joined(NamedTuple):
     weights: jax.Array
     """Weights [B, n] of the blur."""
     passes: int
-    """Number of passes that run in the first one's kernel: the blur, and perhaps the pass after it."""
+    """Number of passes that run in the kernel of the first: the blur, and perhaps the pass after it."""
 
 
 class _State:
-    """State of a batch between the passes of a chain."""
+    """The batch between the passes of a chain, and the methods that run a pass."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class _State:
         return 1
 
     def after(self, number: int) -> Any:
-        """Returns the dtype of the images after a pass."""
+        """Returns the dtype of the images after pass `number`."""
         final = _final_dtype(self.spec, self.given)
         indices = [i for p in self.spec.passes[: number + 1] for i in _parts_of(p)]
         is_normalized = plan.is_normalized([self.spec.parts[i] for i in indices])
@@ -274,7 +274,7 @@ class _State:
     def _joined(
         self, draws: Draws, number: int, first: image_pass_xla.Pass, shift: jax.Array | None
     ) -> _Joined | None:
-        """Returns the blur at pass `number`, or None if no kernel appends it to the pass `first`."""
+        """Returns the blur of pass `number`, or None if it cannot run in the kernel of pass `first`."""
         at = self.spec.passes[number : number + 2]
         index = at[0].part if at and isinstance(at[0], FilterPass) else -1
         part: Any = self.spec.parts[index]
@@ -302,7 +302,7 @@ class _State:
         dtype: Any,
         behind: int,
     ) -> int:
-        """Runs an image pass and returns how many of the passes from `behind` on joined its kernel."""
+        """Runs an image pass; returns how many of the passes from `behind` on ran in its kernel too."""
         images = self.batch.images
         height, width, channels = images.shape[1:]
         frame = Frame(tuple(self.spec.parts[i] for i in geometric), (height, width))  # type: ignore[misc]
@@ -349,7 +349,7 @@ class _State:
     def _rows(
         self, draws: Draws, pointwise: Sequence[int], channels: int
     ) -> tuple[jax.Array, steps_xla.Steps]:
-        """Returns each step's (operation, values), [B, steps, 1 + width], and possible operations."""
+        """Returns (operation, values) of each step, [B, steps, 1 + width], and possible operations."""
         wide = steps_xla.width(channels)
         is_uint8, steps = self.batch.images.dtype == jnp.uint8, []
         rows = []
@@ -366,7 +366,7 @@ class _State:
                 return jnp.stack(made) if made else jnp.zeros((0, 1 + wide), jnp.float32)
 
             rows.append(jax.vmap(rows_of)(draws[i]))
-            # After Normalize, values are no longer levels of uint8.
+            # The values after Normalize are no levels of uint8.
             is_uint8 = is_uint8 and not plan.is_normalized([part])
         empty = jnp.zeros((len(self.batch.images), 0, 1 + wide), jnp.float32)
         return jnp.concatenate([empty, *rows], 1), tuple(steps)
@@ -395,7 +395,7 @@ class _State:
         )
 
     def finished(self) -> Batch:
-        """Returns the batch with boxes cut at the edges, padding set to 0, and frames as videos."""
+        """Returns the batch with boxes clipped to images, padding set to 0, and frames as videos."""
         batch = self.batch
         if self.is_ragged:
             rows, columns = (jnp.arange(n, dtype=jnp.float32) for n in batch.images.shape[1:3])
@@ -406,7 +406,7 @@ class _State:
             batch = _cut(batch, self.sizes)
         if batch.sizes is not None:
             sizes = self.sizes if self.frames is None else self.sizes[:: self.frames]
-            # The result may be larger than an 8-bit dtype of the given sizes can hold.
+            # The sizes may become larger than the 8-bit dtype of the given sizes can hold.
             dtype = np.promote_types(batch.sizes.dtype, np.int32)
             batch = batch._replace(sizes=sizes.astype(dtype))
         if self.frames is None:

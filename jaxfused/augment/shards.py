@@ -40,7 +40,8 @@ def over_batch[R](
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set(),
         in_specs=specs,
         out_specs=P(names),
-        # Types of kernel results do not state the axes along which they vary.
+        # The check is off, since types of kernel results do not state the mesh axes along which
+        # they vary.
         check_vma=False,
     )
     return on_shards(split, whole)

@@ -1,4 +1,4 @@
-"""Base classes of transforms, one for each kind of part, and of what is drawn for them."""
+"""Base classes of transforms, one for each kind of part, and the type of a part's draws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +24,8 @@ class Drawn(NamedTuple):
 class Transform:
     """A random change of one image.
 
-    Its fields are the ranges of the drawn parameters; there is no other state.
-
-    A transform consists of `parts`, of which a chain makes passes. `draw` returns what each part does.
+    Its fields are the ranges of the drawn parameters; there is no other state. A transform consists of
+    one or several `parts`, which a chain groups into passes. `draw` returns the parameters of each part.
     """
 
     def __post_init__(self) -> None:
@@ -47,7 +46,7 @@ class Transform:
 
 
 class Part(Transform):
-    """A transform that consists of one part, itself."""
+    """A transform that is its own only part."""
 
     p: float = 1.0
 
@@ -68,16 +67,14 @@ class Geometric(Part):
     """A part that moves pixels."""
 
     crops: ClassVar[bool] = False
-    """True if pixels outside of the part's result are discarded, so that later parts cannot bring them
-    back."""
+    """True if pixels outside of the part's result are lost: later parts must not bring them back."""
     upright: ClassVar[bool] = False
-    """True if rows of the image stay rows and columns stay columns."""
+    """True if the part maps rows of the image to rows, and columns to columns."""
     interpolation: Interpolation = "bilinear"
     antialias: bool = False
     fill: float | Sequence[float] = 0.0
     any_interpolation: ClassVar[bool] = False
-    """True if positions are always the centres of pixels, so that interpolation and fill do not
-    matter."""
+    """True if the part's positions are always pixel centres: interpolation and fill do not matter."""
 
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         """Returns the matrix [3, 3] that maps positions in the result to positions in the image."""
@@ -96,10 +93,10 @@ class Pointwise(Part):
     """A part that changes each pixel from its own value and perhaps from statistics of the image."""
 
     bounded: ClassVar[bool] = True
-    """True if the part takes values of 0 to 1, so that it has to come before `Normalize`."""
+    """True if the part takes values of 0 to 1, and so must come before `Normalize`."""
 
     def operations(self) -> Steps:
-        """Returns the operations that each of the part's steps may have."""
+        """Returns the operations that each step of the part may have."""
         raise NotImplementedError
 
     def rows(self, values: Any, channels: int, is_uint8: bool) -> list[tuple[Any, Any]]:
@@ -108,15 +105,15 @@ class Pointwise(Part):
 
 
 class Filter(Part):
-    """A part whose pixels depend on their neighbours."""
+    """A part whose pixels depend on the pixels around them, or on noise."""
 
     bounded: ClassVar[bool] = True
-    """True if the part takes values of 0 to 1, so that it has to come before `Normalize`."""
+    """True if the part takes values of 0 to 1, and so must come before `Normalize`."""
 
     def filtered(self, values: Any, x: jax.Array, size: jax.Array | None) -> jax.Array:
         """Returns an image [H, W, C] of values 0 to 1 after the filter.
 
-        `size` is its height and width, None if it fills the array.
+        `size` is the image's height and width, or None if the image fills the array.
         """
         raise NotImplementedError
 
@@ -129,13 +126,13 @@ class Blurring(Filter):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Number of pixels on each side that a value depends on, along columns and along rows."""
+        """Pixels on each side on which a result's pixel depends: (along columns, along rows)."""
         raise NotImplementedError
 
     def weights(self, drawn: Drawn) -> jax.Array:
         """Returns the weights along columns, then along rows; for sharpening one factor, [1].
 
-        Where the filter is off, the weights are those of the identity.
+        Where the filter is not applied, the weights are those of the identity.
         """
         raise NotImplementedError
 
@@ -151,7 +148,7 @@ class Mixing(Part):
     num_classes: int | None = None
 
     def shares(self, values: Any, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights in a mixture of an image's own pixels, [H, W] or [], and own label, []."""
+        """Returns an image's weights in a mixture: of its pixels, [H, W] or [], and of its label, []."""
         raise NotImplementedError
 
 
@@ -174,7 +171,7 @@ def whole(key: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def pair(op: str, name: str, value: Any, *, around: float | None, least: float | None) -> Any:
-    """Returns a range (low, high); one number n gives (`around` - n, `around` + n), from `least` on.
+    """Returns a range (low, high); one number n stands for `around` - n to `around` + n, cut at `least`.
 
     Raises:
       ValueError: the value is no range, or begins below `least`.

@@ -38,9 +38,9 @@ def adafactor(
     and then clipping of the root mean square of u, the learning rate, the parameter's scale, momentum
     and decay. Arguments, numbers and state are those of `optax.adafactor`.
 
-    For leaves whose last two axes are factored, kernels on a GPU take the norm of all gradients and both
-    means in one read of the gradients and the root mean square of u in a second one, in float32; the
-    parameters are written in a third. All other leaves, such as vectors, are left to XLA.
+    For leaves whose last two axes are factored, kernels on a GPU read the gradients three times: for the
+    norm of all gradients and both means, for the root mean square of u, and to write the parameters.
+    They compute in float32. All other leaves, such as vectors, are left to XLA.
 
     torch, transformers and Keras always factor the last two axes: their numbers are those of
     `min_dim_size_to_factor=1` where no axis before these is larger. Their relative step is a schedule,
@@ -59,7 +59,7 @@ def adafactor(
       dtype_momentum: dtype of the momentum.
       weight_decay_rate: a constant or a schedule, not multiplied by the learning rate; None for none.
       eps: is added to the squares.
-      factored: whether to factor at all.
+      factored: whether to factor; if False, all leaves have second moments of all elements.
       weight_decay_mask: which leaves decay, as in `adamw`.
 
     Returns:
@@ -113,7 +113,7 @@ def adafactor(
 
 
 class _Stages(NamedTuple):
-    """Transformations that Optax's Adafactor chains; None for those that the arguments omit."""
+    """The transformations that Optax's Adafactor chains, in their order; None for omitted ones."""
 
     factored: optax.GradientTransformation
     clip: optax.GradientTransformation | None
@@ -166,7 +166,7 @@ def _by_kernels(
         moments[i] = (
             (column, row, rows[i].v) if rows[i].normalizes_columns else (row, column, rows[i].v)
         )
-    # Optax updates the remaining leaves, given as a list.
+    # Optax updates the leaves that kernels do not take, as a tree that is a list.
     tree = [factor.astype(g.dtype) * g for g in others]
     own = [[row[i] for i in rest] for row in zip(*(row[1:] for row in rows), strict=True)]
     of_rest, new = stages.factored.update(
@@ -186,7 +186,7 @@ def _by_kernels(
         if stage is None or name == "factored":
             continue
         place = len(new_state)
-        # The updates above already include clipping and the parameters' scale.
+        # The kernels' and Optax's updates above include clipping and the parameters' scale.
         if name in ("clip", "parameter_scale"):
             new_state.append(state[place])
             continue
@@ -206,7 +206,7 @@ class _Leaf(NamedTuple):
 
     @property
     def is_factored(self) -> bool:
-        """True if the last two axes are factored, so that kernels can update the leaf as matrices."""
+        """True if the last two axes are factored: the kernels then update the leaf as matrices."""
         shape = self.parameter.shape
         moments = {self.v_row.shape, self.v_col.shape}
         return (
@@ -220,7 +220,7 @@ class _Leaf(NamedTuple):
     def normalizes_columns(self) -> bool:
         """True if `v_row`, which Optax divides by its mean, has the means of the columns.
 
-        Optax reduces `v_row` over the largest axis, or over the last of equal ones.
+        Optax takes the means in `v_row` over the largest axis, or over the last of equally large ones.
         """
         rows, columns = self.parameter.shape[-2:]
         return rows > columns

@@ -13,11 +13,11 @@ from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, LeafRule, Moments, Rule, fuse, stored
 
 Nesterov = bool | Literal["timm", "torch", "keras"]
-"""Library whose Nesterov momentum is used; True is Optax's."""
+"""Library whose formula of Nesterov momentum is used; True is Optax's."""
 
 _MOMENTUM_DECAYS = {"torch": 0.004, "keras": 1.0}
 _WARMUP_STEPS = 512
-"""Number of steps whose momentum factors are multiplied. After so many, torch's product is 0 in float32,
+"""Number of steps whose momentum factors are multiplied. After as many, torch's product is 0 in float32,
 and each further factor of Keras's is 1."""
 
 
@@ -41,7 +41,7 @@ def adam_rule(
         def numerator(g: jax.Array, m: jax.Array) -> jax.Array:
             if isinstance(nesterov, str):
                 return (weights[0] * m + weights[1] * g).astype(m.dtype)
-            # The same weights as in `_weights`, in the order in which Optax rounds.
+            # These are the weights of `_weights`, in the order of operations in which Optax rounds.
             if nesterov:
                 return b1 * _divide(m, next_bias1) + (1 - b1) * _divide(g, bias1)
             return _divide(m, bias1)
@@ -91,7 +91,7 @@ def _weights(b1: Any, count: jax.Array, nesterov: Nesterov) -> tuple[Any, Any]:
     if not isinstance(nesterov, str):
         return b1 / _bias(b1, optax.safe_increment(count)), (1 - b1) / bias
 
-    # In Dozat's paper the momentum grows from b1 / 2 to b1.
+    # Dozat's paper lets the momentum grow from b1 / 2 to b1; `lacking` is its missing fraction.
     def lacking(step: jax.Array) -> jax.Array:
         return 0.5 * 0.96 ** (_MOMENTUM_DECAYS[nesterov] * step)
 
@@ -102,7 +102,7 @@ def _weights(b1: Any, count: jax.Array, nesterov: Nesterov) -> tuple[Any, Any]:
 
 
 def _bias(decay: Any, count: jax.Array) -> jax.Array:
-    """Returns 1 - decay^count, without the cancellation of a power near 1."""
+    """Returns 1 - decay^count, without cancellation where the power is near 1."""
     if isinstance(decay, (int, float)):
         return -jnp.expm1(count * math.log(decay)) if decay > 0 else 1 - decay**count
     near_one = decay > 0.5
@@ -111,7 +111,8 @@ def _bias(decay: Any, count: jax.Array) -> jax.Array:
 
 
 def _divide(moment: jax.Array, bias: jax.Array) -> jax.Array:
-    # The bias is computed in float32: in bfloat16 it rounds to 0 and the quotient is infinite.
+    # The bias 1 - decay^count comes in float32: in bfloat16 it could round to 0, and the quotient would
+    # be infinite.
     return moment / bias.astype(moment.dtype)
 
 

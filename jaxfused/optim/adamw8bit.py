@@ -33,10 +33,10 @@ def adamw8bit(
         m &= s_m \operatorname{sign}(c_m) (c_m / 127)^2 \\
         v &= s_v (c_v / 255)^4
 
-    with codes c of 8 bits and the scales s, the largest magnitudes of a block. The step is that of
-    `adamw`. Moments are rounded at random to one of two neighbouring codes, such that their mean is
-    right: those of small gradients follow too. The bits depend on the step and on where the element is,
-    so that a run can be repeated and does not depend on how arrays are split over devices.
+    with codes c of 8 bits and a scale s for each block, its largest magnitude. The step is that of
+    `adamw`. A moment is rounded at random to one of the two codes around it, such that the mean is the
+    moment: moments of small gradients are not lost. The random bits depend on the step and on the
+    element's index, so that a run can be repeated, however arrays are split over devices.
 
     Leaves of less than 4096 elements, or of a size that 256 does not divide, have `adamw`'s moments.
     The state is that of `optax.adamw`, with an `EightBitMoment` in the place of each other moment.

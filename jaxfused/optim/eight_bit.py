@@ -1,15 +1,15 @@
 """Moments in 8 bits: codes, and a float32 scale for each block of 256 adjacent values.
 
 A first moment is a signed code, a second one an unsigned code, and the scale is the largest magnitude of
-the block. The distance of two codes grows with the value, since the relative error of a moment counts::
+the block. The distance of two codes grows with the value, since the relative error of a moment matters::
 
     first moment  = scale * sign(code) * (code / 127)^2
     second moment = scale * (code / 255)^4
 
-If its gradient is small compared with the others of the block, a moment changes by less than half the
-distance of two codes a step, and would never change if it were rounded to nearest. So a moment is
-rounded at random to one of the two codes around it, such that the mean of the decoded values, not of the
-codes, is right. A zero stays zero.
+A moment whose gradient is small compared with the others of its block changes by less than half the
+distance of two codes a step, and would never change if it were rounded to nearest. Each moment is
+therefore rounded at random to one of the two codes around it, such that the mean of the decoded values
+(not of the codes) equals the moment. A zero stays zero.
 
 A second moment becomes 0 only if it is 0: otherwise a first moment that is not rounded to 0 would be
 divided by the root of 0. At the lowest codes the first moment over the root of the second is (1 / 127)^2
@@ -28,7 +28,7 @@ from jaxfused.runtime.serialization import serializable
 
 BLOCK = 256
 LEAST_SIZE = 4096
-"""Fewest elements of a leaf with moments in 8 bits; smaller ones keep float32."""
+"""Fewest elements of a leaf with moments in 8 bits; smaller leaves have moments in float32."""
 
 
 @serializable
@@ -40,7 +40,7 @@ class EightBitMoment:
     codes: jax.Array
     """Codes, int8 or uint8, of the leaf's shape."""
     scales: jax.Array
-    """Scales, float32 [leading axes, blocks]; the remaining axes are merged and cut into blocks."""
+    """Scales, float32 [leading axes, blocks]; a leaf's other axes are merged and cut into blocks."""
 
 
 def is_coded(moment: Any) -> bool:
@@ -54,7 +54,7 @@ def codes_and_scales(moment: Any) -> tuple[Any, jax.Array | None]:
 
 
 def zero_moment(param: jax.Array, *, signed: bool) -> EightBitMoment | None:
-    """Returns a moment of zeros; None for a leaf that is small, or not a multiple of a block."""
+    """Returns a moment of zeros in 8 bits; None for a small leaf, or a size no multiple of BLOCK."""
     if (
         param.size < LEAST_SIZE
         or param.size % BLOCK
@@ -72,7 +72,7 @@ def zero_moment(param: jax.Array, *, signed: bool) -> EightBitMoment | None:
 
 
 def decode(moment: Any) -> jax.Array:
-    """Returns a moment's values in float32; a moment that is not in 8 bits stays as it is."""
+    """Returns a moment's values in float32; a moment that is not in 8 bits is returned unchanged."""
     if not isinstance(moment, EightBitMoment):
         return moment
     codes = moment.codes.reshape(*moment.scales.shape, BLOCK).astype(jnp.float32)
@@ -96,7 +96,7 @@ def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
     if not isinstance(like, EightBitMoment):
         return values.astype(like.dtype)
     blocks = values.astype(jnp.float32).reshape(*like.scales.shape, BLOCK)
-    # XLA's maximum may lose a NaN, so NaN is tested separately.
+    # XLA's maximum may ignore a NaN, which is tested separately.
     scales = jnp.where(
         jnp.any(jnp.isnan(blocks), axis=-1), jnp.nan, jnp.max(jnp.abs(blocks), axis=-1)
     )
@@ -115,9 +115,9 @@ def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
 def _rounded(
     exact: jax.Array, largest: int, ratio: jax.Array, power: int, halves: jax.Array
 ) -> jax.Array:
-    """Returns either code next to `exact`, at random: the mean of (code / largest)^power is `ratio`.
+    """Returns one of the two codes next to `exact`, at random: (code / largest)^power has mean `ratio`.
 
-    A value that would be rounded up less often than once in 131072 times never is, because 16 random
+    A value whose probability to be rounded up is below 1 / 131072 is never rounded up, because 16 random
     bits cannot express that probability.
     """
     low = jnp.minimum(jnp.floor(exact), largest - 1)

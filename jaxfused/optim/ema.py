@@ -1,8 +1,8 @@
 """Decays that grow with the number of updates, for `init_step(ema_decay=...)`.
 
-An average that starts at random parameters and keeps 0.9999 of itself is still random after a thousand
-steps. With these decays it follows the parameters faster at first. Each is a function of the number of
-updates that the average has had, from 0 up; a decay of 0 copies the parameters.
+An average that starts at random parameters, with a decay of 0.9999, is still mostly random after a
+thousand steps. With these decays it follows the parameters faster at first. Each is a function of the
+number of updates that the average has had, from 0 up; a decay of 0 copies the parameters.
 """
 
 from collections.abc import Callable

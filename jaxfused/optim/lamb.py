@@ -13,12 +13,13 @@ from jaxfused.optim.transformation import FusedTransformation, fuse
 
 
 def _scale_by_trust_ratio(direction, param):
-    # The gradient of `optax.safe_norm` is defined at 0, so that the update is differentiable.
+    # `optax.safe_norm` has a gradient at 0, so that the update is differentiable.
     param_norm = optax.safe_norm(param, 0.0)
     direction_norm = optax.safe_norm(direction, 0.0)
     is_zero = (param_norm == 0) | (direction_norm == 0)
     one = jnp.ones([], param.dtype)
-    # The unused branch must not divide by zero either, because `jax_debug_nans` would report it.
+    # The branch that is not selected must not divide by zero either: `jax_debug_nans` would report
+    # it.
     ratio = param_norm / jnp.where(direction_norm == 0, one, direction_norm)
     return direction * jnp.where(is_zero, one, ratio)
 
@@ -33,7 +34,7 @@ def lamb(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any = None,
 ) -> FusedTransformation:
-    r"""LAMB: AdamW for large batches; the step of each leaf is as long as the leaf itself.
+    r"""LAMB: AdamW for large batches; the norm of each leaf's step is alpha times the leaf's norm.
 
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) g \\

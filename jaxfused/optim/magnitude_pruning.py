@@ -1,4 +1,4 @@
-"""Magnitude pruning: parameters of the smallest magnitude become zero, and stay so."""
+"""Magnitude pruning: the parameters of the smallest magnitude become zero, and stay zero."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ class PruningState(NamedTuple):
     step: jax.Array
     """Number of steps taken, int32."""
     kept: Any
-    """Bools for each pruned parameter, true where a number is kept; None for other parameters."""
+    """Bools for each pruned parameter, true where an element is not pruned; None for others."""
 
 
 @checked_options
@@ -31,10 +31,10 @@ def magnitude_pruning(
 
     .. math:: u \leftarrow \begin{cases} u & \text{where kept} \\ -p & \text{elsewhere} \end{cases}
 
-    It comes last in an `optax.chain`, since p + u is then the new parameter. What is kept is chosen anew
-    every so many steps, by the magnitudes of the new parameters; in between what was pruned stays 0. In
-    each parameter the floor of sparsity times its numbers (or blocks) is pruned; among equal ones those
-    that come first.
+    It comes last in an `optax.chain`, since p + u is then the new parameter. Every `every` steps the
+    elements to keep are chosen anew, by the magnitudes of the new parameters; in between, pruned
+    elements stay 0. In each parameter floor(sparsity * count) of its elements (or blocks) are pruned;
+    among equal ones those that come first.
 
     Args:
       sparsity: the fraction that is pruned, a constant or a schedule (step count -> value), such as
@@ -113,7 +113,7 @@ def magnitude_pruning(
                 lambda: kept,
             )
             whole = _whole(kept, p.shape, block_size)
-            # In the wider of the two dtypes p plus its update -p is exactly 0.
+            # The wider of the two dtypes holds -p exactly, so that p plus its update is exactly 0.
             wide = jnp.result_type(u, p)
             return jnp.where(whole, u.astype(wide), -p.astype(wide)), kept
 
@@ -133,7 +133,7 @@ def _is_divided(p: Any, block_size: int) -> bool:
 
 
 def _grid(p: Any, block_size: int) -> tuple[int, ...]:
-    """Returns the shape of a grid of what is pruned as a unit: single numbers or blocks."""
+    """Returns the shape of the grid of a parameter's units, which are single elements or blocks."""
     if block_size == 1:
         return jnp.shape(p)
     *batch, rows, columns = jnp.shape(p)
@@ -149,9 +149,9 @@ def _sizes(p: jax.Array, block_size: int) -> jax.Array:
 
 
 def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
-    """Returns bools: true for numbers or blocks to keep: not the floor(fraction * count) smallest."""
+    """Returns bools, false for the floor(fraction * count) smallest elements or blocks."""
     count = math.prod(sizes.shape)
-    # In float32 a product that is an integer, such as 0.7 * 10, may be just below it.
+    # The 1e-3 is for products that are integers, such as 0.7 * 10, and may round to just below.
     pruned = jnp.floor(jnp.asarray(fraction, jnp.float32) * count + 1e-3).astype(jnp.int32)
     order = jnp.argsort(sizes.reshape(-1), stable=True)
     rank = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32))
@@ -159,7 +159,7 @@ def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
 
 
 def _whole(kept: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
-    """Returns the units' bools repeated to the parameter's shape."""
+    """Returns the bools of the units, repeated to the parameter's shape."""
     if block_size == 1:
         return kept
     repeated = jnp.repeat(jnp.repeat(kept, block_size, axis=-2), block_size, axis=-1)

@@ -7,21 +7,21 @@ import jax
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns (leaves, treedef), where None counts as a leaf: a parameter without a gradient."""
+    """Returns (leaves, treedef), where a None (a parameter without a gradient) is a leaf."""
     return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
 
 
 def of_moving_leaves(
     init: Callable[[Any], Any], update_all: Callable[..., tuple[Any, Any]]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Wraps `update_all` so that gradients may be None, for parameters that do not change."""
+    """Wraps `update_all` so that the gradients of parameters that do not change may be None."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         leaves, treedef = flatten(updates)
         if params is None or not any(leaf is None for leaf in leaves):
             return update_all(updates, state, params, **extra_args)
-        # Some of Optax's transformations reject gradients without leaves that the state has. So these
-        # leaves are removed from the parameters and the state too.
+        # Some of Optax's transformations reject gradients that have fewer leaves than the state.
+        # Leaves without a gradient are therefore removed from the parameters and the state too.
         parts = treedef.flatten_up_to(params)
         moving = treedef.unflatten(
             [None if g is None else p for g, p in zip(leaves, parts, strict=True)]

@@ -43,8 +43,8 @@ PRESETS: Mapping[str, Any] = {
         (1.8749994008682747, -1.2499988017229169, 0.3749994008546422),
     ),
 }
-"""Coefficients by preset. The first two are Optax's. Polar Express has those of its authors' program,
-with their safety margin of 1 %."""
+"""Coefficients (a, b, c) of each iteration, by preset. The first two presets are Optax's. Polar Express
+has those of its authors' program, with their safety margin of 1 %."""
 
 
 def _matrices(tree: Any) -> Any:
@@ -70,7 +70,7 @@ def _is_numbers(x: Any) -> bool:
 
 
 class _View(NamedTuple):
-    """A leaf as matrices [batch, fan in, fan out]: the axes' order, and how many are batch and input."""
+    """A leaf as matrices [batch, fan in, fan out]: its axes' order, and the first two's axis counts."""
 
     order: tuple[int, ...]
     batch_axes: int
@@ -104,7 +104,7 @@ class _View(NamedTuple):
     def matrices(self, leaf: jax.Array) -> jax.Array:
         ordered = leaf.transpose(self.order)
         if explicit_mesh(leaf) is not None:
-            # JAX's types cannot state the sharding of merged axes, so these axes are gathered first.
+            # JAX's types cannot state the sharding of merged axes: these axes are gathered before.
             of_leaf = jax.typeof(ordered).sharding
             groups = self.batch_axes, self.input_axes, leaf.ndim - self.batch_axes - self.input_axes
             alone = [size == 1 for size in groups for _ in range(size)]
@@ -170,12 +170,12 @@ def muon(
     Muon, whose "match_rms_adamw" is `consistent_rms=0.2`, and with that those of Keras'. timm's Muon is
     `nesterov=False, ns_coeffs="quintic", consistent_rms=0.2` with matrices of "flatten".
 
-    Matrices of one shape are multiplied as one batch, those of stacked layers included. Of matrices that
-    are at least twice as long as wide, three iterations take one product with X, since the Gram matrices
-    of all three follow from the first one's. On a Hopper GPU a CUDA kernel writes the momentum of all
-    leaves of a shape together, also transposed, and Pallas kernels multiply: of each symmetric product
-    half, and the others from both sides, so that no matrix is transposed or divided by its norm by a
-    pass of its own.
+    Matrices of one shape are multiplied as one batch, those of stacked layers included. Of matrices
+    that are at least twice as long as wide, three iterations share one product with X, since the Gram
+    matrices of all three follow from that of the first. On a Hopper GPU a CUDA kernel writes the
+    momentum of all leaves of a shape together, also transposed, and Pallas kernels multiply: of each
+    symmetric product half, and the others from both sides, so that no matrix is transposed or divided
+    by its norm by a pass of its own.
 
     Args:
       learning_rate: alpha, a constant or a schedule (step count -> value).
@@ -266,8 +266,8 @@ def muon(
     tx = optax.partition(
         {
             "muon": optax.chain(
-                # Optax has two transformations for momentum and scale, the second with an empty state;
-                # here one function does both.
+                # Optax has two transformations for momentum and scale, the second with an empty
+                # state. One function does both here; the identity stands for the second.
                 optax.GradientTransformationExtraArgs(init, momentum.update),
                 optax.identity(),
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
@@ -340,7 +340,7 @@ def _coefficients(given: Any, steps: Any) -> Any:
 
 
 _power = jax.jit(operator.pow, inline=True)
-"""Jitted power; outside of `jax.jit` it would be compiled again for each known count."""
+"""Jitted power, because outside of `jax.jit` the power would be compiled again for each known count."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -411,7 +411,7 @@ class _Momentum:
         return treedef.unflatten(scaled), state
 
     def _weights(self, count: jax.Array) -> tuple[Any, Any]:
-        """Returns the weights of momentum and gradient in the matrix to orthogonalise."""
+        """Returns the weights of momentum and gradient, whose sum is the matrix to orthogonalise."""
         now, ahead = 1.0, 1.0
         if self.bias_correction:
             now = 1 - _power(self.beta, count)
@@ -498,7 +498,7 @@ class _Momentum:
         count: jax.Array,
         factor: Any,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the orthogonal matrices and the momenta, computed by the fused GPU kernels."""
+        """Returns the orthogonalised matrices and the new momenta, computed by the fused GPU kernels."""
         of_momentum, of_gradient = self._weights(count)
         wide, tall, squares, new = momentum_op.momentum_both_ways(
             gradients,

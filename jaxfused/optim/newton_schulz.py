@@ -1,12 +1,12 @@
 """Newton-Schulz iterations: many matrices at once, each brought close to an orthogonal one.
 
-The products of a single matrix are too small for a GPU, and a model has many matrices of few shapes. So
-matrices of one shape, or of one shape and its transpose, are one batch of products here.
+The products of a single matrix are too small for a GPU, and a model has many matrices of few shapes.
+Matrices of one shape, or of one shape and its transpose, are therefore one batch of products here.
 
 Two of the three products of an iteration are symmetric. Their kernel multiplies the tiles on one side
 of the diagonal, and computes the polynomial of a Gram matrix in the pass that squares it. The third
-multiplies the matrices themselves, which are larger than their Gram matrices: wide ones are multiplied
-once for several iterations.
+multiplies the matrices themselves, which are larger than their Gram matrices: wide matrices are
+multiplied once for several iterations.
 """
 
 import functools
@@ -22,13 +22,13 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 _LEAST_SCALE = 1e-8
-"""Lower bound of a Gram matrix's norm or row sum that divides matrices; Optax's, not `eps`."""
+"""Least value of a Gram matrix's norm or row sum by which matrices are divided; Optax's, not `eps`."""
 _MOST_ELEMENTS = 2**28
-"""Largest number of elements of a batch. Larger batches take memory for a copy, and fill a GPU no
-better."""
+"""Largest number of elements of a batch. A larger batch fills a GPU no better, and its concatenation
+takes more memory."""
 _MOST_AT_ONCE = 3
-"""Iterations that share one product with matrices which are at least twice as wide as high. Small
-singular values grow up to 40-fold in three iterations; in five, rounding can reverse them."""
+"""Iterations that share one product with matrices at least twice as wide as high. Small singular values
+grow up to 40-fold in three iterations; in five, rounding can reverse them."""
 
 _product = functools.partial(symmetric_product, is_factor=True)
 
@@ -82,7 +82,7 @@ def orthogonalize(
 
 
 def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns lists of indices of arrays that are concatenated into one batch."""
+    """Returns lists of indices of the arrays of matrices that are concatenated into one batch."""
     kinds: dict[Hashable, list[int]] = {}
     for i, x in enumerate(matrices):
         # Arrays with different shardings are not concatenated.
@@ -93,7 +93,7 @@ def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
 
 
 def _parts(matrices: Sequence[jax.Array], indices: Sequence[int]) -> list[list[int]]:
-    """Splits arrays into the fewest parts of at most _MOST_ELEMENTS, of about the same size."""
+    """Splits `indices` into the fewest lists of at most _MOST_ELEMENTS, of about equal size."""
     total = sum(matrices[i].size for i in indices)
     count = max(1, -(-total // _MOST_ELEMENTS))
     parts: list[list[int]] = [[]]
@@ -107,7 +107,7 @@ def _parts(matrices: Sequence[jax.Array], indices: Sequence[int]) -> list[list[i
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Returns tall matrices transposed, because wide ones have the smaller Gram matrices."""
+    """Returns tall matrices [B, M, N], M > N, transposed: wide ones have smaller Gram matrices."""
     return x if x.shape[1] <= x.shape[2] else x.mT
 
 
@@ -139,7 +139,7 @@ def _iterate(
 
 
 def _counted(x: jax.Array, coefficients: jax.Array, steps: Any, preconditioning: str) -> jax.Array:
-    """Runs a traced number of iterations, one after the other."""
+    """Runs a traced number of iterations, each with a product of its own with x."""
     if coefficients.ndim == 1:
         coefficients = coefficients[None]
     first = jnp.where(steps > 0, _iterations(x, [coefficients[0]], preconditioning), x)
@@ -168,23 +168,23 @@ def orthogonalize_both_ways(
     """Returns matrices [B, M, N] and their transposes after the iterations, by GPU kernels.
 
     Products in tf32 sum along the last axes of both operands. A Gram matrix reads the wide matrices in
-    this way, and the product with the polynomial the tall ones. So the kernel writes the matrices both
-    ways, and no separate pass transposes any, not even for the tall leaves.
+    this way, and the product with the polynomial reads the tall ones. The last product writes the
+    matrices both ways, so that no separate pass transposes them, not even for the tall leaves.
 
     Args:
       wide: [B, M, N] with M <= N, which kernels take according to `why_not_both_ways`.
-      tall: [B, N, M], the same transposed.
-      squares: [B], float32, the sums of their squares.
+      tall: [B, N, M], the transpose of `wide`.
+      squares: [B], float32, each matrix's sum of squares.
       coefficients: (a, b, c) of each iteration.
-      first_tall: the first matrix that the caller reads from the second result; it reads those before
-        this one from the first.
+      first_tall: the number of the first matrix that the caller reads from the second result; it reads
+        the matrices before it from the first.
       eps: is added to the norm that a matrix is divided by.
       clamps_norm: take the norm as at least `eps` instead.
     """
     size = _at_once(wide)
     scale = 1 / _divisor(jnp.sqrt(squares), eps, clamps_norm)
     # No separate pass scales a matrix: the epilogues of its Gram matrix and of its product with the
-    # polynomials multiply by its scale.
+    # polynomials multiply by the matrix's scale.
     gram = _product(wide, scales=scale**2)
     last = len(coefficients) - size
     for first in range(0, len(coefficients), size):
@@ -202,12 +202,12 @@ def orthogonalize_both_ways(
 
 
 def _at_once(x: jax.Array) -> int:
-    """Returns the number of iterations that share one product with x."""
+    """Returns the number of iterations that share one product with x [B, M, N]."""
     return _MOST_AT_ONCE if x.shape[2] >= 2 * x.shape[1] else 1
 
 
 def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str) -> jax.Array:
-    """Runs the iterations that share one product with x."""
+    """Runs iterations that share one product with x; `preconditioning` scales x first, unless empty."""
     gram = _product(x)
     if preconditioning:
         wide = gram.astype(accumulator_dtype(gram.dtype))
@@ -217,10 +217,10 @@ def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str)
 
 
 def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
-    """Returns the product of the polynomials of some iterations, evaluated at a Gram matrix.
+    """Returns the product of the polynomials of some iterations, evaluated at a Gram matrix G.
 
     With P the polynomial of an iteration, the next Gram matrix is P G P. All of these are symmetric and
-    commute, so that only the product of the polynomials is multiplied by the matrix.
+    commute, so that x is multiplied once, by the product of the polynomials.
     """
     polynomial = _polynomial(gram, coefficients[0])
     total = polynomial
@@ -234,14 +234,14 @@ def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
 def _polynomial(gram: jax.Array, abc: Sequence[Any]) -> jax.Array:
     """Returns the polynomial of an iteration, a I + b G + c G^2.
 
-    With a on the diagonal, its product with x needs no separate sum with a x.
+    Since a is on its diagonal, its product with x needs no separate addition of a x.
     """
     coefficients = jnp.stack([jnp.asarray(value) for value in abc])
     return _product(gram, matrix=gram, coefficients=coefficients)
 
 
 def _scale(gram: jax.Array, preconditioning: str) -> jax.Array:
-    """Returns the factors of the matrices' rows, from their Gram matrices."""
+    """Returns the factors of the matrices' rows, [B, M, 1] or [B, 1, 1], from their Gram matrices."""
     if preconditioning == "aol":
         size = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
     else:

@@ -15,7 +15,7 @@ from jaxfused.runtime import checks
 _DECAYS = frozenset({"b1", "b2", "beta", "adam_b1", "adam_b2"})
 """Options that weigh a past average, and so are at least 0 and below 1."""
 _EPSILONS = frozenset({"eps", "eps_root", "adam_eps", "adam_eps_root"})
-"""Options that keep a divisor above 0, and so must not be negative."""
+"""Options that are added to a divisor, and so must not be negative."""
 
 type _Check = Callable[[str, str, Any], Any]
 
@@ -24,7 +24,7 @@ def checked_options[**P, R](optimizer: Callable[P, R]) -> Callable[P, R]:
     """Decorates an optimizer to check its options when it is made.
 
     A number may be Python's, NumPy's or a JAX scalar, also a traced one as under
-    `optax.inject_hyperparams`; what is known must be finite, and in the option's range.
+    `optax.inject_hyperparams`. A number that is not traced must be finite and in the option's range.
     """
     signature = inspect.signature(optimizer, eval_str=True)
     found = {name: _check(name, p.annotation) for name, p in signature.parameters.items()}

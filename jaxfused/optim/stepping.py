@@ -1,7 +1,7 @@
 """One step in place, as one function: an optimizer's update and the work before and after it.
 
-Before the update come unscaling, the test for NaN and Inf, and clipping. After the update come the
-write, the average of the parameters, their low-precision copy, and the loss scale.
+Before the update come unscaling, the test for NaN and Inf, and clipping. After the update, the
+parameters, their average and their low-precision copy are written, and the loss scale changes.
 """
 
 import functools
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 _NUMBERS = (int, float, np.number, np.ndarray)
 
-LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
+LARGEST_LOSS_SCALE = 2.0**127  # The doubled scale would be infinite in float32.
 
 
 @serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepState:
-    """The state that `step` keeps from step to step besides the parameters; made by `init_step`.
+    """The state of `step` next to the parameters, from step to step; made by `init_step`.
 
     The state is a pytree, so it goes through jit, scan, sharding and checkpoints. Fields that are not
     used are None.
@@ -101,8 +101,8 @@ def init(
             " after one good step or more; pass 2000."
         )
 
-    # The arrays are copied even where the dtype stays the same: `step` donates params and state, and one
-    # buffer cannot be donated twice.
+    # The arrays are copied even where the dtype stays the same: `step` donates params and state,
+    # and one buffer cannot be donated twice.
     def copy(dtype_of):
         return jax.tree.map(lambda p: jnp.array(p, dtype_of(p), copy=True), params)
 
@@ -154,7 +154,8 @@ def _why(
     kept = (state.optimizer, state.ema, state.compute) if isinstance(state, StepState) else state
     leaves = jax.tree.leaves((grads, params, kept), is_leaf=eight_bit.is_coded)
     arrays = [leaf for leaf in leaves if not eight_bit.is_coded(leaf)]
-    # Kernels do not read the counts of steps and schedules, so their dtypes do not matter.
+    # The counts of steps and schedules are left out: kernels do not read them, whatever their
+    # dtype.
     dtypes = [
         jnp.result_type(array)
         for array in arrays
@@ -168,7 +169,7 @@ def _why(
 
 @dataclass(frozen=True)
 class _Reasons:
-    """Why each implementation cannot run. As a static argument, all instances are equal: no retraces."""
+    """Why each implementation cannot run. All instances are equal, so that none causes a retrace."""
 
     why: dict[str, str | None] = field(compare=False)
 
@@ -176,8 +177,8 @@ class _Reasons:
 class _Numbers(NamedTuple):
     """Inputs of one step that are neither gradients nor state.
 
-    They include the values that an optimizer closes over. Because they are arguments, JAX can
-    differentiate and map a step with respect to them.
+    They include the values that an optimizer closes over: as arguments, JAX can differentiate and map a
+    step with respect to them.
     """
 
     max_norm: Any
@@ -191,7 +192,7 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
     opt_state = state if kept is None else kept.optimizer
     _check_state(tx, opt_state, params)
     _check_gradients(grads, params)
-    # Promotions here are intended, even if the user has made JAX refuse promotions.
+    # The step promotes dtypes on purpose, also where the user has made JAX refuse promotions.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         numbers = _Numbers(
             max_norm,
@@ -199,7 +200,8 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
             None if tx.recipe is None else tx.recipe.hyperparameters(opt_state),
         )
         if implementation == "cuda" and tx.recipe is None:
-            # These kernels have their own rules for `jax.vmap` and differentiation.
+            # The kernels of `kernel_update` have rules for `jax.vmap` and differentiation of their
+            # own.
             update = functools.partial(tx.kernel_update, max_norm=max_norm, why=reasons.why)
             return _by_update(tx, skip_nonfinite, grads, state, params, numbers, update)
         if implementation == "cuda":
@@ -215,22 +217,23 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
 
 
 _STATIC = ("tx", "skip_nonfinite", "implementation", "reasons")
-# Parameters and state have the same order in arguments and results: JAX assigns donated buffers to
-# results of the same shape in order, and XLA has to copy if a result gets another array's buffer.
+# Parameters and state come in the same order in arguments and results: JAX assigns donated buffers
+# to results of the same shape in order, and XLA must copy where a result gets another array's
+# buffer.
 _donating_step = jax.jit(
     _step,
     static_argnames=_STATIC,
     donate_argnames=("state", "params"),
     keep_unused=True,  # The old compute copy is unread, but its buffer is reused.
 )
-# This step donates nothing: if JAX differentiates it outside of jit, the backward reads the forward's
-# arrays.
+# This jitted step donates nothing: if JAX differentiates it outside of jit, the backward reads the
+# arrays that the forward read.
 _keeping_step = jax.jit(_step, static_argnames=_STATIC)
 
 
 def _state_without_a_trace() -> Any:
-    """Returns JAX's trace state outside of any tracing, differentiation or mapping."""
-    # This module may be imported while a program is traced, but a new thread has no trace.
+    """Returns JAX's trace state where nothing is traced, differentiated or mapped."""
+    # The state is read in a new thread, which has no trace: this module may be imported during one.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(get_opaque_trace_state).result()
 
@@ -253,7 +256,7 @@ def _with_rules(
         treedef: Any = jax.tree.structure(args)
         # The results, parameters and state, have the structure of these arguments.
         results: Any = jax.tree.structure((args[2], args[1]))
-        # Python's numbers are not converted: as arrays they would promote 16-bit operands.
+        # Python's numbers stay so: as arrays they would promote 16-bit operands.
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
         def flat(f):
@@ -335,7 +338,7 @@ def _by_kernels(
 
 
 def _rows(leaves: "Leaves", kept: StepState | None) -> list[optimizer_step.Leaf]:
-    """Returns each leaf's arrays; for a leaf without a gradient these may be trees."""
+    """Returns the arrays of each leaf; for a leaf without a gradient (None) they may be trees."""
     count = len(leaves.gradients)
     absent = [None] * count
 
@@ -362,7 +365,7 @@ def _moment(row: optimizer_step.Leaf, which: str) -> Any:
 
 
 def _at_rest(row: optimizer_step.Leaf, d: Any, taken: jax.Array) -> optimizer_step.Leaf:
-    """Returns a leaf without a gradient after a step, which updates only its average."""
+    """Returns a leaf without a gradient after a step, which changes only its average, with decay d."""
     if d is None:
         return row
     return row._replace(
@@ -383,7 +386,7 @@ def _by_update(
     numbers: _Numbers,
     clipping_update: Callable[..., tuple[Any, Any]] | None = None,
 ) -> tuple[optax.Params, Any]:
-    """Takes a step as Optax does, update and then write; `clipping_update`, if given, also clips."""
+    """Takes a step as Optax does, by update and write; `clipping_update`, if given, also clips."""
     kept = state if isinstance(state, StepState) else None
     opt_state = state if kept is None else kept.optimizer
     if kept is not None:
@@ -413,7 +416,7 @@ def _by_update(
         return jnp.where(finite, new, old) if skip_nonfinite else new
 
     def write_column(array, old, new):
-        """Returns the written arrays of one kind, such as a moment, of all leaves of the gradients."""
+        """Returns one kind of array, such as a moment, of all leaves, as the step writes it."""
         treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
         pairs = zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), strict=True)
         return treedef.unflatten(
@@ -473,7 +476,7 @@ def _average_decay(kept: StepState) -> Any:
 
 
 def _counted(kept: StepState, finite: jax.Array) -> StepState:
-    """Returns the state with its next loss scale, and counts of steps taken and skipped."""
+    """Returns the state after a step: its next loss scale, and its counts of steps."""
     kept = replace(_rescale_loss(kept, finite), skipped=kept.skipped + jnp.where(finite, 0, 1))
     if kept.rounding is not None:
         step = jnp.stack([jnp.uint32(0), finite.astype(jnp.uint32)])
@@ -484,7 +487,7 @@ def _counted(kept: StepState, finite: jax.Array) -> StepState:
 
 
 def _rescale_loss(kept: StepState, finite: jax.Array) -> StepState:
-    """Doubles the loss scale after enough good steps in a row, halves it after a bad one."""
+    """Returns the state with the loss scale doubled after enough finite steps in a row, or halved."""
     if kept.loss_scale is None or kept.good_steps is None:
         return kept
     good_steps = jnp.where(finite, kept.good_steps + 1, 0)

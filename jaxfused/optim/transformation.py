@@ -1,8 +1,8 @@
 """Optax transformations from one formula per leaf, with a `step` that also writes the parameters.
 
-Optax chains transformations, each of which walks over the whole tree. Here an optimizer is a `Rule`, the
-formula for one leaf, with the few operations that all optimizers share: weight decay, a trust ratio, the
-learning rate. `update` and `step` run the same formula; the state is Optax's own.
+Optax chains transformations, each of which is a pass over the whole tree. Here an optimizer is a `Rule`,
+the formula for one leaf, with the few operations that all optimizers share: weight decay, a trust ratio,
+the learning rate. `update` and `step` run the same formula; the state is Optax's.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class Rule:
     at: Callable[[Any], LeafRule]
     """Function from the step's number, from 1 up, to the rule for each leaf at this step.
 
-    Scalars that the leaves share must be computed outside of the leaf rule: XLA rounds a division by a
+    Scalars that all leaves share must be computed outside of the leaf rule: XLA rounds a division by a
     scalar differently if each leaf computes the scalar, and results would differ from Optax's.
     """
     kernel: KernelRule
@@ -240,7 +240,7 @@ def from_optax(
 
 
 class Hyperparameters(NamedTuple):
-    """An optimizer's hyperparameters at one step, with schedules evaluated."""
+    """An optimizer's hyperparameters at one step: numbers, also for those that are schedules."""
 
     learning_rate: Any
     weight_decay: Any
@@ -249,7 +249,7 @@ class Hyperparameters(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """The leaves of one step as parallel lists; the gradient of a leaf may be None."""
+    """The leaves of one step as lists of equal length; the gradient of a leaf may be None."""
 
     treedef: Any
     gradients: list[Any]
@@ -262,7 +262,7 @@ class Leaves(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """The formula and options by which an optimizer differs from others: the arguments of `fuse`."""
+    """The formula and options in which optimizers differ: the arguments of `fuse`."""
 
     make_rule: Callable[..., Rule]
     constants: tuple[Any, ...]
@@ -331,7 +331,7 @@ class Recipe:
     def _coded(
         self, number: int, count: Any, new: Moments, old: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Returns the new moments of a leaf in the format of the old ones."""
+        """Returns a leaf's new moments in the format of `old`: arrays, or 8-bit codes with scales."""
         if self.coding is None:
             return new
         words = self.coding(count)
@@ -364,7 +364,7 @@ class Recipe:
         moments: dict[str, list[Any]],
         taken: jax.Array | None = None,
     ) -> Any:
-        """Returns Optax's state with these moments; counts stay if the step is not `taken`."""
+        """Returns Optax's state with these moments; counts do not change if the step is not `taken`."""
 
         def counted(new, old):
             return new if taken is None else jnp.where(taken, new, old)
@@ -384,15 +384,15 @@ class Recipe:
             return [False] * len(leaves)
         if self.mask is None:
             return [True] * len(leaves)
-        # A module may be both a mask and callable, so a mask counts as a function only if its one leaf,
-        # the mask itself, is callable.
+        # A mask that is a module may be callable: the mask counts as a function only if it is
+        # itself its one leaf.
         is_function = all(map(callable, jax.tree.leaves(self.mask) or [None]))
         mask = self.mask(updates) if is_function else self.mask
         return treedef.flatten_up_to(jax.tree.broadcast(mask, updates))
 
 
 def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
-    """Returns a moment in the dtype that Optax stores: the requested one, or as computed."""
+    """Returns a moment in the dtype that Optax stores: that of `old`, or its own if `dtype` is None."""
     return new if dtype is None else new.astype(old.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Layers, gradients and optimizers split over devices, whose collectives overlap other products.
+"""Layers, gradients and optimizers split over devices; their collectives run during products.
 
 The functions are called within `jax.shard_map` or `jax.pmap` over a mesh axis or, except for
 `mean_gradients`, under `jax.jit` with arrays that the mesh splits.

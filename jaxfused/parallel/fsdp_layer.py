@@ -1,4 +1,4 @@
-"""fsdp_layer: a layer whose parameters are split over devices, which gather them while it runs."""
+"""fsdp_layer: a layer whose parameters are split over devices, and gathered while the layer runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,10 +30,11 @@ def fsdp_layer(
 ) -> Any:
     r"""A layer `f(params, *arrays)` with parameters and gradients split over devices (FSDP, ZeRO-3).
 
-    Each device gathers the layer's parameters, runs `f` on its own rows, and drops them; the backward
-    gathers them again. Gradients are summed by a reduce-scatter, so that a device has its part of all
-    and whole ones of a single layer. For n devices a parameter of p numbers is received in 2 (n - 1) / n
-    p numbers of `dtype`, its gradient in (n - 1) / n p numbers of 32 bits.
+    Each device gathers the layer's parameters, runs `f` on its own rows, and frees the gathered copies;
+    the backward gathers them again. Gradients are summed by a reduce-scatter. A device thus stores its
+    part of all parameters and gradients, and unsplit ones of a single layer only. Of a parameter of p
+    numbers each of n devices receives 2 (n - 1) / n p numbers of `dtype`, and of its gradient
+    (n - 1) / n p numbers of 32 bits.
 
     Everything else that the backward reads is saved, as without this function. A network of layers calls
     it once for each, under one `jax.jit` for all, so that equal layers are traced once.
@@ -131,8 +132,8 @@ def _resharded(tree: Any, spec: Any) -> Any:
 def saved_unless_gathered(shapes: Sequence[tuple[int, ...]]) -> Callable[..., bool]:
     """Returns the policy of `jax.checkpoint` that saves all but gathered parameters of these shapes.
 
-    What is only a cast, a part or a reordering of an array of such a shape is not saved either; if that
-    is no parameter after all, it is made again from one that is saved.
+    The cast, slice or reordering of an array of such a shape is not saved either; if that array is no
+    parameter after all, it is computed again from a saved one.
     """
     known = {*shapes}
 
@@ -145,7 +146,7 @@ def saved_unless_gathered(shapes: Sequence[tuple[int, ...]]) -> Callable[..., bo
 
 
 _COPIES = {"convert_element_type", "transpose", "reshape", "slice", "squeeze", "split", "copy"}
-"""Primitives whose results are cheap to make again."""
+"""Primitives whose results are cheap to compute again."""
 
 
 def _specs(leaves: Sequence[Any], given: Any, axis_name: AxisName, size: int) -> list[P]:
@@ -192,10 +193,11 @@ def _gathered(
     others: tuple[str, ...],
     dtype: Any,
 ) -> jax.Array:
-    """All-gathers a parameter; its gradient is reduce-scattered, then summed over the other axes.
+    """All-gathers a parameter; its gradient is reduce-scattered, then summed over the axes `others`.
 
-    The parameter varies over those before it is gathered, so that they sum parts, not whole gradients.
-    It is gathered once the rows are there; otherwise XLA would gather all layers' at the start.
+    The device's part varies over `others` before it is gathered, so that these sum gradients of
+    parts, not of the whole parameter. It is gathered once the rows have arrived; otherwise XLA would
+    gather the parameters of all layers at the start.
     """
 
     def gather(rows: Any, part: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Products whose rows are split into parts: devices sum one part while they multiply the next."""
+"""Products whose rows are cut into parts: devices sum one part while they multiply the next."""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +7,12 @@ from jax import lax
 from jaxfused.runtime.sharding import AxisName
 
 _PARTS, _LEAST_ROWS = 4, 256
-"""Largest number of parts, and fewest tokens of a part: smaller products are bound by reading the
-weights."""
+"""Largest number of parts, and fewest tokens of a part: the time of a smaller product is that of reading
+the weights."""
 
 
 def of_rows(x: jax.Array) -> list[jax.Array]:
-    """Returns rows [..., T, D], cut along the tokens into parts that are multiplied one by one."""
+    """Returns rows [..., T, D], cut along the tokens T into parts that are multiplied one by one."""
     tokens = x.shape[-2]
     counts = [n for n in range(1, _PARTS + 1) if tokens % n == 0 and tokens >= n * _LEAST_ROWS]
     return jnp.split(x, counts[-1] if counts else 1, axis=-2)
@@ -21,7 +21,7 @@ def of_rows(x: jax.Array) -> list[jax.Array]:
 def added_up(axis_name: AxisName, parts: tuple[jax.Array, ...]) -> jax.Array:
     """Returns the concatenated parts of rows, each summed over devices after the part before it.
 
-    XLA would combine the sums of several parts, which would then wait for the last product.
+    Without the order, XLA would combine the sums of several parts, which then wait for the last product.
     """
     sums: list[jax.Array] = []
     for part in parts:

@@ -1,8 +1,9 @@
-"""The MLP with its hidden features split over devices; collectives overlap its products.
+"""The MLP with its hidden features split over devices; collectives run during its products.
 
-If each device has all rows, the last product is computed in parts of the rows: the sum of one part over
-devices runs while the next is multiplied. If rows are split over devices, they are sent round a ring,
-with the sums of the result. The backward computes the weights' gradients last, during the last sums.
+If each device has all rows, the last product is computed in parts of the rows: the sum of one part
+over devices runs while the next part is multiplied. If rows are split over devices, they are sent
+round a ring, together with the sums of the result. The backward computes the weights' gradients last,
+while the last sums are sent.
 """
 
 import functools
@@ -28,7 +29,7 @@ Layers = mlp.Layers | gated_mlp.Layers
 
 
 def checked(op: str, activation: str | None, save: Save, **operands: Any) -> tuple[Any, ...]:
-    """Returns the operands as arrays, x the first, after the checks that need no second operand."""
+    """Returns the operands as arrays, after the checks that concern one of them; x is the first."""
     arrays = as_arrays(*operands.values())
     check_floating(op, dict(zip(operands, arrays, strict=True)))
     check_activation(op, activation)
@@ -50,11 +51,11 @@ def perceptron(
     """Returns y [..., T, E], summed over devices; residual and b_down are added once.
 
     Args:
-      layers: the layers before the last.
+      layers: the layers before the last product.
       axis_name: the mapped axis.
-      sequence_parallel: whether x and the residual are a device's own rows.
+      sequence_parallel: whether x and the residual have the device's own tokens only.
       x: [..., T, D].
-      weights: weights and biases of `layers`, a device's own hidden features.
+      weights: weights and biases of `layers`, for the device's own hidden features F.
       w_down: [F, E], of the same features.
       b_down: [E], or None.
       residual: [..., T, E], or None.

@@ -24,8 +24,9 @@ def check_rows(op: str, x: jax.Array) -> None:
 class Placement:
     """Which mesh axis splits a layer's features, and how rows [..., T, D] are split.
 
-    Axes of an operand are letters: "." all axes before the tokens, "t" the tokens, which are split over
-    devices if `sequence_parallel`, "T" unsplit tokens, "f" split features, "-" another unsplit axis.
+    Letters name the axes of an operand: "." all axes before the tokens, "t" the tokens, which are
+    split over devices if `sequence_parallel`, "T" unsplit tokens, "f" split features, "-" another
+    unsplit axis.
     """
 
     op: str
@@ -41,7 +42,7 @@ class Placement:
         operand_axes: Sequence[str],
         result_axes: str | tuple[str, ...],
     ) -> Any:
-        """Returns `f(*static, *operands)`, called at once within shard_map, else on each mesh device.
+        """Returns `f(*static, *operands)`, called directly within shard_map, else on each mesh device.
 
         `f` is a module-level function, and `static` are compared by value, as in `over_mesh`.
         """

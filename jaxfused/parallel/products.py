@@ -1,4 +1,4 @@
-"""Tensor parallel products: all-gather overlapped with product, and product with reduce-scatter."""
+"""Tensor parallel products: an all-gather during a product, and a reduce-scatter during a product."""
 
 import functools
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class Options:
 
 
 def gathered_product(run: Runner, options: Options, x, w, bias) -> jax.Array:
-    """Returns activation(x w + bias), [..., n T, F], for the rows x [..., T, D] of n devices.
+    """Returns activation(x w + bias), [..., n T, F], of the rows x [..., T, D] of all n devices.
 
-    Each device has its own w [D, F] and bias [F].
+    Each device has its own columns of w [D, F] and bias [F].
     """
     rows = sharding.leading_axes(x.ndim - 1)
     aligned = sharding.align((x, w, bias), operand_axes=(rows + "d", "df", "f"), whole="df")
@@ -44,7 +44,7 @@ def gathered_product(run: Runner, options: Options, x, w, bias) -> jax.Array:
 def product_scattered(run: Runner, options: Options, x, w) -> jax.Array:
     """Returns a device's own rows, [..., T, F], of the sum over n devices of x w.
 
-    Each device has its own features D of x [..., n T, D] and w [D, F].
+    Each device has its own summed features D, of x [..., n T, D] and of w [D, F].
     """
     rows = sharding.leading_axes(x.ndim - 1)
     aligned = sharding.align((x, w), operand_axes=(rows + "d", "df"), whole="df")

@@ -139,7 +139,8 @@ def _on_a_device(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     x, w_q, w_k, w_v, b_q, b_k, b_v, q_scale, k_scale, cos, sin = operands
     weights, biases = (w_q, w_k, w_v), (b_q, b_k, b_v)
-    # One product of concatenated weights: those of keys and values alone have few columns.
+    # The weights are concatenated for one product, since those of keys and values have few columns
+    # each.
     w = jnp.concatenate([w.reshape(w.shape[0], -1) for w in weights], axis=1)
     bias = None if b_q is None else jnp.concatenate([b.reshape(-1) for b in biases])
     if sequence_parallel:

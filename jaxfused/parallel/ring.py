@@ -1,9 +1,9 @@
 """Rings of devices: rows are sent from device to device while those that have arrived are multiplied.
 
-Device i of n starts with its own rows. At hop s of a ring it has those of device i - s, and after n - 1
-hops it has had all. A sum for the rows is sent with them: each device adds its part, and one more hop
-brings the sum to the rows' device. Half of the rows go the other way, so that one half's sums are sent
-while the other half is multiplied.
+Device i of n starts with its own rows. At hop s of a ring it has those of device i - s, and after n -
+1 hops it has had all. A sum for the rows is sent with them: each device adds its products, and one
+more hop brings the sum to the device of the rows. Half of the rows go round in the other direction,
+so that the sums of one half are sent while the other half is multiplied.
 
 Results are lists by direction, then by hop. Rows are the axis before the last.
 """
@@ -18,10 +18,10 @@ from jax import lax
 from jaxfused.runtime.sharding import AxisName
 
 Turns = list[list[Any]]
-"""A list for each direction with an entry for each hop: rows, or what was computed from them."""
+"""For each direction, an entry for each hop: rows, or an array computed from them."""
 
 _SHIFTS = (1, -1)
-"""Steps that a hop adds to a device's index, for each direction."""
+"""Number added to a device's index to get the next device, for each direction."""
 
 
 def _passed(axis_name: AxisName, shift: int, arrays: Any) -> Any:
@@ -30,12 +30,12 @@ def _passed(axis_name: AxisName, shift: int, arrays: Any) -> Any:
 
 
 def directions(rows: int) -> int:
-    """Returns the number of directions in which rows are sent: 2, or 1 if their number is odd."""
+    """Returns the number of directions in which rows are sent: 2, or 1 for an odd number of rows."""
     return 2 if rows and rows % 2 == 0 else 1
 
 
 def travelling(axis_name: AxisName, own: jax.Array) -> Turns:
-    """Returns the rows that arrive at each hop. The sends wait for nothing but each other."""
+    """Returns the rows that arrive at each hop. A send waits for the send before it only."""
     size = lax.axis_size(axis_name)
     turns = []
     halves = jnp.split(own, directions(own.shape[-2]), axis=-2)
@@ -48,7 +48,7 @@ def travelling(axis_name: AxisName, own: jax.Array) -> Turns:
 
 
 def _starts(axis_name: AxisName, own_rows: int) -> Turns:
-    """Returns the index, among the rows of all devices, of the first row at each hop."""
+    """Returns, for each direction and hop, the first row's index among the rows of all devices."""
     size, own = lax.axis_size(axis_name), lax.axis_index(axis_name)
     count = directions(own_rows)
     return [
@@ -58,7 +58,7 @@ def _starts(axis_name: AxisName, own_rows: int) -> Turns:
 
 
 def standing(axis_name: AxisName, every: jax.Array) -> Turns:
-    """Cuts the rows of all devices into parts, in the order in which `travelling` receives them."""
+    """Cuts the rows of all devices into a list for each direction and hop, as `travelling` has them."""
     own_rows = every.shape[-2] // lax.axis_size(axis_name)
     length = own_rows // directions(own_rows)
     return [
@@ -92,9 +92,9 @@ def summed(
     Args:
       axis_name: the mesh axis.
       turns: from `travelling` or `standing`.
-      step: (rows, the sum that arrives with them or None) -> (the sum to send on, a second result). What
-        it computes before it reads the sum overlaps the sending of the sum.
-      then: arrays to be used after the last step only, while the last sums are sent.
+      step: (rows, the sum that arrives with them or None) -> (the sum to send on, a second result). The
+        part of it that does not read the sum runs while the sum is sent.
+      then: arrays that the caller uses after the last step only, while the last sums are sent.
     """
     size = lax.axis_size(axis_name)
     kept: Turns = [[] for _ in turns]
@@ -104,7 +104,7 @@ def summed(
         for d, rows in enumerate(turns):
             here = rows[hop]
             if waiting is not None:
-                # A step starts after the one before it, whose sum is sent while the step computes.
+                # A step starts after the step before it, whose sum is sent during this one.
                 here, sums[waiting] = _sent_beside(axis_name, waiting, sums[waiting], here)
             sums[d], keep = step(here, sums[d])
             kept[d].append(keep)
@@ -117,6 +117,6 @@ def summed(
 def _sent_beside(
     axis_name: AxisName, d: int, total: jax.Array, others: Any
 ) -> tuple[Any, jax.Array]:
-    """Sends a sum to the next device. Returns (others, sum); `others` wait until it is computed."""
+    """Sends a sum to the next device. Returns (others, sum); `others` wait for the sum's computation."""
     others, total = lax.optimization_barrier((others, total))
     return others, _passed(axis_name, _SHIFTS[d], total)

@@ -1,4 +1,4 @@
-"""zero1: an optimizer whose state is split over devices, which each update a part of the parameters."""
+"""zero1: an optimizer split over devices: each has a part of the state and updates its parameters."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from jaxfused.runtime.sharding import AxisName
 
 _OP = "parallel.zero1"
 _MOST_COMPILED = 8
-"""Largest number of jitted functions that an optimizer keeps, such as one for each set of options."""
+"""Largest number of jitted functions that an optimizer caches, one for each set of options."""
 
 
 def zero1(
@@ -146,7 +146,7 @@ class ShardedTransformation(FusedTransformation):
 
 @dataclass(frozen=True)
 class _Alone:
-    """Function that returns the one result of another function as a tuple."""
+    """A function that returns the one result of `f` as a tuple."""
 
     f: Callable[..., Any]
 
@@ -162,12 +162,12 @@ class _Placed:
     mesh: jax.sharding.Mesh | None
     param_specs: Any
     compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Jitted functions of the last calls outside of jit: `jax.jit` compiles a new closure again."""
+    """Jitted functions of the last calls outside of jit, since `jax.jit` compiles each new closure."""
     seen: dict[Any, list[P]] = field(default_factory=dict, compare=False, repr=False)
-    """How parameters of a structure and of shapes lay on the mesh outside of jit, where that is seen."""
+    """PartitionSpecs of parameters, by their structure and shapes, as last seen outside of jit."""
 
     def initialised(self, init: Callable[..., Any], options: dict[str, Any], params: Any) -> Any:
-        """Returns `init(params, **options)`, of which no device ever holds more than its part."""
+        """Returns `init(params, **options)`, of which each device computes and stores its part only."""
         return self._in_auto_axes(_Alone(init), options, (True,), params)[0]
 
     def run(
@@ -181,9 +181,9 @@ class _Placed:
 
         Args:
           f: an update or a step.
-          options: its keywords.
+          options: the keyword arguments of `f`.
           *trees: gradients, a state, and the parameters if `f` takes them.
-          donates: whether the last two become the results' memory, outside of `jax.jit`.
+          donates: whether the buffers of the last two are donated, outside of `jax.jit`.
         """
         return self._in_auto_axes(f, options, (False, True), *trees, donates=donates)
 
@@ -197,8 +197,8 @@ class _Placed:
     ) -> tuple[Any, ...]:
         """Returns `f(*trees, **options)`; results are split over devices where `shared` is True.
 
-        XLA chooses the shardings within `f`. Not all transformations run on Explicit axes: Adafactor
-        combines a row's moment with a column's, and both may be split.
+        XLA chooses the shardings within `f`, because not all transformations run on Explicit axes:
+        Adafactor combines a row's moment with a column's, and both may be split.
         """
         like = trees[-1] if len(trees) != 2 else trees[0]
         if len(trees) != 2:
@@ -220,7 +220,7 @@ class _Placed:
         key = (f, given, structure, shapes, explicit, donated, placed.mesh, *placed.param_specs)
         try:
             known = self.compiled.get(key)
-        except TypeError:  # An option without a hash, such as an array.
+        except TypeError:  # An option such as an array has no hash.
             return make()(*trees)
         if known is None:
             known = make()
@@ -238,7 +238,7 @@ class _Placed:
         like: Any,
         *trees: Any,
     ) -> Callable[..., tuple[Any, ...]]:
-        """Returns the jitted function that splits the trees, calls `f` and places its results."""
+        """Returns the jitted function that splits the trees, calls `f`, and shards its results."""
         shapes = jax.tree.map(_without_sharding, like)
 
         # Within `auto_axes` the mesh has other types of axes.
@@ -262,9 +262,9 @@ class _Placed:
         return jax.jit(on_auto_axes, donate_argnums=donated)
 
     def _donated(self, like: Any, grads: Any, state: Any, params: Any) -> tuple[int, ...]:
-        """Returns which of (grads, state, params) lie where a step puts its results, and may be donated.
+        """Returns which of (grads, state, params) have the shardings of a step's results.
 
-        JAX warns of others, whose memory cannot be that of a result.
+        These are donated. JAX warns of donated arrays whose memory no result can use.
         """
         del grads
         shapes = jax.tree.map(_without_sharding, like)
@@ -285,7 +285,8 @@ class _Placed:
     def specs_of(self, tree: Any, params: Any, *, shared: bool) -> dict[Any, P]:
         """Returns the PartitionSpec of each leaf's path in a tree of parameters or of a state.
 
-        A leaf of a state is split as the parameter whose path its own ends with, if their shapes agree.
+        A leaf of a state is split like the parameter whose path is the end of its own path, if their
+        shapes agree.
         """
         mesh = self._mesh(jax.tree.leaves(params))
         of_params = {
@@ -328,7 +329,7 @@ class _Placed:
         return self.seen.get(_key(mesh, params)) or [P()] * len(leaves)
 
     def see(self, params: Any) -> None:
-        """Remembers how parameters lie, if they are arrays on Auto axes outside of `jax.jit`."""
+        """Remembers how parameters are sharded, if they are arrays on Auto axes outside of `jax.jit`."""
         leaves = jax.tree.leaves(params)
         if all(_is_placed(leaf) for leaf in leaves):
             mesh = self._mesh(leaves)
@@ -375,7 +376,7 @@ def _is_placed(leaf: Any) -> bool:
 
 
 def _spec_on(mesh: Any, leaf: Any) -> P:
-    """Returns the PartitionSpec of an array that lies on the mesh, else that of copies."""
+    """Returns the PartitionSpec of an array that is sharded over the mesh; P() for other arrays."""
     placed = getattr(leaf, "sharding", None)
     if isinstance(placed, NamedSharding) and placed.mesh.shape == mesh.shape:
         return placed.spec

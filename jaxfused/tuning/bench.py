@@ -17,15 +17,15 @@ from jaxfused.runtime import lowering, runner
 from jaxfused.tuning import timing
 
 _SECONDS = 0.1
-"""Approximate seconds to time the candidates of a kernel, without the start of CUPTI."""
+"""Approximate seconds of timing for all candidates of a kernel, without the start of CUPTI."""
 _ERROR = 4.0
 """Largest error of a result, as a multiple of the narrowest dtype's eps times the result's largest
-value.
+magnitude.
 
-Wrong results are off by much more, and other orders of rounding by much less.
+Wrong results differ by much more, and another order of rounding by much less.
 """
 _COARSEST = 2.0**-10
-"""Smallest eps that is assumed: float16's, which is also that of float32 products in tf32."""
+"""Smallest eps that is assumed: float16's, which float32 products in tf32 have too."""
 
 
 class Candidate(NamedTuple):
@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel at the shapes that it sees on a device."""
+    """A kernel, and the shapes of its operands on one device."""
 
     kernel: runner.Stage
     operands: tuple[jax.ShapeDtypeStruct | None, ...]
@@ -54,7 +54,7 @@ class Work:
 
 
 class Bench(Protocol):
-    """Interface of an object that measures candidates; tests have one without a GPU."""
+    """Interface of an object that measures candidates; tests implement it without a GPU."""
 
     def submit(self, work: Work, candidate: Candidate) -> None:
         """Begins to compile a candidate."""
@@ -65,7 +65,7 @@ class Bench(Protocol):
     def measure(self, work: Work, candidates: Sequence[Candidate]) -> dict[Candidate, float | str]:
         """Returns the microseconds of submitted candidates, or why one was dropped.
 
-        The results of the first candidate that runs are the reference for the others.
+        The results of the first candidate that runs are the reference for those of the others.
         """
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Bench(Protocol):
 
 @dataclass
 class GpuBench:
-    """Measures on JAX's default GPU. It lowers in the calling thread and compiles in others."""
+    """Measures on JAX's default GPU. It lowers in the calling thread and compiles in those of `pool`."""
 
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(os.cpu_count() or 1)
@@ -104,7 +104,8 @@ class GpuBench:
         return self.pool.submit(lowered.compile)
 
     def wait(self) -> None:
-        # XLA's autotuning runs kernels while it compiles, which would disturb a measurement.
+        # All compilations end before: XLA's autotuning runs kernels, which would disturb a
+        # measurement.
         futures.wait([*self.inputs.values(), *self.errors.values(), *self.compiled.values()])
 
     def measure(self, work: Work, candidates: Sequence[Candidate]) -> dict[Candidate, float | str]:
@@ -170,7 +171,7 @@ def _times(calls: Mapping[str, Any], sets: Sequence[Any]) -> dict[str, float | s
     except RuntimeError as error:
         if len(calls) == 1:
             return dict.fromkeys(calls, _brief(error))
-        # The marker could not separate the calls' kernels, so each call is timed alone.
+        # If the markers did not separate the calls' kernels, each call is timed alone.
         alone = [_times({name: call}, sets) for name, call in calls.items()]
         return {name: time for times in alone for name, time in times.items()}
     return {name: statistics.median(s.microseconds) for name, s in samples.items()}
@@ -178,7 +179,7 @@ def _times(calls: Mapping[str, Any], sets: Sequence[Any]) -> dict[str, float | s
 
 @functools.partial(jax.jit, static_argnums=0)
 def _largest_error(work: Work, results: Any, wanted: Any) -> jax.Array:
-    """Returns the largest ratio of an error to the allowed error; infinite for a misplaced NaN."""
+    """Returns the largest error as a multiple of the allowed one; infinite if only one result is NaN."""
     axes = work.kernel.axes(*work.operands)
     sizes = {
         letter: size

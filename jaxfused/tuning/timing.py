@@ -14,30 +14,30 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 SAMPLES = 12
-"""Number of timed calls per measurement; the benchmarks measure each implementation twice."""
+"""Number of timed calls in a measurement; the benchmarks measure each implementation twice."""
 
 COLD_BYTES = 256 * 2**20
-"""Bytes of the input sets that are used in turn, several times the L2 of any GPU, so that inputs are
-cold."""
+"""Bytes of all input sets together: several times the L2 cache of any GPU, so that a set that is used
+again is not in the cache."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Microseconds of each call, and its kernels (name, median microseconds)."""
+    """Microseconds of each call, and the names and median microseconds of its kernels."""
 
     microseconds: list[float]
     kernels: list[tuple[str, float]]
 
 
 def input_sets(bytes_per_set: int) -> int:
-    """Returns the number of input sets to take in turn, so that none is still cached when reused."""
+    """Returns the number of input sets to use in turn, so that none is still in the L2 when reused."""
     return min(16, max(2, math.ceil(COLD_BYTES / max(1, bytes_per_set))))
 
 
 class InTurn:
-    """Calls a function with each input set in turn, in the form that the profiler's `measure` accepts.
+    """Calls a function with each input set in turn, in the form that JAX's `profiler.measure` accepts.
 
-    `measure` passes the same arguments to every iteration and asks for a jax.stages.Wrapped. This class
+    `measure` passes the same arguments to every iteration and requires a jax.stages.Wrapped. This class
     has the methods of one, so that torch's kernels can be timed in the same way as JAX's.
     """
 
@@ -56,9 +56,9 @@ class InTurn:
 
 
 def cupti(call: Callable[..., Any], sets: Sequence[Any], samples: int = SAMPLES) -> Samples:
-    """Returns the kernel time of each call, summed over its kernels, without the copy engine's copies.
+    """Returns the time of each call: the sum over its kernels, without copies by the copy engines.
 
-    `measure` keeps every output alive, so each call writes to memory of its own.
+    `measure` keeps all outputs alive, so that each call writes to other memory.
     """
     measured = profiler.measure(InTurn(call, sets), aggregate=False, iterations=samples)
     _, timings = measured()
@@ -78,13 +78,14 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 4, 24
 def interleaved(
     calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], seconds: float
 ) -> dict[str, Samples]:
-    """Returns the kernel times of programs that take turns, so that clocks and heat are the same.
+    """Returns the kernel times of programs that run in turn, so that clocks and heat are the same.
 
-    Each call takes the next input set. A tiny marker kernel, which no program here contains, separates
-    the kernels of one call from the next. As many rounds run as fit in `seconds`, within limits.
+    Each call takes the next input set. A small marker kernel, which none of the programs contains,
+    separates the kernels of one call from the next. As many rounds run as fit in `seconds`, from
+    `_FEWEST_ROUNDS` to `_MOST_ROUNDS`.
 
     Raises:
-      RuntimeError: CUPTI saw no kernel, or not the same ones in each round.
+      RuntimeError: CUPTI saw no kernel, or not the same kernels in each round.
     """
     turns, flag = itertools.cycle(sets), jnp.zeros(1, jnp.int32)
     outputs: collections.deque[Any] = collections.deque()
@@ -93,8 +94,8 @@ def interleaved(
         for call in calls.values():
             outputs.append(call(*next(turns)))
             last = _marker(flag)
-        # Outputs stay alive, as in `cupti`, so that calls write to different memory, but only until they
-        # exceed twice COLD_BYTES.
+        # The outputs stay alive, as in `cupti`, so that calls write to different memory, up to
+        # twice COLD_BYTES in all.
         while sum(a.nbytes for out in outputs for a in jax.tree.leaves(out)) > 2 * COLD_BYTES:
             outputs.popleft()
         return last
@@ -129,7 +130,7 @@ def _marker(flag: jax.Array) -> jax.Array:
 def split_at_markers(
     timings: Sequence[tuple[str, float]], count: int
 ) -> list[list[tuple[str, float]]]:
-    """Returns the kernels of each program, split at the marker, the kernel that also ends the list."""
+    """Returns the kernels of each program, split at the marker kernel, which is the last of the list."""
     marker = timings[-1][0]
     parts: list[list[tuple[str, float]]] = [[]]
     for name, milliseconds in timings:

@@ -1,4 +1,4 @@
-"""tune: measures the implementations and configs of a program's operators, and keeps the fastest."""
+"""tune: measures the implementations and configs of a program's operators, and stores the fastest."""
 
 import importlib
 import importlib.util
@@ -18,18 +18,18 @@ from jaxfused.runtime import table
 from jaxfused.tuning.bench import Bench, Candidate, GpuBench, Work
 
 _TIE = 1.02
-"""Ratio of times up to which the default order decides, because measurements vary by this much."""
+"""Ratio of two times up to which the default order decides, because measurements vary by as much."""
 _SLOW = 1.5
-"""Ratio to the fastest time above which an implementation is dropped after its default config."""
+"""Ratio to the fastest time above which only the default config of an implementation is measured."""
 _KEPT = 4
-"""Number of configs kept per implementation; a slower one may be legal at shapes where others are
-not."""
+"""Number of configs that are stored for an implementation: at other shapes the fastest may not be legal,
+but a slower one."""
 _SHARE = 0.005
-"""Fraction of all kernels' time below which only the default configs of a kernel are measured."""
+"""Fraction of all kernels' time; a kernel that takes less is measured in its default configs only."""
 _CONFIGS_A_ROUND = 2
-"""Number of configs of each kernel that are measured per round, so that all kernels get time."""
+"""Number of configs of each kernel that are measured in one round, so that no kernel waits for long."""
 _RESERVE = 1.3
-"""Factor by which the time per candidate may grow from one round of measurements to the next."""
+"""Factor by which the seconds of a candidate may grow from one round of measurements to the next."""
 
 
 @dataclass
@@ -39,12 +39,12 @@ class TunedStage:
     choice: dispatch.Choice
     """Implementation and config that were chosen before tuning."""
     count: int
-    """Number of times that the program runs the kernel, counting trips of loops of known length."""
+    """Number of times that the program runs the kernel; trips of loops of known length are counted."""
     work: Work
     waiting: list[Candidate]
     """Candidates still to be measured, in this order."""
     order: list[Candidate]
-    """All candidates, most promising first: the one chosen before tuning, then in the default order."""
+    """All candidates, most promising first: the one chosen before tuning, then the default order."""
     microseconds: dict[Candidate, float] = field(default_factory=dict)
     dropped: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that raised or returned wrong results, with the reason."""
@@ -61,7 +61,7 @@ class TunedStage:
 
     @property
     def ranking(self) -> list[Candidate]:
-        """Measured candidates, fastest first; those within `_TIE` in the default order."""
+        """Measured candidates, fastest first; those within `_TIE` of each other in default order."""
         left = [candidate for candidate in self.order if candidate in self.microseconds]
         result = []
         while left:
@@ -73,14 +73,14 @@ class TunedStage:
 
     @property
     def best(self) -> list[Candidate]:
-        """Ranking with at most `_KEPT` candidates of each implementation."""
+        """The ranking with at most `_KEPT` candidates of each implementation."""
         ranking = self.ranking
         names = [candidate.implementation for candidate in ranking]
         return [c for i, c in enumerate(ranking) if names[:i].count(c.implementation) < _KEPT]
 
     @property
     def total(self) -> float:
-        """Microseconds that the program spends in the kernel with the fastest candidate so far."""
+        """Microseconds of all runs of the kernel in the program, with the fastest candidate so far."""
         return self.count * min(self.microseconds.values(), default=0.0)
 
     @property
@@ -89,12 +89,12 @@ class TunedStage:
         return ", ".join(f"{o.dtype}{list(o.shape)}" for o in self.choice.operands if o is not None)
 
     def add(self, measured: dict[Candidate, float | str]) -> None:
-        """Adds measurements, scaled so that the first measured candidate keeps its earlier time."""
+        """Adds measurements, scaled so that the first measured candidate has its earlier time again."""
         reference = next((c for c in self.order if c in self.microseconds), None)
         again = None if reference is None else measured.get(reference)
         scale = 1.0
         if reference is not None and isinstance(again, float) and again > 0:
-            # The GPU's clocks differ between measurements.
+            # The scale corrects for GPU clocks that differ between two measurements.
             scale = self.microseconds[reference] / again
         for candidate, result in measured.items():
             if isinstance(result, str):
@@ -103,7 +103,7 @@ class TunedStage:
                 self.microseconds[candidate] = scale * result
 
     def look_closer(self) -> None:
-        """Queues the other configs of fast implementations, once the defaults are measured."""
+        """Adds the other configs of fast implementations to `waiting`, once defaults are measured."""
         best = min(self.microseconds.values(), default=0.0)
         fast = {
             c.implementation: time for c, time in self.microseconds.items() if time <= _SLOW * best
@@ -150,8 +150,8 @@ def tune(
 
     The function is traced, not run: each stage of an operator that it calls is measured by itself, with
     random operands of the shapes that its kernel sees. To tune the stages of gradients, pass a function
-    that takes them, such as a training step. What is found is added to a file that this process and
-    later ones read: `$XDG_CACHE_HOME/jaxfused/tuning/<device>.json`, or the same in `~/.cache`.
+    that takes them, such as a training step. The measured choices are added to a file that this process
+    and later ones read: `$XDG_CACHE_HOME/jaxfused/tuning/<device>.json`, or the same in `~/.cache`.
     `jaxfused.explain` says which choices come from it.
 
     First come the implementations, each with the config that it takes by itself, then the configs of
@@ -165,9 +165,9 @@ def tune(
     Args:
       f: any function of JAX arrays, jitted or not.
       *args: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
-      seconds: how long it may take, about: what is being compiled then is still measured.
-      path: of the file, in place of the one that is read; it does not change what runs.
-      progress: whether to show on standard error how far it is, by tqdm where that is installed.
+      seconds: of tuning, about: candidates that are being compiled at the end are still measured.
+      path: a file to write instead; it is not read, and so does not change what runs.
+      progress: whether to show the progress on standard error, by tqdm where that is installed.
 
     Returns:
       A `TuningReport`, to be printed.
@@ -231,7 +231,7 @@ def run(
             table.write(file, device, entries)
             written = file
         except OSError as error:
-            # The measurements are still reported.
+            # The report returns the measurements even if the file cannot be written.
             warnings.warn(f"tune: {file} could not be written ({error})", stacklevel=2)
     if written is not None and path is None:
         table.load.cache_clear()
@@ -241,7 +241,7 @@ def run(
 
 
 def entries_of(stages: Sequence[TunedStage]) -> dict[table.Key, tuple[table.Ranked, ...]]:
-    """Returns autotuning-table entries for the kernels of which several candidates were measured."""
+    """Returns table entries for the kernels of which at least two candidates were measured."""
     return {
         table.Key.of(stage.work.kernel, stage.work.operands): tuple(
             table.Ranked(c.implementation, table.config_text(c.config), stage.microseconds[c])
@@ -255,11 +255,11 @@ def entries_of(stages: Sequence[TunedStage]) -> dict[table.Key, tuple[table.Rank
 def stages_of(
     f: Callable[..., Any], args: Sequence[Any], device: dispatch.Device
 ) -> list[TunedStage]:
-    """Returns a program's kernels with several candidates, once for each set of operand shapes."""
+    """Returns a program's kernels that have several candidates, one for each set of operand shapes."""
     stages: dict[table.Key, TunedStage] = {}
     choices: list[tuple[dispatch.Choice, int]] = []
     for left_or_run, runs in traced(f, *args)[0]:
-        # Kernels that would run if the operator had not left the call to XLA.
+        # `stages` has the kernels that would run if the operator had not left the call to XLA.
         left = [c._replace(implementation="xla", config=None) for c in left_or_run.stages]
         choices += [(choice, runs) for choice in left or [left_or_run]]
     for choice, runs in choices:
@@ -271,7 +271,7 @@ def stages_of(
         work = Work(choice.kernel, tuple(choice.operands), device)
         can_run = [name for name, reason in choice.reasons.items() if reason is None]
         defaults = [work.candidates(name)[0] for name in can_run]
-        # None for the default config is replaced by the config itself, as candidates have it.
+        # A config of None is replaced by the default config itself, since candidates contain it.
         if choice.config is None:
             choice = choice._replace(config=work.candidates(choice.implementation)[0].config)
         first = Candidate(choice.implementation, choice.config)
@@ -289,9 +289,9 @@ def _measure(
 ) -> None:
     """Measures in rounds over all kernels until no candidate is left or the time is up.
 
-    The first round has all implementations of all kernels. Later ones have some configs of each kernel,
-    those with the largest total time first. A round is lowered here while threads compile, and then
-    measured.
+    The first round has all implementations of all kernels. Each later round has some configs of each
+    kernel; kernels with the largest total time come first. This thread lowers a round while others
+    compile, and then the round is measured.
     """
     pace, is_first = 0.0, True
     while any(stage.waiting for stage in stages):
@@ -303,7 +303,7 @@ def _measure(
             batch: list[Candidate] = []
             count = len(stage.waiting) if is_first else _CONFIGS_A_ROUND
             while stage.waiting and len(batch) < count:
-                # Time is reserved for measuring the candidates that are already submitted.
+                # The reserved time is for measuring the candidates that are already submitted.
                 if clock() + _RESERVE * pace * (submitted + 1) >= deadline:
                     break
                 batch.append(stage.waiting.pop(0))
