@@ -256,7 +256,8 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         alone = all(a is None or a is inputs_q for a in (inputs_k, inputs_v)) and inputs_kv is None
         reason = self._why_flax(inputs_q) if alone else "another input is attended to"
         if reason is not None:
-            # Flax's decoding combines masks as arrays; otherwise it passes them on.
+            # Flax's decoding combines masks as arrays; otherwise Flax passes the mask to the
+            # attention_fn.
             return flax_call(MultiHeadDotProductAttention)(
                 self,
                 inputs_q,
@@ -292,7 +293,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         )
         if sow_weights:
             options["module"] = self
-        # Arguments that the caller's own function lacks are left out, as in Flax.
+        # Options that the caller's `attention_fn` does not take are left out, as in Flax.
         taken = inspect.signature(self.attention_fn).parameters
         options = {name: option for name, option in options.items() if name in taken}
         attended = self.attention_fn(query, key, value, **options)

@@ -128,8 +128,8 @@ class BatchNorm(linen.BatchNorm):
         )
         if use_running_average:
             return infer(x, scale, bias, mean.value, var.value, **options).astype(result_dtype)
-        # While parameters are initialised, `axis_name` need not be mapped, and the running averages
-        # stay.
+        # The running averages do not change while parameters are initialised, and `axis_name` need
+        # not be mapped then.
         initializing = self.is_initializing()
         y, new_mean, new_var = train(
             x,

@@ -108,7 +108,7 @@ class ConvNeXtBlock(linen.Module):
         if self.drop_path_rate > 0 and not linen.merge_param(
             "deterministic", self.deterministic, deterministic
         ):
-            # A path is dropped for all values of an example.
+            # A dropped path is 0 for all pixels and features of an example.
             path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-3, -2, -1))
             drop = functools.partial(path, deterministic=False)
         if why_watched() is not None:

@@ -1,7 +1,7 @@
 """Flax's own code inside modules of this package, and the check whether calls of layers are watched.
 
 Flax wraps each method of a module: interceptors see its calls, and `capture_intermediates` and tables
-keep its results. If a module here runs Flax's code for a call, all of these must see a single call.
+store its results. If a module here runs Flax's code for a call, all of these must see a single call.
 """
 
 import inspect

@@ -235,7 +235,7 @@ def _why_flax(norm: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None) -
 
 
 def _widened(x: jax.Array, result_dtype: Any) -> jax.Array:
-    """Returns x widened for the norm, since Linen rounds to the result's dtype only after it."""
+    """Returns x in the wider of its dtype and the result's: Linen rounds after the norm only."""
     return x.astype(common_dtype(x.dtype, result_dtype))
 
 

@@ -164,7 +164,8 @@ class Affine(linen.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
 
-    # Not `__call__`, because `capture_intermediates` would keep the parameters as its results.
+    # The method is not `__call__`, whose results (the parameters) `capture_intermediates` would
+    # store.
     @linen.compact
     def parameters(self, in_features: int) -> tuple[Kernel, jax.Array | None]:
         """Returns (kernel [in_features, F], bias [F] or None)."""

@@ -135,7 +135,8 @@ class GeneralAffine(linen.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
 
-    # Not `__call__`, because `capture_intermediates` would keep the parameters as its results.
+    # The method is not `__call__`, whose results (the parameters) `capture_intermediates` would
+    # store.
     @linen.compact
     def parameters(self, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
         """Returns (kernel [*inputs, *features], bias [*features] or None)."""
@@ -165,11 +166,12 @@ def general_parameters(
 def _flattened(initialise: Initializer, flat: tuple[int, ...]) -> Initializer:
     """Returns an initialiser that draws an array of shape `flat` and reshapes it to the requested shape.
 
-    The metadata of a partitioned parameter, which name the axes of the final shape, are kept.
+    A partitioned parameter has its metadata, which name the axes of the requested shape.
     """
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> Any:
-        # A metadata box is a pytree; its `unbox` would shard the flat array like the final one.
+        # The box of a partitioned parameter is a pytree, in which the map reshapes the array. Its
+        # `unbox` would shard the flat array like one of the requested shape.
         return jax.tree.map(lambda drawn: jnp.reshape(drawn, shape), initialise(key, flat, dtype))
 
     return init

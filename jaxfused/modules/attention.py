@@ -26,7 +26,7 @@ QueryOffset = int | jax.Array | Literal["bottom_right"] | None
 
 def check_rate(name: str, rate: Any) -> None:
     """Checks that a dropout rate is at least 0 and less than 1."""
-    # The comparison is written such that NaN is rejected too.
+    # The comparison rejects NaN too.
     if not 0.0 <= rate < 1.0:
         raise ValueError(
             f"{name}: dropout_rate must be in the range [0, 1), as it is the fraction to drop, but it is"
@@ -35,7 +35,7 @@ def check_rate(name: str, rate: Any) -> None:
 
 
 def of_attention(precision: Any) -> Any:
-    """Returns the precision of attention's own products; float8 is only for the projections."""
+    """Returns the precision of attention's products of heads; float8 is for the projections only."""
     return None if is_fp8(precision) else precision
 
 
@@ -81,7 +81,7 @@ def run_flax(
         square = jnp.tril(jnp.ones(mask.shape[-2:], bool))
         allowed = allowed & square.reshape((1,) * (allowed.ndim - 2) + square.shape)
     attends = jnp.any(allowed, axis=-1).swapaxes(-1, -2)[..., None]
-    # The mask may have fewer axes than the output, and any of its axes may have length 1.
+    # The mask may have fewer axes than the output [..., T, N, V], and its axes may have length 1.
     attends = attends.reshape((1,) * (output.ndim - attends.ndim) + attends.shape)
     return jnp.where(attends, output, jnp.zeros_like(output))
 
@@ -260,7 +260,7 @@ def at_offset(
     mask: jax.Array | AttentionMask | None,
     query_offset: QueryOffset,
 ) -> dict[str, Any]:
-    """Returns the arguments that make any `attention_fn` causal, with query 0 at the offset."""
+    """Returns the arguments that make `attention_fn` causal, with query 0 at position `query_offset`."""
     taken = inspect.signature(attention_fn).parameters
     if "query_offset" in taken:
         return dict(mask=mask, is_causal=True, query_offset=query_offset)
@@ -273,7 +273,7 @@ def and_causal(
     key: jax.Array,
     query_offset: QueryOffset,
 ) -> jax.Array:
-    """Returns the mask and the causal one together, as an array for Flax's code."""
+    """Returns the logical and of the mask and the causal mask, as an array for Flax's code."""
     causal, whole = causal_mask(query, key, query_offset), whole_mask(mask)
     return causal if whole is None else causal & (whole != 0)
 
@@ -292,7 +292,7 @@ def causal_mask(query: jax.Array, key: jax.Array, query_offset: QueryOffset) -> 
 
 
 def _offset_of_entries(query: jax.Array, key: jax.Array, offset: Any) -> jax.Array | None:
-    """Returns [B] offsets of query [B, T, N, H], checked as the operator does."""
+    """Returns the offsets [B] of queries [B, T, N, H], checked as the operator checks them."""
     return attention_arguments.query_offsets(offset, query.shape[0], query.shape[1], key.shape[1])
 
 

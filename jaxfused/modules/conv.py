@@ -131,7 +131,7 @@ def image_inputs(kernel: QuantizedKernel, x: jax.Array) -> jax.Array | Quantized
         largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), keepdims=True)
         scale = largest.astype(jnp.float32) * FORMATS[kernel.input_dtype].unit
         scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
-        # An infinity makes its image NaN, as in `jaxfused.quantize`.
+        # An infinite scale makes its image NaN, as in `jaxfused.quantize`.
         scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
     return quantize(x, kernel.input_dtype, axis=-1, scale=scale)
 
@@ -144,11 +144,11 @@ def patches(
     input_dilation: Any,
     **geometry: Any,
 ) -> jax.Array | None:
-    """Returns each window's values of x [B, *spatial, I], [B, pixels, taps * I]; None if grouped."""
+    """Returns each window's values of x [B, *spatial, I], [B, pixels, taps * I]; None for groups."""
     if feature_group_count > 1:
         return None
     channels = x.shape[-1]
-    # A one-hot kernel for each position of the window; the groups keep the channels apart.
+    # The kernel is one-hot for each position of the window; groups of one keep the channels apart.
     numbers = math.prod(size)
     taps = jnp.eye(numbers, dtype=x.dtype).reshape(*size, 1, numbers)
     y = conv.conv(
@@ -166,7 +166,7 @@ def patches(
 
 
 def inside_windows(x: jax.Array, size: tuple[int, ...], **geometry: Any) -> jax.Array | None:
-    """Returns which numbers of `patches` are values of x and not padding, [pixels, taps * I]."""
+    """Returns a mask of the numbers of `patches` that are no padding, [pixels, taps * I]."""
     ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
     found = patches(ones, size, **geometry)
     return None if found is None else jnp.repeat(found[0] > 0, x.shape[-1], axis=-1)

@@ -22,7 +22,8 @@ def scaled_mlp(
 ) -> jax.Array:
     """Returns residual + drop(scale * mlp(y)), by one operator if nothing is dropped.
 
-    The scale is then multiplied into the last layer's parameters, which are smaller than the result.
+    The operator's last kernel and bias are then multiplied by the scale, since they are smaller than the
+    result.
     """
     kernel, bias = down
     if drop is None and not isinstance(kernel, KernelStandIn):

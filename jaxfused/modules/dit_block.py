@@ -18,7 +18,7 @@ CHUNKS = 6
 """Chunks of the modulation: shift, scale and gate of the attention, then of the perceptron."""
 
 Stream = tuple[jax.Array, jax.Array, jax.Array]
-"""The last branch, the residual stream to which it is to be added, and the branch's gate."""
+"""The last branch, the residual stream to add it to, and the gate that multiplies the branch first."""
 
 
 def dit_block(
@@ -82,8 +82,8 @@ def dit_block(
         implementation=implementation,
         attention_implementation=attention_implementation,
     )
-    # With a gate the norm's backward sums three gradients over rows. A fourth, that of this bias, would
-    # not fit into its registers.
+    # The bias is added here and not by the next norm: with a gate, the norm's backward sums three
+    # gradients over rows, and a fourth, that of this bias, would not fit into its registers.
     branch, _ = project(
         attended,
         *out,

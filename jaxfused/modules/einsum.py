@@ -23,7 +23,7 @@ def as_matrices(equation: str, x_axes: int, kernel_axes: int) -> Split | str:
     if "..." in right:
         return "the kernel has an ellipsis"
     if "..." in left:
-        # The axes of the ellipsis get letters that no user writes.
+        # The axes of the ellipsis get letters that no user's equation has.
         count = x_axes - (len(left) - 3)
         rows = "".join(chr(ord("\u4e00") + i) for i in range(count))
         left, result = left.replace("...", rows), result.replace("...", rows)

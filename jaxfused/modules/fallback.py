@@ -23,10 +23,11 @@ _PRODUCTS = {
 
 
 def why_intercepted() -> str | None:
-    """Names a product of JAX that is replaced by another function now, or None.
+    """Names a product of JAX that another function replaces at the moment, or returns None.
 
-    Libraries that quantise or adapt models (such as qwix) replace JAX's products while a model runs, so
-    that Flax's layers call theirs. Our operators would not, so our layers run Flax's code then.
+    Libraries that quantise or adapt models (such as qwix) replace JAX's products while a model runs,
+    so that Flax's layers call theirs. Our operators would not call them, so our layers run Flax's
+    code then.
     """
     now = {
         "jax.lax.dot_general": jax.lax.dot_general,
@@ -39,12 +40,12 @@ def why_intercepted() -> str | None:
 
 
 def why_given(**given: bool) -> str | None:
-    """Returns the name of the first given argument, as the reason for Flax's code, or None."""
+    """Returns the reason for Flax's code: the name of the first argument that is given, or None."""
     return next((f"{name} is given" for name, is_given in given.items() if is_given), None)
 
 
 def why_complex(*dtypes: Any) -> str | None:
-    """Returns the first complex one of these dtypes, as the reason for Flax's code, or None."""
+    """Returns the reason for Flax's code: the first complex dtype, or None."""
     for dtype in dtypes:
         if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
             return f"{jnp.dtype(dtype)} is not real"
@@ -57,7 +58,7 @@ def is_stock_product(dot_general: Any) -> bool:
 
 
 def changes_dtype(preferred_element_type: Any, *arrays: Any, dtype: Any) -> bool:
-    """Returns whether a `preferred_element_type` differs from the dtype of the computation."""
+    """Returns whether `preferred_element_type` differs from the dtype in which a layer computes."""
     if preferred_element_type is None:
         return False
     floats = [array for array in arrays if isinstance(array, jax.Array)]
@@ -81,7 +82,7 @@ def why_sharded(out_sharding: Any, *arrays: Any) -> str | None:
 
 
 def resharded(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """Returns the result in the requested sharding, which `why_sharded` has allowed."""
+    """Returns the result in the requested sharding, if `why_sharded` returned None."""
     if out_sharding is None:
         return y
     if isinstance(out_sharding, PartitionSpec):

@@ -21,7 +21,7 @@ def in_float32(init: Initializer) -> Initializer:
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 16:
             return init(key, shape, dtype, *args)
         drawn = init(key, shape, jnp.float32, *args)
-        # Initialisers with a partitioning return boxes: in Linen trees, in nnx dataclasses.
+        # An initialiser with partitioning returns a box: a pytree in Linen, a dataclass in nnx.
         if hasattr(drawn, "raw_value"):
             return dataclasses.replace(drawn, raw_value=drawn.raw_value.astype(dtype))
         return jax.tree.map(lambda a: a.astype(dtype), drawn)

@@ -65,7 +65,7 @@ class QuantizedKernel:
             return x
         if self.input_scale is None:
             return quantize_rows(x, self.input_dtype, implementation=implementation)
-        # The kernels read a scale for each row, so the common one is broadcast.
+        # Kernels read one scale for each row: the common scale is broadcast.
         scale = jnp.broadcast_to(self.input_scale, (*x.shape[:-1], 1))
         return quantize(x, self.input_dtype, axis=-1, scale=scale)
 
@@ -136,7 +136,7 @@ Kernel = jax.Array | KernelStandIn
 
 
 def shape_of(kernel: Kernel) -> tuple[int, ...]:
-    """Returns the shape of a kernel, or of the float kernel that a replacement stands in for."""
+    """Returns the shape of a kernel, or of the float kernel whose replacement it is."""
     if isinstance(kernel, LoRAKernel):
         return shape_of(kernel.base)
     assert not isinstance(kernel, CalledKernel)
@@ -167,7 +167,8 @@ def linear(
         y = kernel.call(x, precision).astype(x.dtype)
         return followed(y, activation, residual, adds_first=False)
     if isinstance(kernel, LoRAKernel):
-        # The activation follows the sum of both products, so it cannot be in one product's epilogue.
+        # The activation follows the sum of two products, so that neither product's epilogue can
+        # apply it.
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
         z = linear(x, kernel.base, bias, residual=kernel.product(x).astype(x.dtype), **options)
         y = activate(activation, z.astype(accumulator_dtype(x.dtype)))

@@ -134,7 +134,7 @@ def gated_mlp(
 
 
 def _in_one_pass(gate: Kernel, up: Kernel) -> tuple[QuantizedArray, QuantizedArray] | None:
-    """Returns the weights of two kernels that are quantised alike and read float inputs, else None."""
+    """Returns the weights of two kernels that one pass can read: quantised alike, float inputs."""
     if not (isinstance(gate, QuantizedKernel) and isinstance(up, QuantizedKernel)):
         return None
     as_it_is = all(

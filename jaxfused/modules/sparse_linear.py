@@ -43,7 +43,7 @@ def first_places(
 def first_blocks(
     key: jax.Array, kernel_init: Any, shape: tuple[int, int], dtype: Any, lists: Any
 ) -> jax.Array:
-    """Returns blocks of a random matrix, scaled so that results are as large as the whole matrix's."""
+    """Returns random blocks [count, B, B], scaled so that results are as large as a dense matrix's."""
     by_column, by_row = lists
     down, across = len(by_row.starts) - 1, len(by_column.starts) - 1
     wide = jnp.promote_types(dtype, jnp.float32)

@@ -68,7 +68,7 @@ def tables_of(
     length: int,
     head_size: int,
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Returns the cosines and sines of a call: those it passes, else those of its positions."""
+    """Returns the cosines and sines of a call: `cos` and `sin`, else the tables of its positions."""
     if cos is None and sin is None:
         if rope is None:
             return None
@@ -84,7 +84,7 @@ def tables_of(
 def check_rates(**rates: float) -> None:
     """Checks that each rate, the fraction to drop, is between 0 and 1."""
     for name, rate in rates.items():
-        # The comparison is written such that NaN is rejected too.
+        # The comparison rejects NaN too.
         if not 0.0 <= rate <= 1.0:
             raise ValueError(
                 f"TransformerBlock: {name} must be in the range [0, 1], as it is the fraction to drop,"
@@ -170,7 +170,7 @@ def self_attention(
 
     kernel, bias = floating(kernel, y.dtype), floating(bias, y.dtype)
     cos, sin = (None, None) if tables is None else tables
-    # The product's epilogue supports RMSNorm, but no LayerNorm.
+    # The epilogue of the product supports RMSNorm, but not LayerNorm.
     in_epilogue = norms is None or norms.kind == "rms_norm"
     if isinstance(kernel, KernelStandIn):
         in_epilogue = False

@@ -242,7 +242,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         sharded = (qkv_sharding, out_sharding)
         decides = decodes is not None
         if not alone or not decides or self._why_flax(inputs_q, *sharded) is not None:
-            # Flax's decoding needs the mask as an array; else Flax passes it to the attention_fn.
+            # Flax's decoding requires the mask as an array; otherwise Flax passes it to the
+            # attention_fn.
             flax_mask: Any = whole_mask(mask) if decodes is not False else mask
             return super().__call__(
                 inputs_q,
@@ -312,7 +313,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             self.cache_index = nnx.Cache(jnp.zeros(tuple(input_shape[:-2]), jnp.int32))
 
     def _append(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds new tokens to the cache; returns its keys and values, and where the new ones begin."""
+        """Adds new tokens to the cache; returns keys, values and the index of the first new one."""
         kept_key, kept_value, index = self.cached_key, self.cached_value, self.cache_index
         if kept_key is None or kept_value is None or index is None:
             raise ValueError(
@@ -345,7 +346,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 qkv_promote_dtype=self.qkv_promote_dtype is not stock,
                 out_promote_dtype=self.out_promote_dtype is not stock,
                 one_axis=jnp.ndim(inputs) < 2,
-                # Flax's code raises its own error if sizes do not fit.
+                # Sizes that do not fit run Flax's code, which raises its own error.
                 features=jnp.shape(inputs)[-1:] != (self.in_features,)
                 or self.in_kv_features != self.in_features,
             )

@@ -177,7 +177,7 @@ class BatchNorm(nnx.BatchNorm):
             )
         dtype = dtypes.canonicalize_dtype(x, mean, var, scale, bias, dtype=self.dtype)
         if dtype != x.dtype:
-            # The statistics are of x before rounding, so they are dropped.
+            # The statistics are those of x before rounding, and are computed again after it.
             x, statistics = x.astype(dtype), None
         options: dict[str, Any] = dict(
             epsilon=self.epsilon,

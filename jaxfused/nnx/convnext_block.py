@@ -88,7 +88,7 @@ class ConvNeXtBlock(nnx.Module):
         self.layer_scale = nnx.data(None)
         if layer_scale is not None:
             self.layer_scale = nnx.Param(jnp.full(features, layer_scale, param_dtype))
-        # A path is dropped for all values of an example.
+        # A dropped path is 0 for all pixels and features of an example.
         self.drop_path = nnx.Dropout(
             drop_path_rate, broadcast_dims=(-3, -2, -1), rngs=rngs if drop_path_rate > 0 else None
         )

@@ -162,7 +162,7 @@ class TransformerBlock(nnx.Module):
             activation = "silu" if gated else "gelu_tanh"
         self.mlp = make_mlp(features, hidden_features, activation=activation, save=save, **layer)
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate > 0 else None)
-        # A path is dropped for all values of an example.
+        # A dropped path is 0 for all tokens and features of an example.
         self.drop_path = nnx.Dropout(
             drop_path_rate, broadcast_dims=(-2, -1), rngs=rngs if drop_path_rate > 0 else None
         )
