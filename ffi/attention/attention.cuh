@@ -56,7 +56,7 @@ struct AttentionArgs {
   const uint32_t* dropout_seeds;  // [2, B, N]
   uint32_t dropout_threshold;
   float keep_probability;
-  int tiles;           // tiles of rows
+  int tiles;           // tiles of rows of one batch entry and head
   int heads_together;  // number of heads whose tiles alternate in the order of CTAs
   bool descending;     // whether the last tile belongs to the first CTA
 
