@@ -83,7 +83,7 @@ struct ConvArgs {
   ConvOperands operands;
   Tiling tiling;
   int width;           // columns of the kernel
-  int channel_groups;  // thread blocks that share a tile
+  int channel_groups;  // thread blocks of a tile, each with kChannels channels
 };
 
 struct WeightsArgs : WeightsOperands {  // each worker (blocks of the same tiles) has its own sums
@@ -127,7 +127,7 @@ __device__ __forceinline__ int row_offset(const Tiling& tiling, int row) {
 struct Part {
   int octet, slot;
   int channel;  // first of the eight channels
-  bool exists;  // whether the thread's channels exist
+  bool exists;  // whether the image has the thread's channels
 
   __device__ __forceinline__ Part(const ConvShape& shape, int first_channel)
       : octet(threadIdx.x % kOctets),
