@@ -35,7 +35,7 @@ struct Crews {
 enum CrewBarrier : int { kSumsBarrier = 1, kMergeBarrier, kMergedBarrier };
 
 struct Ring {
-  int teams;
+  int teams;       // teams of plan.slices blocks, each of which computes one image at a time
   int chunk;       // pixels of a slot (a pipeline stage)
   int slots;       // slots of the ring
   int slot_bytes;  // bytes of one array in a slot

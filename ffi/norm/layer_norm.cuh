@@ -14,7 +14,7 @@ struct NormOptions {
   bool subtract_mean;
   float inverse_features;
   float epsilon;
-  float scale_offset;
+  float scale_offset;  // added to the scale
   Activation pre_activation;
   Activation activation;
 };

@@ -35,7 +35,7 @@ struct BackwardArgs {
   int segment_blocks;
   int features;
   NormOptions options;
-  int team_size;
+  int team_size;  // threads that share a row (a team)
   int stages;
   int teams;  // teams of a block in backward_few_rows; rows of a tile in backward_flat_rows
   // Used by backward_few_rows only.

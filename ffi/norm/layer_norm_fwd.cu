@@ -20,8 +20,8 @@ struct ForwardArgs {
   int rows;
   int features;
   NormOptions options;
-  int team_size;
-  int teams;  // teams of a block; in forward_flat_rows, rows of a tile
+  int team_size;  // threads that share a row (a team)
+  int teams;      // teams of a block; in forward_flat_rows, rows of a tile
   int stages;
   int run;  // consecutive rows of a block; 0: rows go to the resident blocks in turn
 };
