@@ -45,9 +45,9 @@ struct FactoredArgs {
   const float* scalars;
   float* partial;       // row sums of each strip of columns, column sums of each block of rows
   float2* tile_totals;  // for each tile, sums of squares of gradients or updates, and parameters
-  float* of_lines;      // sums over each row and each column
+  float* of_lines;      // sums of squares of each row and each column
   float2* totals;       // totals of each leaf or each matrix
-  float* moment_sums;   // sums of the moments of each matrix
+  float* moment_sums;   // sum of each matrix's row or column moments, whose mean is needed
   FactoredLeaf leaves[kMaxLeaves];
 };
 static_assert(sizeof(FactoredArgs) <= 32764);

@@ -17,8 +17,8 @@ constexpr int kSteps = kSide / kRowsAtOnce;
 
 struct MomentumScalars {
   float beta, one_minus_beta;
-  float factor;  // factor that multiplies the gradients
-  float of_momentum, of_gradient;
+  float factor;                    // factor that multiplies the gradients
+  float of_momentum, of_gradient;  // weights of momentum and gradient in `wide`
 };
 
 struct MomentumLeaf {
