@@ -36,9 +36,9 @@ struct LinearArgs {
   int row_bytes;
   int group;  // features that share a scale; 0 if all of a column do
   int groups;
-  int column_warps;  // warps along columns; in a gated unit, alternating between w and w2
-  int sum_warps;     // warps that split the features
-  int steps_of_part;
+  int column_warps;   // warps along columns; in a gated unit, alternating between w and w2
+  int sum_warps;      // warps that split the features
+  int steps_of_part;  // steps, of kStep features each, of one block of split-K
   int stages;
   Float8Code code;
   QuantizedEpilogue epilogue;
