@@ -44,7 +44,7 @@ struct CacheArgs {
   int most_pages;
   int tokens;
   int key_heads;
-  int group;
+  int group;      // query heads that share a key head
   int row_tiles;  // units (tiles of query rows) of a key head
   int unit_rows;  // rows of a unit that have a place in `parts` and `sums`
   float scale;
@@ -463,7 +463,7 @@ class Unit {
   int g_;
   int q_;
   int first_page_;
-  uint32_t page_stride_;  // in units of kUnitBytes, as is the next one
+  uint32_t page_stride_;  // in units of kUnitBytes, as is place_stride_
   uint32_t place_stride_;
   // Addresses in page 0, for a group of keys at index 0: of the lane's first chunk of keys and of
   // values, and of its scale.

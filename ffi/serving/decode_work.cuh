@@ -21,7 +21,7 @@ struct Sequences {
   const int* counts;   // queries of each sequence, [batch], or nullptr for all
   int batch;
   int window;  // keys that a query attends to, including its own; 0 for all
-  int slots;
+  int slots;   // number of slots (runs of tiles), of which the last may be empty
 
   // Returns the first tile of a sequence with a key that one of its queries attends to.
   __device__ __forceinline__ int first_tile(int sequence) const {
