@@ -232,7 +232,10 @@ class _KeyGradients:
         )
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of the shares' float32 dK and dV; () if no tile's list is divided."""
+        """Returns the shapes of the list shares' float32 dK and dV, [B, K, all shares, rows, .].
+
+        The tuple is empty if no tile's list is divided.
+        """
         tiles = self.tiles
         sizes = (tiles.own, self.shape.batch, self.shape.key_heads * tiles.shares, tiles.rows)
         of_both = (result_of_shares(*sizes, columns.width) for columns in (self.head, self.value))

@@ -138,4 +138,5 @@ def _split_backward(
 
 
 def _bytes_of_keys(shape: Shape, keys: int) -> float:
+    """Returns the bytes of K and V in 16 bits, `keys` of each key head."""
     return 2.0 * shape.batch * shape.key_heads * keys * (shape.head_size + shape.value_size)

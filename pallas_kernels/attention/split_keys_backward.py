@@ -1,15 +1,15 @@
 """Backward of attention on Hopper for few queries: all gradients from one read of keys and values.
 
-If the queries of all heads that share a key head are at most 64 rows (`packing`), one tile has all
-queries of a block of keys: dK and dV of the block are complete after one visit, and only dQ is a sum
-over blocks. A CTA visits one part of the blocks, sums its dQ in registers, and writes it in float32 at
-the end; XLA adds the parts' dQ in a fixed order. With more rows this kernel computes only dQ, and
-`backward_dkv`'s kernel computes dK and dV.
+The rows of a CTA are the queries of all heads that share a key head (`packing`). If they are at most 64,
+one tile has all of them: dK and dV of a block of keys are complete after one visit, and only dQ is a sum
+over blocks. The keys are split over CTAs: each sums dQ over its blocks in registers, and writes it in
+float32 at the end; XLA adds the dQ of these CTAs in a fixed order. With more rows this kernel computes
+only dQ, and `backward_dkv`'s kernel computes dK and dV.
 
-A visit takes five products. The product for dQ reads dS^T, with keys as rows, from shared memory; those
-for dK and dV take dS^T and P^T from the registers in which they were computed. The gradients of a block
-are copied out from the memory of its keys and values. Two CTAs on an SM take turns with the tensor
-cores.
+A visit to a block of keys takes five products. The product for dQ reads dS^T, with keys as rows, from
+shared memory; those for dK and dV take dS^T and P^T from the registers in which they were computed. dK
+and dV of a block are copied to global memory from the shared memory of its keys and values. Two CTAs on
+an SM take turns with the tensor cores.
 """
 
 import functools
@@ -40,13 +40,13 @@ from pallas_kernels.attention.split_keys import visited_keys
 from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 _KEY_BLOCK = 64
-"""Keys of a block, which are the rows of a tile."""
+"""Keys of a block; they are the rows of a tile of logits, whose columns are 64 queries."""
 
 _MOST_COLUMNS = 192
-"""Columns of dQ and of dK or dV that fit into the registers together.
+"""Float32 columns of dQ and of dK or dV that fit into a warpgroup's registers together.
 
-If dQ alone has more, registers spill. That takes less time than `backward_dkv`'s kernel for dK and dV,
-which does not pack the query heads of a key head.
+If dQ alone has more, registers spill. That still takes less time than computing dK and dV by
+`backward_dkv`'s kernel, which does not pack the query heads of a key head into one tile.
 """
 
 
@@ -80,9 +80,10 @@ class SplitBackwardConfig:
 
 
 def _columns(shape: Shape) -> tuple[Columns, Columns]:
-    """Returns the layout of Q, K and dK, and the layout of V, dO and dV.
+    """Returns how shared memory holds columns (features) of Q, K and dK, and of V, dO and dV.
 
-    K has the widest swizzle, because dS has it, and both operands of dQ = dS @ K must have the same.
+    K has a swizzle of 128 bytes, because dS has it, and both operands of the product dS @ K must have
+    the same.
     """
     return Columns.in_wide_blocks(shape.head_size), Columns.in_blocks(shape.value_size)
 
@@ -168,7 +169,10 @@ def _split(
     logits: Logits,
     config: SplitBackwardConfig,
 ) -> tuple[jax.Array, ...]:
-    """Returns (dquery, dkey, dvalue), or only dquery if there are several tiles of rows."""
+    """Returns (dquery, dkey, dvalue), or only (dquery,) if a key head has more than 64 rows.
+
+    query and dout are [B, T, N, .], key and value [B, S, K, .], lse2 and delta [B, N, padded T].
+    """
     shape = Shape.of(query, key, value)
     packing = Packing.of(shape)
     queries = slice(0, shape.query_count)
@@ -197,7 +201,7 @@ def _split(
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*arrays, *optional)
-    # XLA adds the parts in one kernel, in an order that depends on the shape alone.
+    # XLA adds the CTAs' sums of dQ in one kernel, in an order that depends on the shape alone.
     dqs = dqs.reshape(shape.batch, shape.key_heads, config.splits, *dqs.shape[1:2], -1)
     dquery = (jnp.sum(dqs, axis=2) * kernel.scale).astype(query.dtype)
     return packing.unpacked(dquery), *others
@@ -207,10 +211,11 @@ class _Cta(NamedTuple):
     """References to the arrays and buffers that a CTA uses."""
 
     arrays: tuple[Any, ...]
-    """Q in rows, K, V, dO in rows, log-sum-exp and delta of each row, in global memory."""
+    """Q, K, V, dO, log-sum-exp and delta in global memory. Q and dO are as `Packing.queries` returns
+    them, log-sum-exp and delta [B, K, padded rows]."""
     operands: Operands
     results: tuple[Any, ...]
-    """Parts of dQ, and dK and dV if the kernel is fused, in global memory."""
+    """dQ [B * K * splits, rows, 1, H], and dK and dV if the kernel `is_fused`, in global memory."""
     shared: dict[str, Any]
     """Buffers of shared memory and barriers, by name."""
 
@@ -219,7 +224,7 @@ class _Cta(NamedTuple):
         return self.shared[f"{name}_full"].at[slot]
 
     def matrix(self, name: str, *index: Any) -> Matrix:
-        """Returns the 16-bit matrix at an index (slot) of the buffers `name`_smem."""
+        """Returns the 16-bit matrix in pipeline stage `index` of the buffers `name`_smem."""
         return Matrix.of([block[:2] for block in self.shared[f"{name}_smem"]], *index)
 
 
@@ -235,7 +240,7 @@ class _Part(NamedTuple):
     """Index of the first visited block of keys; [first, first + count) are visited in order."""
     count: jax.Array
     skipped: tuple[jax.Array, jax.Array]
-    """Range, among the blocks that no query attends to, in which this CTA writes zero gradients."""
+    """Range, among the blocks of keys that no query attends to, whose dK and dV (0) this CTA writes."""
     blocks: tuple[Index, Index, Index, Index]
     """The `Blocks` of keys that the queries attend to."""
     extent: Extent
@@ -270,7 +275,10 @@ class _SplitBackward:
 
     @property
     def scale(self) -> float:
-        """Factor of dQ and dK after their sums; 1 with a cap, whose derivative contains the scale."""
+        """Factor by which sums of dS K and dS^T Q are multiplied for dQ and dK.
+
+        It is 1 with a cap, whose derivative, a factor of dS, contains the scale.
+        """
         return self.logits.scale if self.logits.soft_cap is None else 1.0
 
     def memory(self) -> dict[str, Any]:
@@ -354,7 +362,7 @@ class _SplitBackward:
     # --- copies -----------------------------------------------------------------------------------
 
     def start(self, cta: _Cta, part: _Part) -> None:
-        """Starts the copies of all rows and of the first blocks."""
+        """Starts the copies of 64 rows of Q, dO, log-sum-exp and delta, and of the first key blocks."""
         batch_idx, head_idx = self.packing.place(part.batch_idx, part.key_head)
         q_gmem, _, _, do_gmem, lse_gmem, delta_gmem = cta.arrays
         full = cta.shared["q_full"]
@@ -417,7 +425,7 @@ class _SplitBackward:
         if self.head.width < _MOST_COLUMNS:
             (p, kept, derivative), dp = pl.run_scoped(both_products, square, square)
         else:
-            # Next to the sum of dQ there are registers for only one product at a time.
+            # dQ leaves registers for only one tile of S^T or dP^T at a time.
             products = pl.run_scoped(functools.partial(one_product, logits_products), square)
             p, kept, derivative = self.probabilities(cta, part, i, products)
             dp = pl.run_scoped(functools.partial(one_product, probability_products), square)
@@ -431,7 +439,7 @@ class _SplitBackward:
         if self.is_fused:
             factor = 1.0 / self.logits.keep_probability
             self.write(cta, part, i, values, 2, kept, dout, factor)
-        # Wait for the product dS K, which reads the keys: dK or later keys overwrite them.
+        # Wait for the product dS K, because dK or later keys overwrite the keys that it reads.
         memory.load_accumulators(dq_accs)
         if not self.is_fused:
             self.copy_block(cta, part, i + self.config.stages)
@@ -455,7 +463,10 @@ class _SplitBackward:
     def probabilities(
         self, cta: _Cta, part: _Part, i: jax.Array, products: jax.Array
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns P^T, P^T after dropout, and the derivative of the cap; None for an absent one."""
+        """Returns tiles [keys, queries]: P^T, P^T after dropout, and the derivative of the cap.
+
+        The second is None without dropout, and the third without a cap.
+        """
         logits, tile, number = self.logits, self.tile(part, i), part.first + i
         is_partial: bool | jax.Array = False
         if not logits.mask.is_always_full(WGMMA_ROWS, _KEY_BLOCK):
@@ -485,9 +496,10 @@ class _SplitBackward:
         right: Matrix,
         factor: float,
     ) -> None:
-        """Writes left @ right, dK or dV of a block, to global memory through shared memory `place`.
+        """Writes left @ right * factor, dK (`result` 1) or dV (2) of 64 keys, to global memory.
 
-        Products are computed for as many columns at a time as fit into the registers.
+        The product is computed for as many columns at a time as fit into the registers, and stored in
+        `place`, the shared memory of the block's keys or values.
         """
         columns = self.head if result == 1 else self.value
         start = (part.first + i) * _KEY_BLOCK
@@ -505,7 +517,7 @@ class _SplitBackward:
         place.write(Heads(cta.results[result]), part.batch_idx, start, part.key_head)
 
     def write_queries(self, cta: _Cta, part: _Part, dquery: list[jax.Array]) -> None:
-        """Writes this CTA's float32 part of dQ, clipped to existing rows, through the memory of K."""
+        """Writes this CTA's float32 dQ, clipped to existing rows, through the shared memory of K."""
         # Copies of dK may still read this memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sums = [tuple(block)[2:] for block in cta.shared["k_smem"]]
@@ -526,7 +538,7 @@ class _SplitBackward:
         place.write(Heads(cta.results[0]), number + part.split, part.start, number * 0)
 
     def write_zeros(self, cta: _Cta, part: _Part) -> None:
-        """Writes zeros as the gradients of the blocks of keys that no query reaches."""
+        """Writes zeros as dK and dV of this CTA's blocks of keys that no query attends to."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         start, stop = part.blocks[0], part.blocks[3]
         matrices = (cta.matrix("k", 0), cta.matrix("v", 0))
@@ -541,9 +553,9 @@ class _SplitBackward:
 
 
 def _with_sums(block: Any, width: int) -> Any:
-    """Returns a block of `Columns.memory` whose memory can also hold as many columns of float32.
+    """Returns a block of `Columns.memory` with a further view: the memory as `width` float32 columns.
 
-    The float32 columns lie in pieces, each at most as wide as a swizzle.
+    This view is in pieces of at most 32 columns (128 bytes, the widest swizzle).
     """
     pieces = -(-width // (SWIZZLED_COLUMNS // 2))
     columns = Columns((width // pieces,), width // pieces)
@@ -552,7 +564,10 @@ def _with_sums(block: Any, width: int) -> Any:
 
 
 def _groups(widths: tuple[int, ...], most: int) -> list[list[int]]:
-    """Groups consecutive blocks of columns: each has one block, or at most `most` columns."""
+    """Returns groups of consecutive indices of `widths` (blocks of columns).
+
+    A group has as many blocks as have together at most `most` columns, but at least one.
+    """
     groups: list[list[int]] = []
     for j, width in enumerate(widths):
         if groups and sum(widths[k] for k in groups[-1]) + width <= most:

@@ -26,18 +26,19 @@ _ELEMENTWISE = frozenset({
 })
 # fmt: on
 _OF_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
-"""Primitives that change only the shape: of scalars, they return their operand."""
+"""Primitives that change only the shape: programs here are of scalars, which they return unchanged."""
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 )
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.int32, jnp.uint32, jnp.bool_)))
 _HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
 _EXACT = 2**23
-"""Bound below which integers are exact in float32, and fit into its 23 mantissa bits."""
+"""Bound on integers that kernels compute in float32: below it they are exact, and fit into the 23
+mantissa bits."""
 
 
 def why_not_on_tiles(eqn: Any) -> str | None:
-    """Returns the part of an equation over scalars that kernels cannot evaluate, or None."""
+    """Returns what kernels cannot evaluate in an equation of a jaxpr over scalars, in words, or None."""
     name = eqn.primitive.name
     if name in _CALLS:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -61,9 +62,9 @@ def why_not_on_tiles(eqn: Any) -> str | None:
 
 
 def inlined(program: ClosedJaxpr, calls: frozenset[str] = _CALLS) -> ClosedJaxpr:
-    """Returns the program with the bodies of functions in place of their calls.
+    """Returns the program with the bodies of called functions in place of their calls.
 
-    Its types name no mesh with Explicit axes, whatever the types of the arrays that it closes over.
+    The types of its variables name no mesh with Explicit axes, even if those of its constants do.
     """
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -86,7 +87,7 @@ def inlined(program: ClosedJaxpr, calls: frozenset[str] = _CALLS) -> ClosedJaxpr
         return [value_of(env, var) for var in jaxpr.outvars]
 
     def with_own_derivative(eqn: Any, given: Sequence[Any]) -> list[Any]:
-        """Returns the results of a `jax.custom_jvp`, whose program and rule may state the mesh too."""
+        """Returns the results of a `jax.custom_jvp`, traced again without meshes, with its own rule."""
         body, rule = eqn.params["call_jaxpr"], eqn.params["jvp_jaxpr_fun"]
         given, hoisted = given[eqn.params["num_consts"] :], given[: eqn.params["num_consts"]]
 
@@ -161,13 +162,16 @@ _DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
 
 
 class Part(NamedTuple):
-    """Values that vary along no axis of a tile, its rows (0), its columns (1), or both (0, 1)."""
+    """An array over some axes of a tile: none, its rows (0), its columns (1), or both (0, 1).
+
+    It is constant along the other axes.
+    """
 
     array: Any
     axes: tuple[int, ...]
 
     def over(self, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-        """Returns the part as an array over `axes` of a tile."""
+        """Returns the array broadcast to `axes` of a tile of `shape`."""
         if self.axes == axes:
             return self.array
         dimensions = [axes.index(axis) for axis in self.axes]
@@ -210,7 +214,7 @@ class TileFunction:
 
     @functools.cached_property
     def text(self) -> str:
-        """A hash of the program and of its derivatives, by which functions are compared."""
+        """A hash of the program and of its derivatives; functions with the same hash count as equal."""
         programs = [self.flat, self.partials] if self.of_score else [self.flat]
         text = [_text(program.jaxpr) for program in programs]
         return hashlib.sha256(repr((text, self.of_score, self.wanted)).encode()).hexdigest()[:32]
@@ -271,7 +275,7 @@ class TileFunction:
     def separated(
         self, tile: Any, reads: Sequence[Any], limits: tuple[int, int]
     ) -> "Separated | None":
-        """Returns what the function adds to the score, as terms of query and key; else None."""
+        """Returns what the function adds to the score as terms of query and key; None if inseparable."""
         if not self.is_additive:
             return None
         return self._values(self.flat.jaxpr, tile, reads, limits, None).added(tile)
@@ -330,10 +334,11 @@ class Separated(NamedTuple):
     by_query: list[Callable[[], Part]]
     by_key: list[Callable[[], Part]]
     origins: int = 0
-    """Multiple of the tile's first query index that is still to be added: terms count from that query.
+    """Factor by which the tile's first query index is still to be added, as terms have indices relative
+    to that query.
 
-    Indices are large, but those of a query and its most attended keys are near each other: indices
-    relative to the tile's first query are smaller, and lose fewer bits in float32.
+    Indices are large, but those of a query and its most attended keys are near each other: relative
+    indices are smaller, and lose fewer bits in float32.
     """
 
     def mapped(self, f: Callable[[Part], Part], factor: int = 1) -> "Separated":
@@ -352,7 +357,7 @@ def _called(f: Callable[[Part], Part], term: Callable[[], Part]) -> Part:
 
 
 def total(terms: Sequence[Callable[[], Part]], axis: int, shape: tuple[int, ...]) -> Any:
-    """Returns the sum of terms as a vector along `axis` of a tile, the only axis they may vary along."""
+    """Returns the float32 sum of terms that vary along `axis` of a tile or not at all, as a vector."""
     arrays = [term().over((axis,), shape).astype(jnp.float32) for term in terms]
     return functools.reduce(lambda x, y: x + y, arrays)
 
@@ -361,7 +366,7 @@ def _positions(tile: Any, axis: int, limit: int) -> Any:
     """Returns the indices of queries (axis 0) or keys (axis 1), clamped to the last one."""
     numbers = tile.numbers(axis)
     if limit % tile.shape[axis ^ tile.query_axis]:
-        # Beyond the last query or key a function may return NaN, which a weight of 0 does not remove.
+        # Beyond the last query or key a function might return NaN, and a weight of 0 times NaN is NaN.
         numbers = jnp.minimum(numbers, limit - 1)
     return numbers
 
@@ -381,7 +386,7 @@ def _held(dtype: Any) -> Any:
 class _Values:
     """The values of a program's variables, each computed only when a result needs it.
 
-    Mosaic takes long to find a layout for a tile that nothing uses.
+    A tile that nothing uses would make compilation slow: Mosaic takes long to find a layout for it.
     """
 
     def __init__(self, jaxpr: Jaxpr, shape: tuple[int, ...], given: dict[Any, _Given]) -> None:
@@ -442,7 +447,7 @@ class _Values:
         arrays = [part.over(axes, self.shape) for part in parts]
         name, params = eqn.primitive.name, eqn.params
         if name == "tanh":
-            # The tanh instruction errs by more than the rounding of 16-bit floats.
+            # The GPU's tanh instruction has an error larger than the rounding error of 16-bit floats.
             result = 1.0 - 2.0 * _reciprocal(jnp.exp(2.0 * arrays[0]) + 1.0)
         elif name == "logistic":
             result = _reciprocal(jnp.exp(-arrays[0]) + 1.0)
@@ -452,8 +457,9 @@ class _Values:
             and arrays[0].dtype == jnp.float32
             and eqn.outvars[0] not in self.decisive
         ):
-            # Divides once a row or column, since a division takes as long as several other
-            # operations. The inverse adds a rounding: 41 * (1 / 41) is below 1.
+            # One division a row or column and a multiplication an element take less time than a
+            # division an element. The inverse is rounded too, so 41 * (1 / 41) is below 1: variables
+            # in `decisive` are divided.
             inverse = Part(1.0 / parts[1].array, parts[1].axes)
             result = arrays[0] * inverse.over(axes, self.shape)
         elif name == "not" and arrays[0].dtype == jnp.bool_:
@@ -563,7 +569,7 @@ class _Values:
         return _OF_INTEGERS[name](*of_inputs)
 
     def is_exact(self, var: Any) -> bool:
-        """Whether an integer, and all from which it is computed, are exact in float32."""
+        """Whether an integer variable, and all from which it is computed, are exact in float32."""
         if var.aval.dtype != jnp.int32:
             return False
         own = self.bounds(var)
@@ -581,7 +587,8 @@ class _Values:
             eqn = self.equations.get(var)
             if eqn is None:
                 array, axes = self.of(var)
-                # Below 2^23 the bits of 2^23 + n end with those of n: two additions and no conversion.
+                # For 0 <= n < 2^23, the float32 number 2^23 + n has the bits 0x4B000000 + n: two
+                # additions take the place of a conversion.
                 bits = array + jnp.int32(0x4B000000)
                 number = lax.bitcast_convert_type(bits, jnp.float32) - jnp.float32(_EXACT)
                 self.floats[var] = Part(number, axes)
@@ -596,7 +603,10 @@ class _Values:
 
 
 def _decisive(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the variables whose rounding may change a comparison, an integer, `rem` or `sign`."""
+    """Returns the variables from which a comparison, an integer, `rem` or `sign` is computed.
+
+    A rounding error of such a variable may change the result by a whole step.
+    """
     found: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         is_step = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
@@ -606,7 +616,7 @@ def _decisive(jaxpr: Jaxpr) -> set[Any]:
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """Returns 1 / x for x above 0 by two instructions, which err less than a score of 16 bits."""
+    """Returns 1 / x for x above 0 by two instructions, with an error below a 16-bit float's rounding."""
     return jnp.exp2(-jnp.log2(x))
 
 
@@ -617,7 +627,8 @@ def _negative(part: Part) -> Part:
 def _from_first_query(tile: Any, axis: int) -> Part:
     """Returns the indices of queries or keys in float32, counted from the tile's first query.
 
-    Only the last 3 bits of a column's number depend on the thread: the rest is converted when compiled.
+    Only the last 3 bits of a column's index in the tile depend on the thread. The other bits are known
+    at compile time, and so is their conversion to float32.
     """
     dimension = axis ^ tile.query_axis
     start = (tile.query_start, tile.key_start)[axis] - tile.query_start

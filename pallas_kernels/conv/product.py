@@ -132,8 +132,9 @@ class ConvProduct(Product):
         features = jnp.int32(ref.shape[-1])
         pixel = lax.div(columns.start, features)
         row, column = pixel * 0, pixel
-        # Columns past the last feature need an index past the end of an axis, so that TMA skips the
-        # copy: the block's row or, in a block of one row, whose axis TMA drops, its column.
+        # TMA skips a copy if an index is past the end of an axis. For columns past the last feature this
+        # is the index of the row in the block or, in a block of one row, whose axis TMA drops, that of
+        # the column.
         if self.block[0] > 1:
             across_block = jnp.int32(self.block[1])
             row, column = lax.div(pixel, across_block), lax.rem(pixel, across_block)
@@ -212,8 +213,8 @@ class ConvProduct(Product):
     def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
         """Returns a K step's first weight, as indices along the window's axes, and its first channel.
 
-        K steps go over all weights of the window before the next channels, so that pixels that several
-        weights read are still in the L2.
+        K steps go over all weights of the window before the next channels, so that pixels of x that
+        several weights read are still in the L2 cache.
         """
         places = jnp.int32(self.window.taps // self.rows_at_once)
         rest = lax.rem(k_idx, places)
@@ -246,7 +247,8 @@ class ConvProduct(Product):
         for place, stride, size, (low, _) in zip(
             places, window.strides, sizes[1:], window.padding, strict=True
         ):
-            # lax.div rounds towards 0, but an index before the array's start must be rounded down.
+            # lax.div rounds towards 0, but indices before the array's start (in the padding) are
+            # negative, and their quotients must be rounded down.
             beyond = pl.cdiv(low, stride) * stride
             quotient = lax.div(place + beyond, jnp.int32(stride)) - beyond // stride
             index += [pl.ds(quotient, size), place - quotient * stride]
