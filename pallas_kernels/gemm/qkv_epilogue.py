@@ -321,7 +321,7 @@ class _HeadsOfTile:
         ]
 
     def _row(self, ref, start: int) -> jax.Array:
-        """Loads some columns of a row, and broadcasts them over all rows of the tile."""
+        """Loads `piece` columns of a vector from `start` on, and broadcasts them to tile_m rows."""
         launch = self.launch
         row = plgpu.load(
             ref.at[pl.ds(start, launch.piece)],

@@ -110,7 +110,7 @@ def forward(
 
 
 def _kind(widths: Sequence[int], tile_n: int) -> jax.Array:
-    """Returns 0, 1 or 2 where the columns of this CTA are queries, keys or values."""
+    """Returns 0, 1 or 2 if this CTA computes queries, keys or values, of `widths` columns each."""
     start = lax.axis_index("column") * tile_n
     past_queries = (start >= widths[0]).astype(jnp.int32)
     return past_queries + (start >= widths[0] + widths[1]).astype(jnp.int32)

@@ -100,6 +100,7 @@ class Speeds:
     xla_pass: float = 1.2
     """Time of an XLA kernel that reads and writes matrices, in addition to its memory traffic."""
     xla_pass_byte: float = 1 / 3.7e6
+    """Time of a byte of memory traffic in such an XLA kernel."""
     weights_launch: float = 1.8
     """Time to start and to end a wgrad kernel."""
     weights_step: float = 0.034

@@ -419,7 +419,7 @@ class Ring:
     a_scale: Any = None
     b_scale: Any = None
     raw: Any = None
-    """Quantised tiles of b, which only the producer warpgroup reads."""
+    """Quantised tiles of b, which the producer warpgroup dequantises into `b_smem`."""
     raw_full: Any = None
     once: Any = None
     """Barrier that says that the operands which stay in shared memory have arrived."""
