@@ -293,7 +293,7 @@ class _QueryGradient:
             ring.drain()
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Copies all operands of a tile; takes and returns the CTA's count of copied blocks."""
+        """Copies Q, K, V and dO of a tile; takes and returns the CTA's count of copied key blocks."""
         at = cta.place(tile_idx)
         queries, keys, values = self.rings(cta)
         q_heads, k_heads, v_heads, do_heads = map(Heads, cta.arrays[:4])
@@ -331,7 +331,7 @@ class _QueryGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def add_up(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Computes dQ of 64 queries; takes and returns the CTA's count of visited blocks."""
+        """Computes dQ of 64 queries; takes and returns the CTA's count of visited blocks of keys."""
         at = cta.place(tile_idx)
         start = at.start + cta.wg_idx * WGMMA_ROWS
         visits = self.tiles.visits(at, start, WGMMA_ROWS)
@@ -508,7 +508,7 @@ class _QueryGradient:
             write()
 
     def write(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
-        """Stores dQ of this warpgroup's rows, over all keys or over a share of them."""
+        """Stores dQ of this warpgroup's 64 queries, summed over all keys or over a share of them."""
         # Without a cap, the scale is multiplied into dQ once at the end instead of into every tile of
         # dS.
         scale = self.logits.scale if self.logits.soft_cap is None else 1.0
@@ -531,7 +531,7 @@ class _QueryGradient:
             self.rings(cta)[0].release(cta.wg_idx)
 
     def write_rows(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
-        """Stores dQ of this warpgroup's rows over all keys, clipped at the array's end."""
+        """Stores dQ of this warpgroup's 64 queries, without those beyond the last query."""
         if self.config.separate_output:
             # The copy of the previous tile may still be reading this shared memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

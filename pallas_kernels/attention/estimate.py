@@ -25,7 +25,7 @@ def forward(
     config: ForwardConfig | ShortForwardConfig | SplitForwardConfig,
     multiprocessors: int,
 ) -> float:
-    """Returns the microseconds of a forward."""
+    """Returns the predicted microseconds of a forward with `config`."""
     keys = visited_keys(shape, logits)
     if isinstance(config, SplitForwardConfig):
         return _split_forward(shape, keys, config, multiprocessors)

@@ -319,7 +319,7 @@ class _Forward:
         queries.drain()
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Copies all operands of a tile; takes and returns the CTA's count of copied blocks."""
+        """Copies Q, K and V of a tile; takes and returns the CTA's count of copied blocks of keys."""
         at = cta.place(tile_idx)
         queries, keys, values = self.rings(cta)
         q_heads, k_heads, v_heads = map(Heads, cta.arrays)
@@ -378,7 +378,7 @@ class _Forward:
             plgpu.barrier_arrive(cta.memory["turn"].at[following])
 
     def attend(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Computes the output of 64 queries; takes and returns the CTA's count of visited blocks."""
+        """Computes the output of 64 queries; takes and returns the CTA's count of visited key blocks."""
         at = cta.place(tile_idx)
         start = at.start + cta.wg_idx * WGMMA_ROWS
         visits = self.tiles.visits(at, start, WGMMA_ROWS)
@@ -595,7 +595,7 @@ class _Forward:
             queries.release(cta.wg_idx)
 
     def write_rows(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
-        """Stores output and log-sum-exp of this warpgroup's rows over all keys."""
+        """Stores output and log-sum-exp of this warpgroup's 64 queries over all keys."""
         out_gmem, lse_gmem = cta.results[:2]
         at = rows.at
         # The copies of the previous tile may still be reading this shared memory.
@@ -617,7 +617,7 @@ class _Forward:
     def write_share(
         self, cta: Cta, rows: _Rows, number: jax.Array, out: list[jax.Array], lse: jax.Array
     ) -> None:
-        """Stores float32 output and log-sum-exp of this warpgroup's rows over a share of the keys."""
+        """Stores float32 output and log-sum-exp of this warpgroup's 64 queries over a share of keys."""
         out_gmem, lse_gmem = cta.results[2:]
         at = rows.at
         place = (at.batch_idx, at.head_idx, number, pl.ds(rows.start - at.start, WGMMA_ROWS))

@@ -65,7 +65,7 @@ class KeyGradientConfig:
 
     @property
     def key_slots(self) -> int:
-        """Slots of shared memory that hold 64 keys each."""
+        """Slots of shared memory that each hold K and V of 64 keys."""
         return self.tile_stages * self.key_parts
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:

@@ -99,7 +99,7 @@ class Operands(NamedTuple):
             return pad(array, {i: n for i, n in blocks.items() if array.shape[i] != 1})
 
         def pad_read(array):
-            """Pads by repeating the last values: a function may return NaN for a padding of 0."""
+            """Pads T and S by repeating the last values: a function might return NaN for zeros."""
             blocks = ((2, query_block), (3, key_block))
             missing = {axis: -array.shape[axis] % block for axis, block in blocks}
             widths = [(0, 0)] * 2 + [
@@ -294,7 +294,7 @@ class TransposedTile(Tile):
         return replace(self._of_keys(), early=self.early).read(ref)
 
     def _of_keys(self) -> Tile:
-        """Returns the tile for arrays whose last two axes are swapped."""
+        """Returns the tile as one with keys in place of queries, to load arrays [.., S, T]."""
         return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape)
 
     def along_queries(self, smem) -> jax.Array:

@@ -65,12 +65,12 @@ class BlockMask:
 
     @property
     def forbids_anywhere(self) -> bool:
-        """True if no visited block is known to be full."""
+        """True if any block may have forbidden elements, by an explicit mask or by a function."""
         return self.has_explicit or self.has_function
 
     @property
     def limits_pattern(self) -> bool:
-        """True if anything but the pattern forbids elements."""
+        """True if position, lengths, segments, explicit mask or function forbid elements too."""
         return (
             self.reach() != (None, None)
             or self.has_query_lengths
@@ -81,7 +81,7 @@ class BlockMask:
 
     @property
     def visited_share(self) -> float:
-        """Fraction of the blocks of 128 x 128 of which the pattern allows some element."""
+        """Fraction of the blocks of 128 queries x 128 keys of which the pattern allows some element."""
         if self.pattern is None:
             return 1.0
         return float((self.pattern.tiles(128, 128).kinds >= 0).mean())
@@ -102,7 +102,7 @@ class BlockMask:
         return is_listed or self.window is not None or self.has_segments or self.forbids_anywhere
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
-        """Whether every visited block is full, so that kernels need no masked version of their step."""
+        """Whether every visited block is full, so that kernels need no code that masks a block."""
         del (
             query_block
         )  # Rows beyond the last query need no mask: they are clipped when they are written.

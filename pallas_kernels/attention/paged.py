@@ -170,7 +170,7 @@ class PagedConfig:
         return min(most, self.ctas_per_multiprocessor * max(1, multiprocessors))
 
     def columns(self, sizes: Sizes) -> tuple[Columns, Columns, Columns]:
-        """Returns the layouts of Q, K and V."""
+        """Returns how shared memory holds columns (features) of Q, of K and of V."""
         copied = (8,) if sizes.has_scales else (sizes.page_size,)
         head = Columns.of(sizes.head_size, copied)
         query = Columns.in_blocks(sizes.head_size)
@@ -649,7 +649,7 @@ class _Paged:
         return next_place.sequence, out, softmax
 
     def multiply_queries(self, accumulator: Any, cta: _Cta, keys: Matrix) -> None:
-        """Adds Q K^T to the accumulator."""
+        """Adds Q K^T to the accumulator [64 rows of queries, keys of a block]."""
         queries = Matrix.of(cta.shared["q_smem"])
         if len(queries.operands) != len(keys.operands):
             # The keys are one block of columns, copied by tiles, and are sliced like the queries'
@@ -664,7 +664,7 @@ class _Paged:
     # --- results ----------------------------------------------------------------------------------
 
     def write(self, cta: _Cta, place: Place, out: list[jax.Array], softmax: Softmax) -> None:
-        """Stores the output over this part of the keys, and its log-sum-exp in base 2."""
+        """Stores output [64, V] over this CTA's part of the keys, and log-sum-exp [64] in base 2."""
         total = jnp.sum(softmax.total, axis=1)
         empty = total == 0.0
         lse = jnp.where(empty, EMPTY_LSE, softmax.maximum + jnp.log2(total))

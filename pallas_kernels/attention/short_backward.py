@@ -65,7 +65,7 @@ class ShortBackwardConfig:
         return self.key_tiles * (head.width + value.width)
 
     def fits(self, head_size: int, value_size: int) -> bool:
-        """Returns whether the buffers fit into shared memory."""
+        """Returns whether the buffers for heads of these sizes fit into a CTA's shared memory."""
         head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
         keys, queries = self.key_slots * self.keys, self.query_slots * WGMMA_ROWS
         count = head.bytes(keys) + value.bytes(keys)
@@ -355,7 +355,7 @@ class _ShortBackward:
         pl.when(cta.wg_idx < helper)(lambda: self.add_up_keys(cta))
 
     def items_of(self, cta_idx: jax.Array) -> jax.Array:
-        """Returns the number of items that a CTA works through."""
+        """Returns how many items (key heads of batch entries) a CTA computes one after the other."""
         items = self.shape.batch * self.shape.key_heads
         return lax.div(items - cta_idx + (self.ctas - 1), jnp.int32(self.ctas))
 
@@ -439,7 +439,7 @@ class _ShortBackward:
                 cta.matrix(name, slot, tile).fill(heads, batch_idx, start, key_head, full)
 
     def prepare_rows(self, cta: _Cta, step: Any) -> None:
-        """Computes delta = sum(out * dout) - dlse and the base-2 log-sum-exp of a step's queries."""
+        """Stores delta = sum(out * dout) - dlse and base-2 log-sum-exp of a step's 64 queries."""
         slot = self.query_slot(step)
         rows = plgpu.Layout.WGMMA.reduce(1)
         lse_smem, dlse_smem, delta_smem, lse2_smem = cta.shared["rows_smem"]
@@ -466,7 +466,7 @@ class _ShortBackward:
         cta.arrive("rows_full", slot)
 
     def multiply_queries(self, cta: _Cta, step: Any) -> None:
-        """Computes dQ = dS K for the queries of a step."""
+        """Computes dQ = dS K for a step's 64 queries, and starts its copy to global memory."""
         batch_idx, head_idx, start = self.place(cta, step)
         slot = self.key_slot(lax.div(step, jnp.int32(self.steps)))
         cta.wait("ds_full")
@@ -511,7 +511,10 @@ class _ShortBackward:
         plgpu.wait_smem_to_gmem(0)
 
     def of_item(self, cta: _Cta, item: jax.Array, slot: int) -> None:
-        """Computes dK and dV for this warpgroup's tiles of an item, whose keys are in a slot."""
+        """Computes dK and dV of this warpgroup's tiles of 64 keys, for one key head of a batch entry.
+
+        `slot` is the pipeline stage that holds K and V of the head.
+        """
         if self.config.key_slots > 1:
             pl.when(item > 0)(lambda: self.free_keys(cta, 1 - slot))
         cta.wait("key_full", slot)
@@ -537,7 +540,7 @@ class _ShortBackward:
             self.free_keys(cta, slot)
 
     def free_keys(self, cta: _Cta, slot: int) -> None:
-        """Releases the K and V of a slot, once dK and dV, which replaced them, have been copied out."""
+        """Marks a stage of K and V as free, once dK and dV, stored in its memory, are copied out."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         cta.arrive("key_free", slot)
 
@@ -551,7 +554,7 @@ class _ShortBackward:
         results: Any,
         factor: float,
     ) -> None:
-        """Stores dK or dV through the shared memory of this warpgroup's own K or V, free by now."""
+        """Stores dK (`name` "k") or dV ("v") through the shared memory of this warpgroup's K or V."""
         batch_idx, key_head = self.item_place(cta, item)
         for j in range(self.config.key_tiles):
             tile = cta.wg_idx * self.config.key_tiles + j
@@ -562,7 +565,7 @@ class _ShortBackward:
     def accumulate(
         self, cta: _Cta, item: Any, key_slot: int, within: Any, dv_accs: Any, dk_accs: Any
     ) -> None:
-        """Adds the contribution of a step's queries to dK and dV, and stores dS for the product dQ."""
+        """Adds a step's 64 queries to dK and dV, and stores dS^T in shared memory for dQ = dS K."""
         step = item * self.steps + within
         slot = self.query_slot(step)
         batch_idx = self.place(cta, step).batch_idx

@@ -55,7 +55,7 @@ class SplitForwardConfig(KeySplits):
     """Division of the work of heads of up to 256 columns, whose output one warpgroup holds."""
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
-        """Returns the layout of Q and K, and the layout of V."""
+        """Returns how shared memory holds columns (features) of Q and K, and of V."""
         lengths = (Packing.of(shape).rows, shape.key_count)
         return (
             Columns.of(shape.head_size, lengths),
@@ -117,7 +117,7 @@ def candidates(
 def numbers_of_splits(
     shape: Shape, logits: Logits, config: KeySplits, multiprocessors: int
 ) -> list[int]:
-    """Returns the numbers of splits worth trying, the best guess first."""
+    """Returns into how many parts, one a CTA, to split a head's keys: best guess first, then others."""
     tasks = shape.batch * shape.key_heads * Packing.of(shape).tiles
     places = config.ctas_per_multiprocessor * max(1, multiprocessors)
     blocks = -(-visited_keys(shape, logits) // config.key_block)
@@ -357,7 +357,7 @@ class SplitForward:
     def weighed(
         self, cta: Cta, part: Part, i: jax.Array, products: jax.Array, softmax: Softmax
     ) -> Weighted:
-        """Returns the weights of the values of visit i, given its products Q K^T, and the softmax."""
+        """Returns the weights [64, keys] of the values of visit i, given Q K^T, and the new softmax."""
         block, number = self.config.key_block, part.first + i
         is_partial: bool | jax.Array = False
         if not self.logits.mask.is_always_full(WGMMA_ROWS, block):
@@ -376,7 +376,7 @@ class SplitForward:
     # --- results ----------------------------------------------------------------------------------
 
     def write(self, cta: Cta, part: Part, out: list[jax.Array], softmax: Softmax) -> None:
-        """Stores the output over this part of the keys, and its log-sum-exp in base 2."""
+        """Stores output [64, V] over this CTA's part of the keys, and log-sum-exp [64] in base 2."""
         total = jnp.sum(softmax.total, axis=1)
         empty = total == 0.0
         lse = jnp.where(empty, EMPTY_LSE, softmax.maximum + jnp.log2(total))

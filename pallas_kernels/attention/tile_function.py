@@ -147,7 +147,7 @@ def value_of(env: dict[Any, Any], var: Any) -> Any:
 
 
 def bound(eqn: Any, given: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation, evaluated by JAX without the shardings that it states."""
+    """Returns the results of a jaxpr's equation for operands `given`, without shardings it states."""
     args = {v: x for v, x in zip(eqn.invars, given, strict=True) if not isinstance(v, Literal)}
     placed = [
         name for name, value in eqn.params.items() if isinstance(value, jax.sharding.Sharding)
@@ -193,7 +193,7 @@ class TileFunction:
 
     @functools.cached_property
     def partials(self) -> ClosedJaxpr:
-        """The program of the derivatives with respect to the score and to each read with a gradient."""
+        """Program of the derivatives by the score and by each array read whose gradient is wanted."""
 
         def derivatives(score, query, key, *reads):
             def f(score, *floats):

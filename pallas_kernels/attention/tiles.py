@@ -182,7 +182,7 @@ class QueryTiles:
 
     @functools.cached_property
     def own(self) -> OwnLists | None:
-        """Lists with a range for each consumer; None unless a pattern is the only mask."""
+        """Lists in which each consumer has its own range; None unless a pattern is the only mask."""
         mask = self.mask
         if not self.parts or mask.pattern is None or mask.limits_pattern:
             return None
@@ -441,7 +441,7 @@ class KeyTiles:
 
     @functools.cached_property
     def costs(self) -> tuple[int, ...]:
-        """Cost of one share of each tile of a key head, in visited queries."""
+        """Work of a share of each tile of a key head: visited queries, plus 128 for start and end."""
         visited = []
         for j in range(-(-self.mask.key_count // self.rows)):
             blocks = self.mask.query_blocks(
@@ -458,7 +458,7 @@ class KeyTiles:
 
     @functools.cached_property
     def own(self) -> OwnLists | None:
-        """Lists with a range for each warpgroup; None unless a pattern is the only mask."""
+        """Lists in which each warpgroup has its own range; None unless a pattern is the only mask."""
         mask = self.mask
         if not self.parts or mask.pattern is None or mask.limits_pattern:
             return None

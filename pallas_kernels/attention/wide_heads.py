@@ -58,7 +58,7 @@ class WideForwardConfig(KeySplits):
             raise ValueError("a CTA takes the memory of a whole SM: ctas_per_multiprocessor is 1")
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
-        """Returns the layout of Q and K, and the layout of one half of V."""
+        """Returns how shared memory holds columns (features) of Q and K, and of one half of V."""
         lengths = (Packing.of(shape).rows, shape.key_count)
         half = _half(shape.value_size)
         is_whole = shape.value_size % memory.SWIZZLED_COLUMNS == 0 and shape.key_count % 8 == 0
@@ -81,7 +81,7 @@ def _half(value_size: int) -> int:
 
 
 def _of_rows(shape: Shape) -> Shape:
-    """Returns `shape`, with above 64 queries as many key heads as query heads.
+    """Returns `shape`, but with as many key heads as query heads if there are more than 64 queries.
 
     `Packing` then puts the queries of one head into a tile of rows, and not those of a group.
     """
@@ -179,7 +179,7 @@ class _WideForward(SplitForward):
     # --- copies -----------------------------------------------------------------------------------
 
     def start(self, cta: Cta, part: Part) -> None:
-        """Starts the copies of the queries, by the first warpgroup, and of the first blocks."""
+        """Starts the copies of 64 rows of queries, by the first warpgroup, and of each stage's block."""
 
         @pl.when(lax.axis_index("wg") == 0)
         def _():
@@ -233,7 +233,7 @@ class _WideForward(SplitForward):
     def visit(
         self, cta: Cta, part: Part, i: jax.Array, out: list[jax.Array], softmax: Softmax
     ) -> tuple[list[jax.Array], Softmax]:
-        """Adds a block of keys to this warpgroup's columns of the output, and to the softmax."""
+        """Adds the block of keys of visit i to `out`, this warpgroup's half of V, and to the softmax."""
         block, slot, buffer = self.config.key_block, self.slot(i), self.values_buffer(i)
         # The queries arrive once: a second wait for their barrier would never end.
         pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
@@ -264,7 +264,7 @@ class _WideForward(SplitForward):
     # --- results ----------------------------------------------------------------------------------
 
     def write(self, cta: Cta, part: Part, out: list[jax.Array], softmax: Softmax) -> None:
-        """Stores this warpgroup's columns of the output; the first warpgroup also stores the lse."""
+        """Stores this warpgroup's half of the output's columns; the first also stores log-sum-exp."""
         total = jnp.sum(softmax.total, axis=1)
         empty = total == 0.0
         numerator = 1.0 / self.logits.keep_probability

@@ -136,7 +136,7 @@ class ConvCall:
 
 
 def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
-    """Returns configs for a convolution; not all fit into shared memory."""
+    """Returns configs that can tile the convolution; not all of them fit into shared memory."""
     slots = [(4, 2, 2), (4, 1, 1)] if read_bytes else [(4, 1, 2), (4, 1, 1)]
     slots += [(3, 1, 1), (2, 1, 1)]
     base = ConvConfig(epilogue_columns=_EPILOGUE_COLUMNS)

@@ -61,7 +61,7 @@ class Window:
         return self.taps == 1 and not self.is_strided and not any(map(any, self.padding))
 
     def result(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the size of the result for an image of these sizes."""
+        """Returns the result's spatial sizes for an image of spatial `sizes`."""
         return tuple(
             (size + sum(pads) - reach - 1) // stride + 1
             for size, pads, reach, stride in zip(
@@ -104,7 +104,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Division of the result into boxes."""
+    """Division of a convolution's result [images, *spatial] into boxes of pixels."""
 
     sizes: tuple[int, ...]
     """Sizes of the result: number of images, then the size of each spatial axis."""
@@ -112,12 +112,12 @@ class Boxes:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile of the product: the elements of a box."""
+        """Rows of a tile of the product [pixels, features]: the pixels of a box."""
         return math.prod(self.box)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of boxes along each axis."""
+        """Number of boxes along the axis of images and along each spatial axis."""
         return tuple(pl.cdiv(size, box) for size, box in zip(self.sizes, self.box, strict=True))
 
     @property

@@ -246,7 +246,10 @@ class _BackwardWarpgroup:
     last_step: Any
 
     def gradient_tile(self, step_idx, row, tile_refs, carry):
-        """Computes a tile's gradient; the carry holds the sums over rows and this tile's statistics."""
+        """Computes dx of a tile. The carry is a pair: sums over rows so far, and the tile's statistics.
+
+        Sums are lists of column blocks [lines, columns] keyed by parameter; statistics are mean and rstd.
+        """
         kernel, tiles, norm = self.kernel, self.kernel.tiles, self.kernel.norm
         sums_so_far, row_statistics = carry
         # Statistics are loaded one tile ahead, so that this tile's work hides the latency.

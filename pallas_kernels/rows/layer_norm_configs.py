@@ -150,7 +150,7 @@ _BUSY_ENOUGH = 0.9
 def backward_guesses(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
 ) -> list[RowConfig]:
-    """Returns the configs of `backward_candidates` without checking them."""
+    """Returns the configs of `backward_candidates` without checking that they can run."""
     row_bytes = features * itemsize * matrices
     if _row_per_warp(rows, features):
         lines = _lines(rows, 8192 // (features * itemsize))

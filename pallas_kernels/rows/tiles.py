@@ -62,7 +62,7 @@ class RowConfig:
             )
 
     def width(self, features: int) -> int:
-        """Returns the columns of a warpgroup's tile."""
+        """Returns the columns of a warpgroup's tile: a row's features, or those of a warp's piece."""
         return features if self.row_per_warp else features // (WARPS * self.warpgroups)
 
     def why_unfit(
@@ -142,7 +142,7 @@ class RowTiles:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of one column block of a tile."""
+        """Shape [lines, columns] of one column block of a tile."""
         return (self.config.lines, self.chunk_width)
 
     @property
@@ -225,7 +225,7 @@ class RowTiles:
         return jnp.sum(functools.reduce(jnp.add, map(f, range(self.config.chunks))), axis=1)
 
     def load(self, ref, chunk: int, layout: plgpu.Layout) -> jax.Array:
-        """Returns a column block of a tile, as float32."""
+        """Returns column block `chunk` of a tile `ref` [lines, width], as float32."""
         block = ref.at[:, self.columns(chunk)]
         return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
 
@@ -253,7 +253,7 @@ class RowTiles:
         return self._kept(load) if self.config.keeps_vectors else load
 
     def store(self, ref, place, row, chunk: int, value: jax.Array) -> None:
-        """Writes a column block of the tile at `row` of a matrix in global memory."""
+        """Writes column block `chunk` [lines, columns] of the tile at `row` to global memory."""
         self.tile(ref, place, row).at[:, self.columns(chunk)][...] = value
 
     def across_columns(self, per_row: jax.Array) -> jax.Array:
@@ -338,7 +338,7 @@ class RowTiles:
         return (quantities, self.ctas, *self.matrix_shape[1:])
 
     def partial_scratch(self) -> dict[str, object]:
-        """Scratch memory that `store_partial` needs."""
+        """Shared memory that `store_partial` needs: float32 [warpgroups, lines, features]."""
         if not self.config.row_per_warp:
             return {}
         shape = (self.config.warpgroups, self.config.lines, self.features)
