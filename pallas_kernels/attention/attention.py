@@ -136,7 +136,7 @@ def _in_order(
     logits: Logits,
     multiprocessors: int,
 ) -> tuple[Any, ...]:
-    """Returns the configs of the faster of two families, then the best of the other family.
+    """Returns the configs of the family of kernels predicted faster, then the other's best config.
 
     `whole` are configs of kernels in which a CTA reads all keys of its queries, `splits` configs of the
     kernels that split the keys over CTAs. The latter are faster only if there are few queries: they then

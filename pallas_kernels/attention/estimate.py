@@ -81,7 +81,7 @@ def backward(
 
 
 _LEAST_OF_QUERIES = 2.4
-"""Least microseconds of a tile of queries in the kernel of dQ, however few keys it visits."""
+"""Least microseconds of a tile of queries in the kernel of dQ, even if the tile visits few keys."""
 
 
 def _row_statistics(shape: Shape) -> float:

@@ -65,7 +65,8 @@ class Operands(NamedTuple):
     explicit: Any = None
     """Mask [B or 1, N or 1, T or 1, S or 1], int8, 1 where a query may attend to a key."""
     dropout_seeds: Any = None
-    """Seeds [2, B, N], uint32: an operand, as a kernel cannot tell which shard of B or N it computes."""
+    """Seeds [2, B, N], uint32. They are an array because a kernel on one shard of B or N does not know
+    the indices of its batch entries and heads in the whole arrays."""
     pattern_heads: Any = None
     """Index in the pattern of each head's mask [N], int32; None if all heads share one."""
     reads: tuple[Any, ...] = ()
@@ -313,9 +314,10 @@ class Logits:
     has_sinks: bool = False
     dropout_rate: float = 0.0
     score: TileFunction | None = None
-    """Function that changes each logit after cap and bias; it reads the first of `Operands.reads`."""
+    """Function that changes each logit after cap and bias; reads the first `score.reads` arrays of
+    `Operands.reads`."""
     allows: TileFunction | None = None
-    """Function that forbids further elements; it reads the `Operands.reads` after those of `score`."""
+    """Function that forbids further elements; reads the arrays of `Operands.reads` after `score`'s."""
 
     @property
     def needs_registers(self) -> bool:

@@ -157,7 +157,8 @@ class _Merge(MergedRows):
         plgpu.copy_gmem_to_smem(outs_gmem.at[pair, every, rows, columns], outs_smem, full)
         every = pl.ds(chunk * 0, lses_smem.shape[0])
         # A copy must begin at a multiple of 16 bytes along the last axis, else the GPU reports an
-        # illegal instruction. So it takes eight numbers from the aligned place before the first row on.
+        # illegal instruction. So it copies eight numbers from the multiple of four rows at or before
+        # the first row.
         offset = lax.rem(first, jnp.int32(WARPS))
         aligned_rows = pl.ds(first - offset, lses_smem.shape[1])
         plgpu.copy_gmem_to_smem(lses_gmem.at[pair, every, aligned_rows], lses_smem, full)

@@ -1,4 +1,4 @@
-"""Lists of blocks in which each consumer of a tile has a range of its own, and bits of its own rows.
+"""Lists of a tile's blocks in which each consumer has its own range, and mask bits of its own 64 rows.
 
 A tile of 128 rows, 64 for each consumer, visits a block if any row attends to it, though often only rows
 of one consumer do, as at the edge of a window. In these lists, blocks that only the first consumer needs
@@ -111,7 +111,7 @@ HEADS_TOGETHER = 16
 
 
 def helps(mask: BlockMask) -> bool:
-    """Returns whether own lists are expected to save time: most of the visited blocks are partial."""
+    """Returns whether `OwnLists` are expected to save time: most of the visited blocks are partial."""
     if mask.pattern is None or mask.limits_pattern:
         return False
     kinds = mask.pattern.tiles(_TILE, _TILE).kinds

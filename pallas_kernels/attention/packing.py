@@ -33,7 +33,7 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """Rows of a key head: the queries of all heads that share it."""
+        """Rows of a key head: the queries of all query heads that share the key head."""
         return self.group * self.query_count
 
     @property

@@ -65,7 +65,7 @@ class Ring(NamedTuple):
         return Matrix.of(self.memory, slot)
 
     def fill(self, slot: Any, heads: Heads, batch: Any, start: Any, head: Any) -> None:
-        """Waits until the slot is free, and starts the copies into it; the producer calls this."""
+        """Waits in the producer until the slot is free, and starts the copies into it."""
         plgpu.barrier_wait(self.free.at[slot])
         self.matrix(slot).fill(heads, batch, start, head, self.full.at[slot])
 

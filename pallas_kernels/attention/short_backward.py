@@ -571,9 +571,9 @@ class _ShortBackward:
         batch_idx = self.place(cta, step).batch_idx
         extent = cta.operands.extent(self.logits.mask, batch_idx)
         cta.wait("query_full", slot)
-        # Tiles are processed one after the other, because registers hold dK and dV of all tiles but P of
-        # only one. The barrier keeps the compiler from computing addresses before the loop, where they
-        # would occupy registers throughout it.
+        # A warpgroup's tiles of 64 keys are processed one after the other, because its registers hold dK
+        # and dV of all of them, but P of only one. The barrier keeps the compiler from computing
+        # addresses before the loop, where they would occupy registers throughout the loop.
         first_tile = lax.optimization_barrier(cta.wg_idx) * self.config.key_tiles
         for j in range(self.config.key_tiles):
             accs = (dv_accs[j], dk_accs[j])
@@ -620,8 +620,9 @@ class _ShortBackward:
         x = logits.logits(s, logits_tile, operands, extent, masked)
         p = jnp.exp2(x * logits.multiplier - lse2)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
-        # From here on P is rounded, unless the gradient of a bias is computed from it. Without the
-        # barrier the compiler would hold P in float32, and for lack of registers serialise the WGMMAs.
+        # From here on P is rounded to the operands' dtype, unless a bias's gradient is computed from P.
+        # Without the barrier the compiler would hold P in float32, and for lack of registers serialise
+        # the WGMMAs.
         rounded = lax.optimization_barrier(p.astype(self.dtype))
         weights = rounded if cta.dlogits is None else p
         kept = rounded if kept is None else lax.optimization_barrier(kept.astype(self.dtype))

@@ -189,7 +189,7 @@ class TileFunction:
     wanted: tuple[bool, ...] = ()
     """Whether each array that the function reads gets a gradient."""
     is_additive: bool = False
-    """True if the result is the score plus a term that does not depend on it."""
+    """True if the result is the score plus a term that does not depend on the score."""
 
     @functools.cached_property
     def partials(self) -> ClosedJaxpr:
@@ -321,7 +321,10 @@ class TileFunction:
 
 
 class _Given(NamedTuple):
-    """An input of a program: the axes along which it varies, its array, and its bounds if known."""
+    """An input of a program: the axes of a tile along which it varies, and a function to its array.
+
+    `bounds` are its least and greatest value, if known.
+    """
 
     axes: tuple[int, ...]
     array: Callable[[], Any]
@@ -329,7 +332,7 @@ class _Given(NamedTuple):
 
 
 class Separated(NamedTuple):
-    """A sum of terms of the query and terms of the key, each computed when it is called."""
+    """A sum of terms that depend on the query or on the key alone; calling a term computes it."""
 
     by_query: list[Callable[[], Part]]
     by_key: list[Callable[[], Part]]

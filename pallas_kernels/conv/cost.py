@@ -24,7 +24,7 @@ class Speeds:
     narrowest: float = 1.45
     """Factor of `multiplication` with tiles of 32 columns and fewer."""
     few_channels: float = 1.3
-    """Factor of a K step if x has fewer channels than a pipeline stage takes; zeros fill the rest."""
+    """Factor of a K step if x has fewer channels than a pipeline stage holds; zeros fill the rest."""
     in_pieces: float = 2.0
     """Factor of a K step if features are no multiple of 16: weights are copied 8 columns at a time."""
     strided: float = 1.5
@@ -36,9 +36,9 @@ class Speeds:
     element: float = 9.4e-5
     """Time of an epilogue for each element of a warpgroup's tile."""
     read_byte: float = 6.7e-5
-    """Time of an epilogue for each byte that it reads."""
+    """Time of an epilogue for each byte that it reads, such as a residual's."""
     written_byte: float = 2.3e-5
-    """Time of an epilogue for each byte that it writes, beyond the first two of an element."""
+    """Time of an epilogue for each byte that it writes beyond 2 bytes an element (see `element`)."""
     activation: float = 1.3e-4
     """Time of an epilogue for each activation of each element."""
     both_store: float = 1.45

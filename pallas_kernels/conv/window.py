@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 GROUP = 8
-"""Rows in shared memory after which the swizzle repeats; WGMMA operands start at multiples of it."""
+"""Rows in shared memory after which the swizzle repeats: WGMMA operands start at multiples of 8 rows."""
 MAX_REACH = 48
 """Largest reach (distance of the first and last row that a window reads) of the plans "rows" and
 "resident", in which all weights of a column of the window read one copied box of x."""

@@ -25,9 +25,9 @@ class Gradients(NamedTuple):
 
     x: jax.Array
     residual: jax.Array | None
-    """Gradient of the residual; None if it equals the gradient of x."""
+    """Gradient of the residual [M, D]; None if it equals that of x, as it does without a gate."""
     scale: jax.Array | None
-    """Gradient of the scale [segments, D] in float32; the fields after it have the same form."""
+    """Gradient of the scale, float32 [segments, D]; so are those of bias, pre_bias and gate."""
     bias: jax.Array | None
     pre_bias: jax.Array | None
     gate: jax.Array | None
@@ -248,7 +248,8 @@ class _BackwardWarpgroup:
     def gradient_tile(self, step_idx, row, tile_refs, carry):
         """Computes dx of a tile. The carry is a pair: sums over rows so far, and the tile's statistics.
 
-        Sums are lists of column blocks [lines, columns] keyed by parameter; statistics are mean and rstd.
+        Sums are lists of column blocks [lines, columns] keyed by parameter; the statistics are mean and
+        rstd.
         """
         kernel, tiles, norm = self.kernel, self.kernel.tiles, self.kernel.norm
         sums_so_far, row_statistics = carry

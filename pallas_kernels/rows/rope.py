@@ -162,8 +162,8 @@ def rotate(
         targets = refs[len(inputs) + 2 :]
         index = lax.axis_index("tile")
         b = lax.div(index, jnp.int32(tiles))
-        # The last tile of a sequence that is no multiple of it starts earlier, to end with the
-        # sequence: the positions that two tiles share are computed twice, to the same bits.
+        # A tile has 4 positions. If the length is no multiple of 4, the last tile starts earlier, to end
+        # with the sequence: positions that two tiles share are computed twice, to the same bits.
         t = jnp.minimum(lax.rem(index, jnp.int32(tiles)) * WARPS, length - WARPS)
         position = pl.ds(t, WARPS)
         shape = (WARPS, step_heads, pairs)

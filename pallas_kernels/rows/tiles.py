@@ -179,7 +179,10 @@ class RowTiles:
         return (self.rows, WARPS * self.config.warpgroups, self.width)
 
     def vector_view(self, array: jax.Array) -> jax.Array:
-        """Returns a vector [features], or [segments, features], as the kernel indexes it."""
+        """Returns a vector [features], or [segments, features], reshaped as the kernel indexes it.
+
+        With a row per CTA, features become two axes: lines of a row, and columns.
+        """
         if self.config.row_per_warp:
             return array
         return array.reshape(*array.shape[:-1], WARPS * self.config.warpgroups, self.width)
