@@ -232,10 +232,7 @@ class _KeyGradients:
         )
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of the list shares' float32 dK and dV, [B, K, all shares, rows, .].
-
-        The tuple is empty if no tile's list is divided.
-        """
+        """Returns the shapes of list shares' float32 dK and dV; () if no tile's list is divided."""
         tiles = self.tiles
         sizes = (tiles.own, self.shape.batch, self.shape.key_heads * tiles.shares, tiles.rows)
         of_both = (result_of_shares(*sizes, columns.width) for columns in (self.head, self.value))
@@ -278,10 +275,7 @@ class _KeyGradients:
             values.fill(v_heads, at.batch_idx, start, at.key_head_idx, ring.full.at[slot])
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, first: jax.Array) -> jax.Array:
-        """Copies the blocks of queries that a tile visits; returns `first`, a count, plus their number.
-
-        The count is that of the blocks that the CTA has copied over all its tiles.
-        """
+        """Copies a tile's blocks of queries; takes and returns the CTA's count of copied blocks."""
         at = cta.place(tile_idx)
         following = tile_idx + 1
         copies_ahead = self.config.tile_stages > 1
@@ -331,10 +325,7 @@ class _KeyGradients:
     # --- shared by the consumers of both kernels --------------------------------------------------
 
     def begin(self, cta: Cta, part: Any) -> None:
-        """Sets a warpgroup's register count, and marks all pipeline stages as free for the producer.
-
-        They are those of Q and dO, and of the 64 keys of a tile (`part`) that the warpgroup owns.
-        """
+        """Sets a warpgroup's registers, and frees the stages of Q, dO and its 64 keys (`part`)."""
         plgpu.set_max_registers(registers(self.config.warpgroups)[0], action="increase")
         keys = self.keys(cta)
         for stage in range(self.config.tile_stages):
