@@ -21,7 +21,8 @@ class Tokens(NamedTuple):
     value: Any
     """New values [tokens, K, V], of the keys' dtype."""
     lengths: Any
-    """Tokens of each sequence before the new ones, or with them in a ragged batch, int32 [B]."""
+    """Number of tokens of each sequence, int32 [B]: those before the new ones, or in a ragged batch
+    all, with the new ones."""
     counts: Any = None
     """New tokens of each sequence, int32 [B], or None for all; a ragged batch's row bounds [B + 1]."""
     sequences: Any = None
@@ -31,17 +32,23 @@ class Tokens(NamedTuple):
     layer: Any = None
     """Index of the layer, int32 []; None for one layer."""
     cos: Any = None
-    """Cosines float32 [angles, R/2], row t % angles for token t; None without rotation."""
+    """Cosines of the keys' rotation, float32 [angles, R/2]; token t uses row t % angles. None
+    without rotation."""
     sin: Any = None
 
 
 class Pages(NamedTuple):
-    """Arrays written in place, [pages, places, K, ..] or [K, pages, places, ..]; `key` at least."""
+    """Cached arrays that are written in place; all but `key` may be None.
+
+    Keys and values are [pages, tokens of a page, K, features] or [K, pages, tokens of a page,
+    features].
+    """
 
     key: Any
     value: Any
     key_scale: Any
-    """Scales of 8-bit keys, float32: per token and head, which the kernel writes, or given ones [K]."""
+    """Scales of 8-bit keys, float32: one per token and head, which the kernel writes, or one per
+    head, [K], which it only reads."""
     value_scale: Any
 
 

@@ -140,7 +140,7 @@ class InCache:
         pages = arrays.key.shape[-4]
 
         def merged(array: Any, axes: int) -> Any:
-            """Returns the array with layers and sequences on one axis."""
+            """Merges layers and sequences, the axes before the last `axes` ones, into one axis."""
             return None if array is None else array.reshape(-1, *array.shape[-axes:])
 
         def scales(array: Any) -> Any:
@@ -183,7 +183,8 @@ def reads_in_place(arrays: Arrays, options: Options, implementation: str | None)
         return False
     device = dispatch.current_device(arrays.query, arrays.key)
     stage = InCache(options)
-    # The kernel reads all keys once for each 16 rows; attention to a copy reads them less often.
+    # The kernel reads all keys again for every 16 rows (queries of the heads that share a key
+    # head); attention to a copy reads them less often.
     rows = arrays.query.shape[1] * arrays.query.shape[3]
     if implementation is None and rows > cached_attention_cuda.ROWS_OF_A_READ:
         return False

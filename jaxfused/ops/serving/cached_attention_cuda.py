@@ -22,7 +22,8 @@ class Cache(NamedTuple):
     """Arrays of a cache; all but `key` may be None."""
 
     key: Any
-    """Pages of keys, [P, S, K, H] or [K, P, S, H]; or [P, S, 2 K, H] with values at the odd heads."""
+    """Keys in P pages of S tokens: [P, S, K, H] or [K, P, S, H]; or [P, S, 2 K, H] with values at
+    the odd heads."""
     value: Any
     key_scale: Any
     """Scales of an 8-bit cache, float32, shaped like `key` without H; an axis may have length 1."""

@@ -359,7 +359,7 @@ class KVCache:
         kept = (self.key, self.key_scale), (self.value, self.value_scale)
         key, value = (self._read(*x, layer, batch_index, query.dtype) for x in kept)
         if self.window is not None and "mask" in options:
-            # Places that no query sees may hold NaN, which a weight of 0 would not remove.
+            # Values that no query sees may be NaN, and an attention weight of 0 times NaN is NaN.
             is_seen = jnp.any(options["mask"], axis=(1, 2))[:, :, None, None]
             key, value = (jnp.where(is_seen, x, 0) for x in (key, value))
         attended = dot_product_attention(
@@ -574,11 +574,18 @@ class KVCache:
         )
 
     def _scales_tokens(self, scale: jax.Array) -> bool:
-        """Returns whether each token and head has a scale of its own, rather than each head."""
+        """Returns whether `scale` has one number per token and head, the shape of `key` without H.
+
+        Otherwise it has one number per head.
+        """
         return scale.ndim == self.key.ndim - 1
 
     def _scales(self, layer: Any) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the scales of keys and of values; scales per head are those of `layer` alone."""
+        """Returns the scales of keys and of values, each None for a cache of floats.
+
+        Of scales per head, only those of `layer` are returned; scales per token and head keep their
+        axis of layers.
+        """
 
         def of(scale: jax.Array | None) -> jax.Array | None:
             if scale is None or layer is None or self._scales_tokens(scale):

@@ -41,7 +41,8 @@ def tree_options(
     """
     new = jnp.arange(keys, dtype=jnp.int32)[None] - before[:, None]
     number = jnp.clip(new, 0, tree.shape[1] - 1)
-    # A sequence may have fewer tokens than T; its first queries are then padding.
+    # If a sequence has fewer than T tokens, `before` is negative, and its first queries are
+    # padding.
     is_token = before[:, None] + jnp.arange(tree.shape[1], dtype=jnp.int32)[None] >= 0
     mask = is_token[:, :, None] & ((new[:, None] < 0) | _of_keys(tree, number))
     if left is not None:
@@ -54,9 +55,10 @@ def tree_options(
 def alibi_options(
     slopes: jax.Array, tree: jax.Array | None, before: jax.Array
 ) -> dict[str, Callable[..., jax.Array]]:
-    """Returns the score_mod that adds slopes [N] times a key's position, counted from the query's.
+    """Returns the score_mod that adds slopes[h] * (key's position - query's position), slopes [N].
 
-    In a tree, a new token's position is its depth: the number of other new tokens that it sees.
+    In a `tree` [B, T, T], a new token's position, counted from the first new one, is its depth: the
+    number of other new tokens that it sees. `before` [B] is the number of tokens that are not new.
     """
     if tree is None:
         return dict(score_mod=lambda score, b, h, q, k: score + slopes[h] * (k - q))

@@ -23,7 +23,7 @@ class _Sequence:
     prefix: int = 0
     """Id of the prefix that ends with the last full page; 0 for none."""
     tail: list[int] = field(default_factory=list)
-    """Tokens of the last page, which is not full."""
+    """Ids of the tokens in the last page while it is not full."""
 
 
 class PageAllocator:
@@ -78,9 +78,11 @@ class PageAllocator:
         self._users = [0] * self.pages
         self._empty = list(range(self.pages - 1, -1, -1))
         self._unused: OrderedDict[int, None] = OrderedDict()
-        """Unused pages whose tokens can still be found, the longest unused first."""
+        """Pages of no sequence, whose tokens a new sequence may still reuse; the longest unused
+        first."""
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """Maps (prefix number, tokens of the next page) to that page and the longer prefix's number."""
+        """Maps (id of a prefix, ids of the next page's tokens) to (that page, id of the prefix that
+        it ends)."""
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prefixes = 0
 

@@ -127,7 +127,8 @@ class AppendToPages:
     def axes(self, *operands) -> Axes:
         arrays = Arrays(*operands)
         pool = "kps" if self.layout == "KPSH" else "psk"
-        # Heads of keys and values alternate on an axis that is not split.
+        # In a pool of both, keys and values alternate along the axis of heads, so devices do not
+        # split it.
         kept, whole = (pool + "h", pool + "v"), "tpshvbnmcu"
         if arrays.kept_value is None:
             kept, whole = ("psch", "pscv"), whole + "k"
@@ -156,7 +157,7 @@ class AppendToPages:
         return {"pallas": NO_PALLAS, "cuda": of_cuda, "xla": None}
 
     def estimate(self, device, able, *operands) -> Estimate:
-        """Prefers the kernel, which took 5 us on an H200 for 64 sequences, and XLA 22."""
+        """Prefers the kernel: on an H200, 64 sequences took 5 us, and 22 us by XLA's scatters."""
         del device, able, operands
         return Rule(("cuda",), "XLA finds each token's place and writes it in some 20 kernels")
 
@@ -207,7 +208,8 @@ def append(
     )
     kept = [pool for pool, _ in parts if pool is not None]
     has_own = [scale.shape == pool.shape[:-1] for pool, scale in parts if scale is not None]
-    # The kernel takes neither pools of two dtypes nor shared scales, and scales in float32 only.
+    # The kernel needs one dtype for all pools: floats, or values with a float32 scale per token and
+    # head.
     fits = len({pool.dtype for pool in kept}) == 1 and len(has_own) in (0, 2) and all(has_own)
     if not fits or any(scale.dtype != jnp.float32 for scale in scales):
         why = (

@@ -207,7 +207,7 @@ def ragged_paged_attention(
 
     tokens = tokens_of(op, rows, kv_lens, cu_q_lens, num_seqs)
     in_place = reads_in_place(q[None, :1], pools, page_indices[:1], options, implementation)
-    # A kernel's tile has the rows of all query heads that share a key head.
+    # In a kernel, each token of a tile has one row for every query head that shares a key head.
     most = max(1, _MOST_ROWS * pools.heads // q.shape[1]) if in_place else _MOST_ROWS
     tiles = _tiles(tokens, min(most, -(-rows // batch)), kv_lens, cu_q_lens)
     row = tiles.first[:, None] + jnp.arange(tiles.rows, dtype=jnp.int32)[None]
@@ -242,7 +242,11 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:
-    """Divides rows into tiles of `size` rows; the tiles suffice for sequences of any lengths."""
+    """Divides rows into tiles, each of up to `size` rows of one sequence.
+
+    The number of tiles depends on shapes alone and suffices for any lengths; unused tiles have 0
+    rows.
+    """
     batch, rows = kv_lens.shape[0], tokens.position.shape[0]
     tile = jnp.arange((rows + batch * (size - 1)) // size, dtype=jnp.int32)
     counts = jnp.zeros(batch, jnp.int32)
@@ -267,7 +271,11 @@ def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) 
 def _in_groups(
     function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], entry_bytes: int
 ) -> jax.Array:
-    """Applies `function` to groups of entries of a batch, of about `_MOST_GATHERED` bytes at most."""
+    """Returns `function(*arrays)`, computed for a few entries of the arrays' first axis at a time.
+
+    Each entry takes `entry_bytes`; those computed together take about `_MOST_GATHERED` bytes at
+    most.
+    """
     count = arrays[0].shape[0]
     groups = min(count, -(-count * entry_bytes // _MOST_GATHERED))
     if groups <= 1:

@@ -117,7 +117,8 @@ class InPages:
         if self.options.layout == "PSKH":
             pools = ("pskh", "pskv")
         if Arrays(*operands).value is None:
-            # Heads of keys and values alternate on one axis, which therefore is not split.
+            # In a pool of both, keys and values alternate along the axis of heads, so devices do
+            # not split it.
             pools, whole = ("psch", "pskv"), whole + "ck"
         operands = ("btkgh", *pools, "bn", "b", "b", "b", "kg", "kps", "kps", "btt", "kg")
         return Axes(operands, ("btkgv",), whole)
@@ -370,7 +371,7 @@ def _in_arrays(pools: Pools) -> bool:
 
 
 def _has_token_scales(pool: Any) -> bool | None:
-    """Whether each token and head has a scale (floats: False); None for other quantised pools."""
+    """True if a pool has one scale per token and head, False for floats, None for other scales."""
     if not isinstance(pool, QuantizedArray):
         return False
     more = (pool.zero_point, pool.offset, pool.codebook)

@@ -33,7 +33,7 @@ class Pools(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Places of a page, S."""
+        """Number S of tokens that a page holds."""
         return self.key.shape[2 if self.layout == "KPSH" else 1]
 
     @property
@@ -162,7 +162,7 @@ def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) 
 
     if not isinstance(pages, QuantizedArray):
         return take(pages).astype(dtype)
-    # Scales that pages share have axes of length 1.
+    # Scales that heads, pages or tokens share have axes of length 1, which are broadcast.
     scale = jnp.broadcast_to(pages.scale, (*pages.values.shape[:-1], pages.scale.shape[-1]))
     values, scale = take(pages.values), take(scale)
     return QuantizedArray(values, scale, None, axis=-1).dequantize(dtype)
@@ -221,13 +221,13 @@ def values_and_scale(pool: Any) -> tuple[Any, Any]:
 
 
 def are_shared(pool: QuantizedArray, layout: Layout) -> bool:
-    """Returns whether all tokens share one scale, or one for each head."""
+    """Returns whether a pool has one scale for all its tokens, or one scale per key head."""
     kinds = pool.scale.shape[1:3] if layout == "KPSH" else pool.scale.shape[:2]
     return kinds == (1, 1) and pool.scale.shape[-1] == 1 and not are_own(pool)
 
 
 def are_own(pool: QuantizedArray) -> bool:
-    """Whether each token and head has its own scale."""
+    """Whether a pool has one scale per token and head: its values' shape with 1 in place of H."""
     return pool.scale.shape == (*pool.values.shape[:-1], 1)
 
 
