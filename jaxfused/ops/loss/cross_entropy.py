@@ -172,7 +172,8 @@ def softmax_cross_entropy(
     if expected is None:
         losses = losses_of(aligned_statistics(run, options, logits, classes, soft), counts, options)
         return reduce_losses(losses, counts, weights, reduction)
-    # The formula of `reduce_losses`, so that expected and actual cotangents are equal bit for bit.
+    # The coefficients follow the formula of `reduce_losses`, so that the actual cotangents equal
+    # the expected ones bit for bit.
     shares, total = shares_of(counts, weights, reduction)
     coefficients = jnp.asarray(expected / total, jnp.float32) * shares
     losses = losses_ahead(
@@ -205,7 +206,8 @@ def _statistics_over_shards(
     own_maximum = lax.stop_gradient(own.maximum)
     maximum = lax.pmax(own_maximum, axis_name)
     distance = own_maximum - maximum
-    # A shard whose logits are all -inf has distance -inf; its term is 0, not 0 * -inf.
+    # If a device's logits of a row are all -inf, its total is 0 and its distance -inf. Its term is
+    # then 0, where their product would be NaN.
     picked = own.picked + jnp.where(own.total == 0.0, 0.0, own.total * distance)
     return Statistics(
         maximum,
@@ -310,7 +312,7 @@ def weighed_losses(
         # A token that does not count has no gradient, even if its logits are NaN.
         values = capped(jnp.where(counts[..., None], logits, 0), cap)
         distances = values - lax.stop_gradient(statistics.maximum)[..., None]
-        # A weight of 0 cancels even an infinite value.
+        # A class weight of 0 gives a term of 0 even where the distance is infinite.
         each = along_last_axis(class_weights, distances)
         distances = jnp.where((each == 0) & jnp.isinf(distances), 0.0, distances)
         picked = summed(jnp.sum(each * distances, axis=-1))

@@ -23,7 +23,11 @@ from jaxfused.runtime.stated_gradient import stated_gradient
 
 
 def aligned(logits, classes, soft, coefficients=None):
-    """Reshards the operands like the logits' rows, as a custom_vjp under Explicit axes needs."""
+    """Reshards logits [..., V], classes [...], soft labels [..., V] and coefficients [...] alike.
+
+    Under Explicit mesh axes a custom_vjp needs the same sharding of their leading axes. V is not
+    split.
+    """
     rows = sharding.leading_axes(logits.ndim - 1)
     return sharding.align(
         (logits, classes, soft, coefficients),

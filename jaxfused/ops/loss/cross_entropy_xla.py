@@ -98,7 +98,8 @@ def row_statistics(logits: jax.Array, labels: jax.Array, options: Options) -> St
     """Returns the statistics of logits [..., V] for soft labels or classes (`classes_of` labels)."""
     logits = capped(logits, options.logits_soft_cap)
     lowest = jnp.finfo(logits.dtype).min
-    # If all logits are -inf, their distances to this maximum are -inf and not NaN.
+    # The maximum is at least the finite `lowest`: if all logits are -inf, logits - maximum is -inf,
+    # not NaN.
     maximum = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), lowest))
     distances = logits - maximum[..., None]
     log_sum = jnp.log(jnp.sum(jnp.exp(distances), axis=-1))
@@ -146,7 +147,8 @@ def row_gradients(
     values = capped(logits, cap)
     features = logits.shape[-1]
     pull = pulls.pull[..., None]
-    # A shard whose logits are all -inf has pull 0 and log_sum -inf, whose product would be NaN.
+    # If a device's logits of a row are all -inf, pull is 0 and log_sum -inf: their product would be
+    # NaN.
     gradients = jnp.where(pull == 0.0, 0.0, pull * jnp.exp(statistics.log_probabilities(values)))
     if is_soft(labels):
         targets = labels.astype(values.dtype)

@@ -589,7 +589,7 @@ def _why_not(device, x, w) -> dict[str, str | None]:
 
 
 class _Sums(NamedTuple):
-    """Gradients of w and bias, summed over the chunks so far."""
+    """Gradients of w [D, V] and bias [V] (or None), summed over the chunks so far."""
 
     dw: jax.Array
     dbias: jax.Array | None
@@ -617,14 +617,18 @@ class _Layer:
     def gradients(
         self, x: jax.Array, dlogits: jax.Array, sums: _Sums | None
     ) -> tuple[jax.Array, _Sums]:
-        """Returns dx, and the sums plus this chunk's terms; `sums` is None for the first chunk."""
+        """Returns dx [n, D] for a chunk's x [n, D] and dlogits [n, V], and the sums plus its terms.
+
+        `sums` is None for the first chunk.
+        """
         w = self.w.astype(x.dtype)
         dx = jnp.einsum("nv,dv->nd", dlogits, w, preferred_element_type=x.dtype)
         dbias = None
         if self.bias is not None:
             dbias = jnp.sum(dlogits.astype(jnp.float32), axis=0)
         if sums is None:
-            # The first product rounds dw to x's dtype if the sums are 16-bit or there is one chunk.
+            # The first chunk's product rounds dw to x's dtype if the sums are 16-bit or there is
+            # one chunk.
             rounds = self._is_narrow() or self._chunk_rows() >= self.rows
             dtype = x.dtype if rounds and self.w.dtype == x.dtype else jnp.float32
             dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dtype)
@@ -642,7 +646,11 @@ class _Layer:
         return sums.dw.astype(self.w.dtype), sums.dbias
 
     def over_chunks(self, step: Callable[..., Any], rows: tuple[Any, ...]) -> Any:
-        """Calls `step(layer, chunk, sums)` on each chunk; returns the sums and all rows' results."""
+        """Calls `step(layer, chunk, sums)` for each chunk of the arrays `rows`, each [N, ...].
+
+        A step returns its sums and the chunk's results. Returns the last sums, and all chunks'
+        results concatenated along their rows.
+        """
         size = self._chunk_rows()
         whole = self.rows // size
 
@@ -677,7 +685,8 @@ class _Layer:
             return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
         wanted = min(max(math.ceil(self.rows / _NARROW_CHUNKS), _NARROW_ROWS), most)
         fewest = math.ceil(wanted / _TILE_ROWS) * _TILE_ROWS
-        # A chunk may have up to a third more rows, if they fill the SMs better.
+        # Of the sizes from `fewest` to a third above `wanted`, the one whose dgrad takes the fewest
+        # waves is chosen.
         sizes = range(fewest, min(self.rows, 4 * wanted // 3 + 1), _TILE_ROWS)
         return min(sizes, key=self._waves, default=min(fewest, self.rows))
 
@@ -694,7 +703,10 @@ class _Layer:
         return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
 
     def _waves(self, size: int) -> int:
-        """Returns the waves of dgrad, the product with the fewest tiles, over chunks of `size` rows."""
+        """Returns the waves of tiles that dgrad takes, summed over all chunks of `size` rows.
+
+        dgrad is the product with the fewest tiles.
+        """
 
         def waves(rows: int) -> int:
             tiles = math.ceil(rows / _TILE_ROWS) * math.ceil(self.w.shape[0] / _TILE_COLUMNS)

@@ -40,7 +40,11 @@ def reduce_losses(
 def shares_of(
     counts: jax.Array, weights: jax.Array | None, reduction: str, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Returns each loss's weight, 0 for tokens that do not count, and the divisor of their sum."""
+    """Returns (shares [...], total): the weight of each loss, and the divisor of the weighted sum.
+
+    Shares are 0 for tokens that do not count. For a mean, total is the sum of the shares, or 1 if
+    that is 0; otherwise it is 1.
+    """
     shares = counts.astype(dtype)
     if weights is not None:
         shares = shares * weights.astype(dtype)

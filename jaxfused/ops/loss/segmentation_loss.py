@@ -238,7 +238,7 @@ def _sums_bwd(run: Runner, options: PixelOptions, saved: _Residuals, cotangents:
     (dlogits,) = run(_Backward(options), *saved, packed)
     dlabels = dweights = None
     if saved.weights is not None or jnp.issubdtype(saved.labels.dtype, jnp.floating):
-        # XLA drops gradients that nothing uses, and these are rarely used.
+        # Both gradients are computed even if only one is needed: XLA drops those that nothing uses.
         dlabels, dweights = _other_gradients(options, saved, cotangents)
     return dlogits, dlabels, dweights
 
@@ -384,7 +384,8 @@ class _Masks:
         return _why_not(device, logits)
 
     def run(self, implementation, device, logits, labels) -> Results:
-        # A device's shard may have too few images for the kernel of losses and gradient.
+        # A device's shard may have too few images for the kernel of losses and gradient, so the
+        # shard's own number is checked.
         if implementation == "cuda" and _why_not_at_once(device, logits, labels, None) is None:
             return segmentation_loss_cuda.losses_and_gradient(
                 logits,

@@ -61,7 +61,7 @@ def forward(
     cuda_library.register()
     images, pixels, classes = logits.shape
     clustered = classes == 1 and _have_clusters(images, compute_capability, multiprocessors)
-    # Number of blocks that an SM runs at a time.
+    # Thread blocks that an SM runs at a time, by the number of classes.
     resident = 2 if classes == 1 else 6 if 8 < classes <= _FEW_CLASSES else 8
     wanted = resident * multiprocessors // images
     blocks = 1 if clustered else max(1, min(wanted, -(-pixels // _PIXELS_OF_BLOCK)))
