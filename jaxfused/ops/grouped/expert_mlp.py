@@ -167,7 +167,7 @@ class ExpertOptions:
         )
 
     def sum_of_choices(self, results: jax.Array, shares: jax.Array) -> jax.Array:
-        """Returns each token's sum over its choices' results [k T, D], in float32."""
+        """Returns each token's sum, float32 [T, D], over the results [k T, D] of its k choices."""
         tokens, k = shares.shape
         wide = results.reshape(k, tokens, results.shape[1]).astype(shares.dtype)
         if self.weight_on == "output":
@@ -214,7 +214,8 @@ class Order(NamedTuple):
 
 def order_of(indices: jax.Array, experts: int, capacity: int | None = None) -> Order:
     """Returns the `Order` that sorts choices [T, k] by expert; those beyond `capacity` come last."""
-    # Indices of no expert become `experts`, a number that the indices' dtype may not hold.
+    # Indices outside of 0 to experts - 1 become `experts`, for which their own dtype may be too
+    # narrow.
     chosen = indices.T.reshape(-1)
     chosen = chosen.astype(np.promote_types(chosen.dtype, np.int32))
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).astype(jnp.int32)

@@ -216,7 +216,10 @@ class _Slots(NamedTuple):
 
 @functools.partial(stated_gradient, linear=(0,))
 def _picked(rows: jax.Array, places: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Returns rows[places], zeros where a place is out of range; the gradient gathers by `inverse`."""
+    """Returns rows[places], with zeros where a place is out of range.
+
+    `inverse` is the inverse map, by which the gradient gathers the rows of dy.
+    """
     del inverse
     return jnp.take(rows, places, axis=0, mode="fill", fill_value=0)
 

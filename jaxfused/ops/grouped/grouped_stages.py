@@ -19,7 +19,7 @@ _GROUPS_AT_ONCE = "a kernel multiplies the rows of all groups in one launch"
 
 
 def equal_sizes(rows: int, sizes: Any) -> jax.Array:
-    """Returns equal group sizes of the shape of `sizes`, which divide the rows."""
+    """Returns group sizes, each rows // groups, in the shape [groups] and dtype of `sizes`."""
     return jnp.full(sizes.shape, rows // sizes.shape[0], sizes.dtype)
 
 

@@ -142,7 +142,8 @@ def ragged_mlp(
             "g",
             "o",
         ),
-        # A shard of two concatenated matrices' columns is not half gate and half up.
+        # The columns of gate and up in one concatenated array are not split: a device's shard would
+        # not hold the same columns of both.
         whole="mdegonjf" if is_joined else "mdegon",
     )
     return _ragged_mlp(run, options, *aligned)

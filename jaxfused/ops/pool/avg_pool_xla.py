@@ -56,7 +56,7 @@ def _along(axis, ndim, numbers, dtype):
 
 
 def _sums(x, window, strides, padding):
-    """Returns the sum of each window."""
+    """Returns the sum of x [B, *spatial, C] over each window."""
     if tuple(window) == tuple(strides) and all(pair == (0, 0) for pair in padding):
         # Adjacent windows become axes of their own, so that the gradient of their sum is a broadcast.
         # The axes are split one by one, because JAX can derive the sharding after such a reshape.

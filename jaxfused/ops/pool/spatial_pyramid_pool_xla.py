@@ -40,7 +40,7 @@ def _over_cells(x: jax.Array, axis: int, level: int, method: str) -> jax.Array:
 
 
 def _pooled(x: jax.Array, axis: int, size: int, method: str) -> jax.Array:
-    """Pools an axis over adjacent windows."""
+    """Pools an axis over adjacent windows of `size` values."""
     window = [size if a == axis else 1 for a in range(1, x.ndim - 1)]
     nowhere = ((0, 0),) * len(window)
     if method == "max":

@@ -161,11 +161,8 @@ frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
 
 _MOST_SCALED_ROWS = 512
 """Most rows of x for which XLA's Triton product, which converts weights as it reads them, should be
-faster than a dequantised copy and cuBLAS.
-
-At this many rows, a copy written at 2.5 TB/s costs as much time as Triton, at 55 % of cuBLAS's speed,
-loses.
-"""
+faster than a dequantised copy and cuBLAS. At 55 % of cuBLAS's speed, Triton's product of this many
+rows takes longer than cuBLAS's by the time in which the copy is written at 2.5 TB/s."""
 
 
 def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
@@ -269,7 +266,10 @@ def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Arr
 
 
 def _features_at_a_time(w: QuantizedArray, group: int) -> int:
-    """Returns how many features to differentiate at a time: whole groups or part of one, whole words."""
+    """Returns for how many input features of w the gradient is computed at a time.
+
+    They are whole groups or a part of one group, and whole packed words.
+    """
     features = w.shape[0]
     grain = WORD_BLOCK if w.values.dtype == jnp.int32 else w.packed
     fitting = [

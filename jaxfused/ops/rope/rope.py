@@ -519,7 +519,8 @@ class _Rotation:
         if q.size * q.dtype.itemsize <= few:
             return Rule(("pallas", "xla"), f"CUDA is no faster than XLA with {few} bytes or less")
         in_pallas = pallas_rope.access_bytes(_heads(q), _heads(k), *head)
-        # Both kernels only move data, so the one with larger accesses is faster.
+        # Both kernels are limited by memory traffic, so the one whose threads move more bytes at a
+        # time is faster.
         first = "cuda" if in_pallas < in_cuda else "pallas"
         return Rule((first,), f"accesses have {in_pallas} bytes in Pallas and {in_cuda} in CUDA")
 
@@ -546,7 +547,10 @@ class _Rotation:
         )
 
     def by_xla(self, x, cos, sin) -> jax.Array:
-        """Rotates heads [..., T, N, H]; the inverse of interleaved pairs is faster as a transpose."""
+        """Rotates x [..., T, N, H] in XLA.
+
+        For interleaved pairs, the inverse rotation is faster as the transpose of the rotation.
+        """
         rotate = functools.partial(rope_xla.rotate, cos=cos, sin=sin, interleaved=self.interleaved)
         if self.inverse and self.interleaved:
             return jax.linear_transpose(rotate, x)(x)[0]

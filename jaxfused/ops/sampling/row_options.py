@@ -44,7 +44,7 @@ def of_rows(
 
 
 def _over_rows(array: jax.Array, rows: tuple[int, ...]) -> jax.Array:
-    """Returns an array over the first axes of the rows, broadcast to all rows."""
+    """Returns an array, whose axes are the first ones of the shape `rows`, broadcast to `rows`."""
     return jnp.broadcast_to(array.reshape(array.shape + (1,) * (len(rows) - array.ndim)), rows)
 
 

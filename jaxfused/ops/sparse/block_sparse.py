@@ -23,7 +23,7 @@ class BlockList(NamedTuple):
     starts: jax.Array
     """Index of the first entry of each line, then the number of entries, int32 [lines + 1]."""
     entries: jax.Array
-    """Of each entry, the index in `blocks` and the position in the line, int32 [2, kept]."""
+    """Index of each entry in `blocks`, and its position in the line, int32 [2, stored blocks]."""
 
 
 @serializable

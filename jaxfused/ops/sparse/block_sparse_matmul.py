@@ -293,7 +293,7 @@ class KeptBlocks(OneByOne):
     def estimate(self, device, able, x, dy, blocks, *lists) -> Estimate:
         del able, x, dy, lists
         numbers = math.prod(self.options.shape)
-        # Blocks of 64 read each operand twice as often as those of 128.
+        # Blocks of 64 read x and dy twice as often as blocks of 128, so the limit is half as high.
         most = _MOST_KEPT * blocks.shape[1] / max(block_sparse.BLOCKS)
         return _estimate(device, blocks.size / numbers, most if numbers >= _LARGE else 0.0)
 
