@@ -24,7 +24,7 @@ _NIBBLE_OF_COLUMN = np.argsort(_COLUMN_OF_NIBBLE)
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns the function that builds it."""
+    """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     version = str(config.get("version", "gemm")).lower()
     if version not in ("gemm", "gemv"):
         parts.fail(f"the config has version {version!r}, but gemm and gemv are read; convert it.")

@@ -37,7 +37,7 @@ PARTS = (
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns the function that builds it."""
+    """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     del config
     return _plan_int8(parts) if parts.get("SCB") is not None else _plan_4bit(parts)
 

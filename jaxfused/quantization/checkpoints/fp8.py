@@ -21,7 +21,7 @@ _SCALES = (*FLOATS, "float8_e8m0fnu")
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns the function that builds it."""
+    """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     block = config.get("weight_block_size")
     if not isinstance(block, list | tuple | None):
         parts.fail(f"the config has weight_block_size {block!r}, but it has to be two sides.")

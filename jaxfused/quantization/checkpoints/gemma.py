@@ -24,7 +24,7 @@ PARTS = ("weight", "weight_scale", "bias")
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns the function that builds it."""
+    """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     options = {"num_bits": config.get("num_bits", 4)}
     for pattern, changes in mapping(parts, config, "module_quant_configs").items():
         if re.search(pattern, parts.layer):

@@ -37,7 +37,7 @@ With 3 bits, v1 subtracts 1 from each zero point before packing."""
 
 
 def plan(parts: Parts, config: Config) -> Build | None:
-    """Checks a layer, and returns the function that builds it."""
+    """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     own = _of_layer(parts, config)
     if own is None:
         return None

@@ -29,7 +29,7 @@ _SHIFTS = {8: (0,), 4: (4, 0), 3: tuple(range(27, -1, -3)), 2: (6, 4, 2, 0)}
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns the function that builds it."""
+    """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     del config
     bits, size = _setting(parts, "nbits"), _setting(parts, "group_size")
     if bits not in _SHIFTS or _setting(parts, "axis") != 1:

@@ -12,7 +12,7 @@ _GROUP, _BYTES = 32, 16
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns the function that builds it."""
+    """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     del config
     blocks = parts.take("blocks", ("uint8",), (..., None, None, _BYTES))
     scale = e8m0(parts, "scales", blocks.shape[:-1])

@@ -24,7 +24,7 @@ _TYPES = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns the function that builds it."""
+    """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     kind, data = _type(parts, config)
     if kind == "Float8Tensor":
         return _plan_float8(parts, data)
