@@ -97,9 +97,9 @@ def backward(
 
 
 def _blocks(rows: int, features: int) -> int:
-    """Returns the number of partial sums of each column of dz.
+    """Returns the number of partial sums over rows of each column of dz [rows, features].
 
-    A partial sum covers 128 rows, or down to 32 if there would be too few blocks to fill a GPU.
+    A partial sum covers 128 rows, or 64 or 32 if there would be too few thread blocks to fill a GPU.
     """
     columns = -(-features // _BLOCK_COLUMNS)
     rows_each = next(n for n in (128, 64, 32) if n == 32 or -(-rows // n) * columns >= _MANY_BLOCKS)
@@ -107,7 +107,7 @@ def _blocks(rows: int, features: int) -> int:
 
 
 _BLOCK_COLUMNS = 256
-"""Columns of a block of the kernel, at 16 bits."""
+"""Columns of z [M, F] that a thread block of bias_activation.cu covers if z has 16 bits."""
 _MANY_BLOCKS = 512
 
 

@@ -14,7 +14,7 @@ from jaxfused.runtime import cuda_library
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Returns None if the handlers find cuBLASLt, else the reason. The first call opens it."""
+    """Returns None if the FFI handlers find cuBLASLt, else the reason. The first call opens cuBLASLt."""
     reason = cuda_library.why_unavailable()
     if reason is not None:
         return reason
@@ -34,7 +34,7 @@ def why_unavailable() -> str | None:
 
 
 def _in_wheels(name: str) -> list[str]:
-    """Returns the library's paths in NVIDIA's wheels: nvidia/cu13/lib, or formerly nvidia/cublas/lib."""
+    """Returns the paths of library `name` in NVIDIA's wheels: nvidia/cu13/lib or nvidia/cublas/lib."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else spec.submodule_search_locations or []
     return [str(path) for root in roots for path in sorted(Path(root).glob(f"*/lib/{name}"))]

@@ -143,7 +143,8 @@ def gated_mlp(
     operands: Sequence[Any] = sharding.align(
         (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual),
         operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
-        # A shard of two concatenated matrices' columns is not half gate and half up.
+        # Without w_up, w_gate holds gate's columns, then up's. A shard of them would not be half gate
+        # and half up, so they stay unsharded.
         whole="de" if w_up is not None else "dfge",
     )
     x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands
@@ -157,7 +158,7 @@ def gated_mlp(
 
 
 def check_first_layers(op, x, w_gate, b_gate, w_up, b_up) -> int:
-    """Checks the shapes of gate and up; returns the width of the hidden layer."""
+    """Checks the weights and biases of gate and up; returns the hidden layer's number of features."""
     check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
     if w_up is not None:
         check_shape(op, "w_up", w_up, w_gate.shape, f"w_gate has shape {w_gate.shape}")
@@ -184,7 +185,7 @@ class _GatedResiduals(NamedTuple):
 
 
 class HiddenLayer(NamedTuple):
-    """Arrays [..., F] that are saved for the backward; None where `save` leaves one out."""
+    """Arrays [..., F] that the forward saves for the backward; None for those that it does not save."""
 
     gate: jax.Array | None
     up: jax.Array | None
@@ -203,7 +204,7 @@ class Layers:
         return self.options.op
 
     def hidden(self, x, weights, *, saves: bool) -> tuple[jax.Array, HiddenLayer]:
-        """Returns the hidden layer activation(gate) * up, and the arrays to save for the backward."""
+        """Returns activation(gate) * up [..., F], and the arrays to save for the backward."""
         w_gate, b_gate, w_up, b_up = weights
         options = self.options
         keeps = saves and options.saves_preactivations
@@ -216,7 +217,7 @@ class Layers:
         return h, HiddenLayer(gate, up, h)
 
     def recomputed(self, x, weights, saved: HiddenLayer) -> HiddenLayer:
-        """Returns the hidden layer with gate and up, computed again if they were not saved."""
+        """Returns `saved` with gate and up [..., F], which are computed again if they were not saved."""
         if saved.gate is not None:
             return saved
         w_gate, b_gate, w_up, b_up = weights
@@ -225,7 +226,7 @@ class Layers:
         return saved._replace(gate=gate, up=up)
 
     def gradient_stage(self, weights, saved: HiddenLayer) -> GatedHiddenGradient:
-        """Returns the operation that computes the hidden layer's gradient."""
+        """Returns the operation that computes the gradients of gate and up from dy and w_down."""
         _, b_gate, w_up, b_up = weights
         biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
         return GatedHiddenGradient(
@@ -233,7 +234,10 @@ class Layers:
         )
 
     def hidden_gradient(self, x, weights, w_down, saved: HiddenLayer, dy, *, joined: bool = False):
-        """Returns (dgate, dup), or both concatenated, the hidden layer, and the biases' gradients."""
+        """Returns ((dgate, dup), activation(gate) * up, (db_gate, db_up)); the first four are [..., F].
+
+        If `joined`, the first result is one array [..., 2 F] of dgate and dup, and so are the sums.
+        """
         saved = self.recomputed(x, weights, saved)
         stage = replace(self.gradient_stage(weights, saved), joined=joined)
         dgate, dup, h, *dbs = self.run(stage, dy, w_down, saved.gate, saved.up)
@@ -241,7 +245,7 @@ class Layers:
         return ((dgate,) if joined else (dgate, dup)), h, tuple(dbs)
 
     def input_gradient(self, dzs, weights, dtype, *, finds_joined: bool = False) -> jax.Array:
-        """Returns the gradient of x from `dzs`, the gradients of gate and up, in their dtype."""
+        """Returns dx [..., D] from `dzs`, (dgate, dup) [..., F] or one [..., 2 F], in their dtype."""
         del dtype
         dgate, dup = jnp.split(dzs[0], 2, axis=-1) if len(dzs) == 1 else dzs
         stage = GatedInputGradient(self.options.precision, finds_joined)
@@ -313,9 +317,10 @@ def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
 
 
 def _joined(layers: Layers, x, weights, w_down, hidden: HiddenLayer, dy) -> tuple[bool, bool]:
-    """Returns whether the cotangents of gate and up are concatenated, and whether XLA computes them.
+    """Returns whether dgate and dup become one array [..., 2 F], and whether XLA computes them.
 
-    They are concatenated if XLA computes dgrad and gate and up share one unsharded array.
+    They become one array if XLA computes dgrad (one product with w_gate [D, 2 F], which holds gate and
+    up unsharded).
     """
     w_gate, _, w_up, _ = weights
     if w_up is not None or not sharding.is_in_one_piece(x, w_gate):
@@ -331,6 +336,9 @@ _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
 def _are_joined_faster(x, gate, w_gate) -> bool:
-    """Returns whether dgate and dup have fewer bytes than their wgrads, which else are concatenated."""
+    """Returns whether concatenating dgate and dup [..., F] copies no more bytes than their wgrads'.
+
+    Otherwise the wgrads [D, F] are concatenated, because w_gate [D, 2 F] is one array.
+    """
     rows = math.prod(x.shape[:-1])
     return rows * gate.dtype.itemsize <= x.shape[-1] * w_gate.dtype.itemsize

@@ -22,7 +22,7 @@ from pallas_kernels.gemm.small_m import MAX_ROWS
 
 
 def gate_axis_of(w_up: jax.Array | None) -> str:
-    """Returns the letter of w_gate's last axis: "g" (kept unsharded) if it holds both gate and up."""
+    """Returns the letter of w_gate's last axis: "g" (never sharded) if it holds gate and up."""
     return "g" if w_up is None else "f"
 
 
@@ -75,7 +75,8 @@ class GatedUnit(ProductStage):
     def estimate(self, device, able, x, w_gate, w_up, *biases) -> Estimate:
         del able
         work = self.work(x, w_gate, w_up, *biases)
-        # XLA reads gate and up, writes the unit, and copies both if they are saved halves of an array.
+        # XLA reads gate and up and writes activation(gate) * up. If gate and up are halves of one
+        # product and are saved, XLA also copies each of them.
         copied = 2 if w_up is None and self.saves_preactivations else 0
         passes = passes_of(work, self.activation, evaluations=1, matrices=2 + 1 + copied)
         return product_regimes.estimate(device, work, passes.time(work.m * work.n))
@@ -101,9 +102,9 @@ class GatedUnit(ProductStage):
 
 @dataclass(frozen=True)
 class GatedHiddenGradient(ProductStage):
-    """Computes (dgate, dup, h, row sums of dgate and dup) from dy [M, E], w_down, gate and up [M, F].
+    """Computes (dgate, dup, h, sum of dgate, sum of dup) from dy [M, E], w_down, gate and up [M, F].
 
-    h = activation(gate) * up is None unless `returns_hidden`.
+    h = activation(gate) * up is None unless `returns_hidden`. The sums [F] are over rows, for biases.
     """
 
     activation: str | None
@@ -111,7 +112,8 @@ class GatedHiddenGradient(ProductStage):
     returns_hidden: bool
     precision: Any
     joined: bool = False
-    """True if dgate and dup are one concatenated result, and their sums another; dup's are then None."""
+    """True if dgate and dup are returned as one array [M, 2 F], and their sums as one [2 F]. The results
+    for dup are then None."""
 
     @property
     def name(self) -> str:
@@ -150,7 +152,8 @@ class GatedHiddenGradient(ProductStage):
         evaluations = work.activations + sum(self.sums_rows)
         passes = passes_of(work, self.activation, evaluations=evaluations)
         if work.m > MAX_ROWS:
-            # The epilogue reads gate and up and writes up to three matrices, nearly as slowly as XLA.
+            # The kernel's epilogue reads gate and up and writes dgate, dup and perhaps h, in nearly the
+            # time that XLA takes.
             passes = Passes(bytes_of_element=work.itemsize, launches=0)
         return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
@@ -181,7 +184,7 @@ class GatedInputGradient(ProductStage):
 
     precision: Any
     finds_joined: bool = False
-    """True if XLA computed dgate and dup, which it then wrote concatenated."""
+    """True if XLA computed dgate and dup and wrote them as one array [M, 2 F]."""
 
     @property
     def name(self) -> str:
@@ -208,7 +211,7 @@ class GatedInputGradient(ProductStage):
         work = self._one_product(dgate, w_gate)
         work = replace(work, k=2 * work.k, terms=2)
         if w_up is not None:
-            # XLA runs two products, and adds them in a pass of its own.
+            # XLA runs two products [M, D], and adds them in a separate pass.
             passes = passes_of(work, None, matrices=2 + 1)
         else:
             # XLA runs one product of the concatenated cotangents. Concatenating them is free if the

@@ -39,11 +39,11 @@ def fp8_dtypes(x, w1, w2, residual) -> tuple[Any, ...]:
 def zero_features(
     implementation: str | None, device: dispatch.Device, x: jax.Array, hidden: int, features: int
 ) -> int:
-    """Returns how many hidden features of zero weights to append, so that Pallas's kernels can run.
+    """Returns how many features with zero weights to append to the hidden layer [..., hidden].
 
-    The kernels, and XLA's fastest products, need rows of the hidden layer that start at multiples of 16
-    bytes. Padding copies the weights, which is cheap compared with products of many rows. The padded
-    features have zero weights in the second layer, so the result is the same.
+    Pallas's kernels, and XLA's fastest products, need rows of the hidden layer that start at multiples
+    of 16 bytes. Padding copies the weights, which is cheap compared with products of many rows. The
+    padded features have zero weights in the second layer, so the result is the same.
     """
     grain = matmul.GRAIN
     if implementation not in (None, "pallas") or x.dtype.itemsize != 2 or hidden % grain == 0:
@@ -60,16 +60,19 @@ def zero_features(
         return 0
     if implementation is None and rows * hidden < _SMALLEST_TO_PAD:
         return 0
-    # Pad to whole K steps, or only to whole instructions (`grain`) if steps need many more features.
+    # Pad to a multiple of the kernel's step along the reduction axis, or only to a multiple of `grain`
+    # (one instruction) if the former needs many more features.
     step = SWIZZLE_BYTES // x.dtype.itemsize
     zeros = -hidden % step
     return zeros if zeros <= hidden // _LARGEST_SHARE_OF_ZEROS else -hidden % grain
 
 
 _SMALLEST_TO_PAD = 2**21
-"""Fewest elements of a hidden layer that is padded; for fewer, copying weights takes too long."""
+"""Fewest elements [rows, F] of a hidden layer that is padded. For fewer, copying the weights to pad them
+takes longer than the padding saves."""
 _LARGEST_SHARE_OF_ZEROS = 8
-"""Divisor of the features: zeros of more than 1/8 of them take longer than whole K steps save."""
+"""Zeros of more than 1/8 of the hidden features take longer than they save by whole steps along the
+reduction axis."""
 
 
 def append_zeros(a: Any, zeros: int, parts: int = 1, axis: int = -1) -> Any:
@@ -82,7 +85,7 @@ def append_zeros(a: Any, zeros: int, parts: int = 1, axis: int = -1) -> Any:
 
 
 def check_second_layer(op, x, hidden, w_name, w, bias_name, bias, residual) -> None:
-    """Checks the shapes of the layer after the hidden one."""
+    """Checks the second layer: w [hidden, E], bias [E] and residual [..., E] for x [..., D]."""
     if w.ndim != 2 or w.shape[0] != hidden:
         raise ValueError(
             f"{op}: {w_name} has shape {w.shape}, but the hidden layer has {hidden} features;"
@@ -121,9 +124,9 @@ class Options:
         return self.save != "inputs"
 
     def saves_slope(self, run: Runner) -> bool:
-        """Whether the hidden layer and the activation's derivative are saved, not the preactivation.
+        """Whether the forward saves activation(z) and activation'(z) [..., F] instead of z.
 
-        CUDA C has no kernel for that.
+        CUDA C has no kernel that computes both.
         """
         has_derivative = self.activation is not None
         return self.save == "hidden" and run.implementation != "cuda" and has_derivative

@@ -22,7 +22,8 @@ def input_gradient(
     run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
 ) -> jax.Array:
     """Returns the gradient of x for y = x @ w: dy [..., F] times the transpose of w [D, F]."""
-    # A kernel needs all of F on one device. If devices may split F, XLA sums their products.
+    # A kernel needs all of F, the reduction axis, on one device. If F may be sharded, XLA adds the
+    # devices' products.
     may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
     if are_few(dy) and may_run and dy.dtype == dtype:
         (dx,) = run(InputGradient(precision), dy, w)
@@ -56,7 +57,7 @@ class _ProductOfShards:
 
 @dataclass(frozen=True)
 class InputGradient(ProductStage):
-    """Computes (dy @ w^T,) for few rows dy [M, F] and w [D, F]. XLA multiplies many rows."""
+    """Computes (dy @ w^T,) [M, D] for dy [M, F] and w [D, F], with M small; XLA computes larger M."""
 
     precision: Any
 

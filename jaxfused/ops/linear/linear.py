@@ -133,8 +133,8 @@ def _left_to_xla(
 ) -> LeftToXla | None:
     """Returns why XLA runs a layer without bias and activation, or None if a custom gradient is faster.
 
-    A custom gradient is faster if a kernel's wgrad is. It also lets XLA's product add the residual in 16
-    bits. Otherwise JAX differentiates the product itself, to every order.
+    A custom gradient is faster if a kernel's wgrad is faster than XLA's. It also lets XLA's product add
+    a residual of 16 bits. Without it JAX differentiates the product itself, to every order.
     """
     if why_symbolic(x, w) is not None or not sharding.is_in_one_piece(x, w):
         return LeftToXla(_WHY_BARE)
@@ -180,7 +180,7 @@ def check_residual(op: str, residual: jax.Array | None, x: jax.Array, features: 
 
 
 def resolve_out_dtype(op: str, out_dtype: Any, x: jax.Array, residual: jax.Array | None) -> Any:
-    """Returns the caller's `out_dtype`, else the residual stream's dtype, else x's."""
+    """Returns the caller's `out_dtype` if it is not None, else the residual's dtype, else x's."""
     if out_dtype is None:
         return x.dtype if residual is None else residual.dtype
     if not jnp.issubdtype(out_dtype, jnp.floating):

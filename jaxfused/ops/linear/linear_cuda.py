@@ -2,7 +2,7 @@
 
 If cuBLASLt has the epilogue, it computes the product and the epilogue at once (ffi/linear/linear.cu).
 Otherwise XLA computes the product and ffi/linear/bias_activation.cu the rest, forward and backward.
-The latter needs no library but the driver, and supports every shape.
+That pass needs no library but the CUDA driver, and supports every shape.
 
 All functions are over rows: x [M, D], w [D, F], bias [F], residual, y and z [M, F].
 """
@@ -35,7 +35,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, z): y = activation(z) + residual and, if `save_preactivation`, z = x w + bias.
 
-    z has x's dtype, and so must w.
+    z has x's dtype; the caller passes w in x's dtype too.
     """
     if bias is None and residual is None and activation is None and not save_preactivation:
         return product(x, w, "md,df->mf", out_dtype, precision), None
@@ -47,7 +47,7 @@ def forward(
         out_dtype=out_dtype,
     ):
         return _cublaslt(x, w, bias, residual, activation=activation, saves=save_preactivation)
-    # The kernel that computes y adds the residual, in y's dtype.
+    # The kernel adds the residual in the dtype of y that it writes: x's, or else float32.
     dtypes = {jnp.dtype(out_dtype)} | ({residual.dtype} if residual is not None else set())
     dtype = x.dtype if dtypes == {x.dtype} else jnp.dtype(jnp.float32)
     # z is rounded to x's dtype before the activation is applied.
@@ -66,7 +66,7 @@ def forward(
 
 
 def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision: Any) -> jax.Array:
-    """Returns dx [M, D] + dy w^T for dy [M, F] and w [D, F], where dx is dgrad of another product."""
+    """Returns dx [M, D] + dy w^T for dy [M, F] and w [D, F]; dx is the dgrad of another product of x."""
     if in_one_product(
         dtype=dy.dtype,
         w_shape=w.shape,
@@ -81,7 +81,7 @@ def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision:
 def add_weight_gradient(dw: jax.Array, x: jax.Array, dy: jax.Array) -> jax.Array:
     """Returns dw [D, F] + x^T dy for x [M, D] and dy [M, F], rounded once and written over dw.
 
-    XLA would add dw, another product's result, in a separate pass.
+    XLA would need a separate pass to add dw, which is itself the result of a product.
     """
     sizes = (*dw.shape, len(x))
     if (
@@ -98,7 +98,10 @@ def add_weight_gradient(dw: jax.Array, x: jax.Array, dy: jax.Array) -> jax.Array
 def activation_gradient(
     dy: jax.Array, z: jax.Array, *, activation: str, sum_rows: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dz in z's dtype and its row sums in float32, for y = activation(z) and dy [M, F]."""
+    """Returns dz [M, F] in z's dtype and, if `sum_rows`, dz summed over rows, float32 [F].
+
+    y = activation(z), and dy is [M, F].
+    """
     dz, _, _, sums = bias_activation_cuda.backward(
         dy if dy.dtype == z.dtype else dy.astype(jnp.float32),
         z,
@@ -152,7 +155,7 @@ def _cublaslt(
     transpose_x: bool = False,
     in_place: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, preactivation), the second if `saves`.
+    """Returns (y [M, F], preactivation [M, F] or None without `saves`) of x [M, D] and w [D, F].
 
     With `transpose_w`, w is [F, D], and with `transpose_x`, x is [D, M]. With `in_place`, y overwrites
     the residual.

@@ -23,7 +23,7 @@ from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 
 
 def allows_tf32(precision: Any) -> bool:
-    """Returns whether `precision` lets a product round float32 to tf32, as XLA's do by default."""
+    """Returns whether `precision` lets a product round float32 operands to tf32, XLA's default."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
     preset = jax.lax.DotAlgorithmPreset
@@ -38,9 +38,9 @@ def allows_tf32(precision: Any) -> bool:
 
 @dataclass(frozen=True)
 class Layer(ProductStage):
-    """Computes (activation(x @ w + bias) + residual, x @ w + bias if saved) of x [M, D] and w [D, F].
+    """Computes (activation(z) + residual, z or None if it is not saved), where z = x @ w + bias.
 
-    `mlp` and `gated_mlp` use it for their layers too.
+    x is [M, D], w [D, F]. `mlp` and `gated_mlp` use this class for their layers too.
     """
 
     name: str
@@ -58,7 +58,10 @@ class Layer(ProductStage):
         )
 
     def on_parts(self, names, call, x, w, bias, residual) -> Results:
-        """Multiplies each device's shard of features; sums over devices before bias and activation."""
+        """Multiplies a device's shards of x's features D and of w's rows; adds the devices' products.
+
+        Bias, activation and residual are applied to the sum.
+        """
         product = Layer(self.name, None, x.dtype, False, self.precision)
         z, _ = call(product, x, w, None, None)
         return linear_xla.finish(
@@ -110,7 +113,10 @@ class Layer(ProductStage):
         )
 
     def _passes(self, x, bias, residual) -> Passes:
-        """Returns XLA's passes over memory for the part of the epilogue that its product cannot fuse."""
+        """Returns the memory passes in which XLA adds bias, activation and residual to its product.
+
+        There is none if XLA's product computes the whole epilogue.
+        """
         in_product = linear_xla.sums_in_product(x, bias, residual, self.out_dtype)
         is_plain = self.activation is None and not self.save_preactivation
         if is_plain and (in_product or (bias is None and residual is None)):
@@ -139,7 +145,7 @@ class Layer(ProductStage):
 
 @dataclass(frozen=True)
 class ActivationGradient:
-    """Computes dz and its row sums (float32 [F]) from dy and the preactivation z [M, F]."""
+    """Computes dz [M, F], and dz summed over rows (float32 [F]), from dy and preactivation z [M, F]."""
 
     activation: str
     has_bias: bool
@@ -221,4 +227,4 @@ def product_why_not(
 
 
 CHEAP_ACTIVATIONS = (*ARITHMETIC, "quick_gelu", "silu", "sigmoid")
-"""Activations that XLA evaluates faster than it reads their argument."""
+"""Activations that XLA evaluates in less time than it takes to read their argument from memory."""

@@ -83,7 +83,7 @@ def preactivation(
 
 
 def add_residual(y: jax.Array, residual: jax.Array | None, out_dtype: Any) -> jax.Array:
-    """Adds the residual before the one rounding to `out_dtype`."""
+    """Returns y + residual, added in y's dtype and rounded once to `out_dtype`."""
     return (y if residual is None else y + residual.astype(y.dtype)).astype(jnp.dtype(out_dtype))
 
 
@@ -114,8 +114,8 @@ def activated(
 ) -> jax.Array:
     """Returns activation(z) + residual in `out_dtype`.
 
-    relu is exact in any dtype, and a residual's sum is rounded once: so both are computed in z's dtype,
-    which lets XLA fuse them into its product.
+    relu rounds nothing in any dtype, and the sum with the residual rounds once. So both are computed in
+    z's dtype if out_dtype and the residual have it: then XLA fuses them into its product.
     """
     keeps_dtype = activation in (None, "relu") and sums_in_product(z, None, residual, out_dtype)
     y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(z.dtype)))
@@ -123,9 +123,10 @@ def activated(
 
 
 def written_first(activation: str | None, arrays: Any) -> Any:
-    """Returns gelu_erf's results behind a barrier, so that XLA writes them before products read them.
+    """Returns results of gelu_erf behind a barrier, and those of other activations unchanged.
 
-    Without it XLA evaluates part of gelu_erf in each of these products, and writes intermediates.
+    The barrier makes XLA write the results before products read them. Without it XLA evaluates part of
+    gelu_erf again for each of these products, and writes intermediate arrays.
     """
     return jax.lax.optimization_barrier(arrays) if activation == "gelu_erf" else arrays
 
@@ -133,7 +134,7 @@ def written_first(activation: str | None, arrays: Any) -> Any:
 def sums_in_product(
     x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: Any
 ) -> bool:
-    """Returns whether XLA's product adds bias and residual: it does if both have the product's dtype."""
+    """Returns whether XLA's product adds bias and residual: if both and the result have x's dtype."""
     added = [a.dtype for a in (bias, residual) if a is not None]
     return all(dtype == x.dtype for dtype in (jnp.dtype(out_dtype), *added))
 
@@ -147,7 +148,7 @@ def finish(
     out_dtype: Any,
     save_preactivation: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns y and the preactivation or None, given the product z = x @ w in x's dtype."""
+    """Returns (y, preactivation or None) [..., F] from the product z = x @ w [..., F] in x's dtype."""
     wide = z.astype(accumulator_dtype(z.dtype))
     if bias is not None:
         wide = wide + along_last_axis(bias, wide)
@@ -160,7 +161,7 @@ def finish(
 def product_and_bias(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, rounded_to: Any, precision: Any
 ) -> jax.Array:
-    """Returns x @ w + bias for a caller with a custom gradient; it may be added in x's dtype.
+    """Returns x @ w + bias [..., F] for a caller with a custom gradient; it may be added in x's dtype.
 
     A bias of x's dtype is added in that dtype if the sum is rounded to it. XLA's product then adds it
     before its one rounding; a separate sum would round twice, and change the sign of some sums near 0.
@@ -197,14 +198,15 @@ def activation_gradient(
 
 
 _SIZE_IN_PARTS = 2**17
-"""Elements of a product's result up to which XLA splits its sums, because there are few tiles."""
+"""Elements of a product's result up to which XLA splits the reduction axis (split-K), because there are
+too few tiles for all SMs."""
 
 
 def saved_alone(activation: str | None, saved: Any) -> Any:
     """Returns the saved operands of an activation, behind a barrier if it has exponentials.
 
-    Without the barrier XLA reuses the forward's exponentials in the backward, and keeps them in float32:
-    twice the bytes of the operands.
+    Without the barrier XLA saves the forward's exponentials for the backward, in float32: twice the
+    bytes of 16-bit operands.
     """
     without_exponentials = (None, *ARITHMETIC)
     return saved if activation in without_exponentials else jax.lax.optimization_barrier(saved)

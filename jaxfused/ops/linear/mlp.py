@@ -163,11 +163,11 @@ class _MlpResiduals(NamedTuple):
 
 
 class HiddenLayer(NamedTuple):
-    """Arrays [..., F] that are saved for the backward; None where `save` leaves one out."""
+    """Arrays [..., F] that the forward saves for the backward; None for those that it does not save."""
 
     preactivation: jax.Array | None
     value_and_slope: tuple[jax.Array, jax.Array] | None
-    """The hidden layer and the activation's derivative."""
+    """The hidden layer activation(z), and activation'(z), for the preactivation z."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Layers:
         return h, HiddenLayer(named(preactivation, "mlp", "preactivation"), None)
 
     def hidden_gradient(self, x, weights, w2, saved: HiddenLayer, dy):
-        """Returns ((dz,), hidden layer, (db1,)), where dz is the gradient of x @ w1 + b1."""
+        """Returns ((dz,), hidden layer, (db1,)): dz is the gradient of x @ w1 + b1, both [..., F]."""
         options, has_bias = self.options, weights[1] is not None
         if saved.value_and_slope is not None:
             h, slope = saved.value_and_slope
@@ -210,7 +210,7 @@ class Layers:
         return (dz,), h, (db1,)
 
     def input_gradient(self, dzs, weights, dtype) -> jax.Array:
-        """Returns the gradient of x."""
+        """Returns dx [..., D] from `dzs`, which is (dz [..., F],)."""
         (dz,) = dzs
         return input_gradient(self.run, dz, weights[0], dtype, self.options.precision)
 

@@ -24,7 +24,7 @@ def hidden_gradient(
     sum_rows: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns dz, activation(z), and dz summed over the rows, for dy [M, E], w2 [F, E] and z [M, F]."""
+    """Returns dz and activation(z) [M, F], and dz summed over rows [F], for dy [M, E], w2 [F, E]."""
     dh = product(dy, w2, "me,fe->mf", z.dtype, precision)
     dz, _, h, sums = bias_activation_cuda.backward(
         dh, z, None, activation=activation, want_y=activation is not None, want_sums=sum_rows
@@ -74,7 +74,7 @@ def gated_hidden_gradient(
     returns_hidden: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns dgate, dup, activation(gate) * up, and the row sums of dgate and dup.
+    """Returns dgate, dup, activation(gate) * up [M, F], and dgate and dup summed over rows [F].
 
     dy is [M, E] and w_down [F, E]. The third result is None unless `returns_hidden`, and each sum is
     None unless its `sum_rows` is True.
@@ -101,7 +101,7 @@ def gated_input_gradient(
     *,
     precision: Any,
 ) -> tuple[jax.Array]:
-    """Returns dgate @ w_gate^T + dup @ w_up^T; the first product is rounded before the addition."""
+    """Returns (dgate @ w_gate^T + dup @ w_up^T,) [M, D]; the first product is rounded before the sum."""
     if w_up is None:
         w_gate, w_up = jnp.split(w_gate, 2, axis=1)
     dx = product(dgate, w_gate, "mf,df->md", dgate.dtype, precision)

@@ -27,7 +27,7 @@ from pallas_kernels.gemm.fused_product import FusedProduct
 
 @dataclass(frozen=True)
 class HiddenAndSlope(ProductStage):
-    """Computes the activation of x @ w1 + b1 and its derivative [M, F], of x [M, D] and w1 [D, F]."""
+    """Computes activation(z) and activation'(z) [M, F] of z = x @ w1 + b1, for x [M, D], w1 [D, F]."""
 
     activation: str
     precision: Any
@@ -66,7 +66,7 @@ class HiddenAndSlope(ProductStage):
 
 @dataclass(frozen=True)
 class HiddenGradientBySlope(ProductStage):
-    """Computes dz and its row sums from dy [M, E], w2 [F, E] and the activation's derivative [M, F]."""
+    """Computes dz [M, F], and dz summed over rows [F], from dy [M, E], w2 [F, E] and activation'(z)."""
 
     sums_rows: bool
     precision: Any
@@ -106,7 +106,7 @@ class HiddenGradientBySlope(ProductStage):
 
 @dataclass(frozen=True)
 class HiddenGradient(ProductStage):
-    """Computes (dz, activation(z), row sums of dz) from dy [M, E], w2 [F, E] and z [M, F]."""
+    """Computes (dz, activation(z), dz summed over rows) from dy [M, E], w2 [F, E] and z [M, F]."""
 
     activation: str | None
     sums_rows: bool
@@ -125,7 +125,7 @@ class HiddenGradient(ProductStage):
         return pallas_mlp.hidden_gradient(dy, w2, z, **self._options)
 
     def work(self, dy, w2, z) -> cost.Work:
-        # Counts two results per element, dz and activation(z), even where there is no activation.
+        # The kernel writes two arrays [M, F], dz and activation(z), even where there is no activation.
         return replace(super().work(dy, w2, z), written_bytes=2 * z.dtype.itemsize)
 
     @property
@@ -158,7 +158,11 @@ class HiddenGradient(ProductStage):
 def passes_of(
     work: cost.Work, activation: str | None, *, evaluations: int = 0, matrices: int = 0
 ) -> Passes:
-    """Returns XLA's passes over the product and the epilogue's operands, or over `matrices` like it."""
+    """Returns the memory pass that XLA runs after its product.
+
+    It reads or writes `matrices` arrays of the product's shape, or, if that is 0, the product and all
+    operands and results of the epilogue.
+    """
     epilogue = work.read_bytes + work.written_bytes + work.itemsize
     return Passes(
         bytes_of_element=matrices * work.itemsize or epilogue,
@@ -175,7 +179,10 @@ def why_not_of(
     *,
     cuda_kernel: bool = True,
 ) -> Mapping[str, str | None]:
-    """Returns why each implementation, CUDA's only if `cuda_kernel`, cannot run x [M, K] times w."""
+    """Returns why each implementation cannot run x [M, K] times w, or None for one that can.
+
+    "cuda" has no kernel if `cuda_kernel` is False.
+    """
     features = {"what is multiplied": work.k, "the result": work.n}
     why_not = product_why_not(device, precision, {"x": x}, features)
     if not cuda_kernel:

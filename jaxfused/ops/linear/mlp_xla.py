@@ -97,7 +97,7 @@ def gated_mlp(
 
 
 def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
-    """Returns the hidden layer after dropout, or unchanged without dropout's seed words."""
+    """Returns the hidden layer h [..., F] after dropout by seed `words`; h itself without words."""
     if words is None:
         return h
     return jnp.where(keep_rows(words, h.shape, rate), h / keep_probability(rate), 0)
@@ -106,14 +106,14 @@ def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
 # --- operations of a custom gradient, which XLA may run next to kernels ----------------------------
 #
 # The shapes are: rows x [..., D], dy [..., E], z, gate and up [..., F]; weights w1 [D, F] and w2 [F, E].
-# Rows are not flattened to one axis: with the same shapes in forward and backward, XLA finds common
-# subexpressions, and fuses values read by several operations into one pass.
+# Leading axes are not flattened to one axis of rows: with the same shapes in forward and backward, XLA
+# finds common subexpressions, and computes values that several operations read in one pass.
 
 
 def hidden_and_slope(
     x: jax.Array, w1: jax.Array, b1: jax.Array | None, *, activation: str | None, precision: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the activation of x @ w1 + b1 and its derivative there, both in x's dtype."""
+    """Returns activation(z) and activation'(z) of z = x @ w1 + b1, both [..., F] in x's dtype."""
     z = narrow_preactivation(x, w1, b1, precision=precision)
     h, slope = value_and_slope(activation, z.astype(jnp.float32))
     return h.astype(x.dtype), slope.astype(x.dtype)
@@ -122,7 +122,10 @@ def hidden_and_slope(
 def hidden_gradient_by_slope(
     dy: jax.Array, w2: jax.Array, slope: jax.Array, *, sum_rows: bool, precision: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dz from the activation's derivative [..., F], and dz summed over the rows."""
+    """Returns dz [..., F] = (dy @ w2^T) * slope, and dz summed over rows [F].
+
+    `slope` [..., F] is the activation's derivative.
+    """
     dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
     narrow = dz.astype(slope.dtype)
     return narrow, sum_written_rows(narrow) if sum_rows else None
@@ -185,9 +188,10 @@ def gated_hidden_gradient(
     precision: Any,
     joined: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns dgate, dup, activation(gate) * up if wanted, and dgate and dup summed over the rows.
+    """Returns dgate, dup, activation(gate) * up if `returns_hidden`, and the sums of dgate and dup.
 
-    If `joined`, dgate is [dgate, dup] concatenated along the features, so is its sum, and dup is None.
+    The first three are [..., F], the sums over rows [F]. If `joined`, dgate and dup are one array
+    [..., 2 F] in dgate's place, their sums one [2 F], and the results for dup are None.
     """
     activated, slope = value_and_slope(activation, gate.astype(jnp.float32))
     wide_up = up.astype(jnp.float32)
@@ -220,8 +224,8 @@ def gated_input_gradient(
 
     if w_up is None:
         return (gradient(side_by_side([dgate, dup]), w_gate),)
-    # Both products are rounded before they are added, so that XLA's second product adds the result of
-    # the first in its kernel.
+    # Both products are rounded before they are added: then the kernel of XLA's second product adds the
+    # first product's result.
     return (gradient(dgate, w_gate) + gradient(dup, w_up),)
 
 

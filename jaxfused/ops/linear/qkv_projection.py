@@ -161,7 +161,7 @@ def qkv_projection(
 
 
 def _checked_head_size(op: str, columns: int, heads: int, key_heads: int) -> int:
-    """Returns the size of a head (features), given the columns of w and the numbers of heads."""
+    """Returns the features of a head, from the number of columns of w and the numbers of heads."""
     if heads < 1 or key_heads < 1 or heads % key_heads:
         raise ValueError(
             f"{op}: heads is {heads} and key_heads {key_heads}, but query heads share key heads"
@@ -189,7 +189,8 @@ def _of_one_array(
     run: Runner, options: Options, x, w, bias, q_scale, k_scale, cos, sin, *, heads, key_heads
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries, keys and values by kernels, for weights (and biases) in one array."""
-    # A shard of w's columns would not have an equal shard of each of queries, keys and values.
+    # w's columns are those of queries, then keys, then values, so a shard of them would not hold equal
+    # shards of the three: the axis c stays unsharded.
     whole: Any = sharding.align(
         (x, w, bias),
         operand_axes=(sharding.leading_axes(x.ndim - 1) + "d", "dc", "c"),
@@ -200,7 +201,8 @@ def _of_one_array(
     weights: Sequence[Any]
     biases: Sequence[Any]
     if sharding.is_in_one_piece(x, w):
-        # XLA multiplies by all columns of w at once; a kernel gets three weights: queries, keys, values.
+        # w stays one array: XLA multiplies x by all of its columns at once. A kernel's call splits it
+        # into the weights of queries, keys and values.
         options, weights, biases = of_one, (w, None, None), (bias, None, None)
     else:
         # Query heads are grouped by key head, so that devices can split queries, keys and values alike.
@@ -281,7 +283,7 @@ def _in_fp8(
     device: dispatch.Device,
     state: fp8.Fp8State | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns q, k and v [..., T, heads, H] of x [..., T, D], times one matrix or three in float8."""
+    """Returns q, k and v [..., T, heads, H] of x [..., T, D], times one array or three in float8."""
     run = fp8.runner("qkv_projection", implementation, device, x)
     weight_axes = ("dc",) if len(weights) == 1 else ("de", "df", "dg")
     aligned: Any = sharding.align(
@@ -352,7 +354,8 @@ def _qkv_projection_bwd(run: Runner, options: Options, saved: _Residuals, cotang
         def finish(q, k, scales, tables):
             return options.finish(q, scales[0], *tables), options.finish(k, scales[1], *tables)
 
-        # Projections that are not saved are replaced by zeros, which nothing reads.
+        # Zeros replace projections that were not saved: without norms and without gradients of the
+        # tables `finish` is a rotation, whose vjp does not depend on q and k.
         q, k = (
             jnp.zeros_like(dy) if projection is None else projection
             for projection, dy in zip(projections, (dq, dk), strict=True)
@@ -370,7 +373,7 @@ _qkv_projection.defvjp(_qkv_projection_fwd, _qkv_projection_bwd, symbolic_zeros=
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _split(ends: tuple[int, ...], columns: jax.Array) -> Sequence[jax.Array]:
-    """Returns `jnp.split` along the last axis; its gradient is one concatenation."""
+    """Splits an array [..., columns] at column indices `ends`; the gradient is one concatenation."""
     return jnp.split(columns, ends, axis=-1)
 
 
@@ -381,7 +384,10 @@ _split.defvjp(
 
 
 def _parameter_gradients(run: Runner, options: Options, x, weights, biases, dys):
-    """Returns the gradients of the weights and of the biases; the latter may all be None."""
+    """Returns the gradients of the weights and of the biases (None without biases).
+
+    `dys` are the cotangents of q, k and v before norm and rotation, [..., T, key heads, g, H].
+    """
     flat = [dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])) for dy in dys]
     dtype, has_biases = weights[0].dtype, biases[0] is not None
     dws: Sequence[Any]
@@ -391,7 +397,7 @@ def _parameter_gradients(run: Runner, options: Options, x, weights, biases, dys)
         for_x = run.choice(InputGradient(options), *dys, *weights).implementation == "xla"
         joined = options.one_array is not None
         if joined and for_x:
-            # Concatenate for wgrad too, so that the cotangents are written in one form only.
+            # wgrad then reads the concatenated cotangents too, so that XLA writes them only once.
             flat = [side_by_side(flat, options.head_size)]
         dws, dbs = weight_gradients(
             run,
@@ -406,7 +412,8 @@ def _parameter_gradients(run: Runner, options: Options, x, weights, biases, dys)
             joined=joined and len(flat) > 1,
         )
     else:
-        # Devices may split the heads, and would have to exchange concatenated cotangents.
+        # Heads may be sharded. Cotangents of q, k and v concatenated along heads would then have to be
+        # exchanged between devices, so each gets a product of its own.
         pairs = ((x, flat[0]), *(unshared(x, dy) for dy in flat[1:]))
         gradients = [
             weight_and_bias_gradients(run, "qkv_projection", *pair, dtype, bias, options.precision)

@@ -27,7 +27,8 @@ from pallas_kernels.gemm.small_m import MAX_ROWS
 # --- options --------------------------------------------------------------------------------------
 
 HEADS = ("ngh", "nkh", "nkh")
-"""Axis letters of q, k and v: groups that share keys (n), heads of a group (g, k), features (h)."""
+"""Axis letters of q, k and v: key heads (n), the query heads that share one (g), an axis of length 1 in
+keys and values (k), features of a head (h)."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,15 @@ class Options:
     @property
     def whole(self) -> str:
         """Letters of axes that devices must not split."""
-        # The kernel takes multiples of 16 columns, which a shard of heads of another size may not have.
+        # The kernel takes multiples of 16 columns. A shard of whole heads has such a multiple only if
+        # head_size is one, so the axis of key heads (n) is not split otherwise.
         return "dgkhsrc" if self.head_size % 16 == 0 else "dngkhsrc"
 
     def grouped(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the arrays [..., columns] of q, k and v as [..., groups, heads of a group, H]."""
+        """Returns the arrays [..., columns] of q, k and v as [..., key heads, heads of each, H].
+
+        Queries have several heads for each key head, keys and values one.
+        """
         groups, _ = cast(tuple[int, int], self.one_array)
         width = groups * self.head_size
         return [
@@ -60,12 +65,12 @@ class Options:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Column indices at which queries and keys end in the array of all weights."""
+        """Column indices at which those of queries and of keys end in w [D, all columns]."""
         groups, heads = cast(tuple[int, int], self.one_array)
         return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
 
     def apart(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the weights, or biases, of q, k and v as three arrays [..., groups, heads, H]."""
+        """Returns the three weights, or biases, as arrays [..., key heads, heads of each, H]."""
         if self.one_array is None or arrays[0] is None:
             return arrays
         return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
@@ -95,10 +100,10 @@ class Options:
         )
 
     def finish(self, y, scale, cos, sin):
-        """Returns heads [..., groups, heads of a group, H] after norm and rotation, by XLA."""
+        """Returns y [..., T, key heads, heads of each, H] after norm and rotation, computed by XLA."""
         heads = ungrouped(y)
         if cos is None or cos.ndim == 2:
-            # With more than one leading axis, XLA (jax 0.11.2) tiles some norms wrongly.
+            # With more than one axis before [T, heads, H], XLA (jax 0.11.2) tiles some norms wrongly.
             heads = heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
         finished = qkv_projection_xla.finish(
             heads,
@@ -117,9 +122,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Forward:
-    """Computes queries, keys and values, and queries and keys before their norms if those are saved.
+    """Computes queries, keys and values, and, if they are saved, queries and keys before their norms.
 
-    Operands are x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
+    Operands are x [..., T, D], weights [D, key heads, heads of each, H], biases of the same axes but D,
+    the norms' scales, and rope tables.
     """
 
     options: Options
@@ -152,7 +158,8 @@ class Forward:
         heads = self.options.heads(*parameters)
         itemsize = x.dtype.itemsize
         work = Work(math.prod(x.shape[:-1]), sum(heads.widths), x.shape[-1], itemsize=itemsize)
-        # XLA splits the product into three, normalises two of them, and rotates their heads.
+        # XLA splits its product into queries, keys and values, and then normalises and rotates queries
+        # and keys in passes over memory.
         moved = 2 * itemsize * (_OF_PAIRS if heads.rotary_dim and heads.interleaved else 1)
         steps = 1 + int(heads.norm and heads.rotary_dim > 0)
         passes = Passes(bytes_of_element=steps * moved, launches=len(heads.widths) * steps)
@@ -197,7 +204,7 @@ class Forward:
         )
 
     def _run_in_xla(self, x, weights, biases, scales, cos, sin) -> Results:
-        # One product, for which separate weights are concatenated.
+        # XLA runs one product; separate weights are concatenated for it.
         w, bias = weights[0], biases[0]
         if self.options.one_array is None:
             flat = [w.reshape(len(w), math.prod(w.shape[1:])) for w in weights]
@@ -214,7 +221,8 @@ class Forward:
             save_preactivation=False,
             precision=self.options.precision,
         )
-        # The axis of heads is made before the split, because XLA would copy each slice of columns.
+        # The columns become [heads, H] before the split into q, k and v, because XLA would copy slices
+        # of columns.
         counts = [math.prod(w.shape[1:-1]) for w in shapes]
         y = y.reshape(*x.shape[:-1], sum(counts), self.options.head_size)
         parts = jnp.split(y, (counts[0], counts[0] + counts[1]), axis=-2)
@@ -237,7 +245,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class InputGradient:
-    """Computes the sum of the cotangents of q, k and v, each times its weights' transpose."""
+    """Computes (dx,) [..., T, D]: the sum of dq @ w_q^T, dk @ w_k^T and dv @ w_v^T.
+
+    dq, dk and dv are [..., T, key heads, heads of each, H].
+    """
 
     options: Options
 
@@ -269,7 +280,7 @@ class InputGradient:
         work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
         if work.m <= MAX_ROWS:
             return Rule(("xla",), "its product splits the sums of few rows")
-        # XLA concatenates the cotangents, and the kernel's call copies each of the weights.
+        # XLA copies the cotangents to concatenate them. The kernel's call copies each of the weights.
         both_ways = 2 * x.dtype.itemsize
         passes = Passes(bytes_of_element=both_ways)
         copies = replace(passes, launches=len(weights))
@@ -277,7 +288,10 @@ class InputGradient:
         return product_regimes.estimate(device, work, spared, several=True)
 
     def _x_and_weights(self, dq, dk, dv, *weights) -> tuple[Any, Sequence[Any]]:
-        """Returns the shapes and dtypes of x [..., D] and of the weights [D, groups, heads, H]."""
+        """Returns the shapes and dtypes of x [..., D] and of the weights of q, k and v.
+
+        The weights are [D, key heads, heads of each, H].
+        """
         del dk, dv
         *rows, _, _, _ = dq.shape
         x = jax.ShapeDtypeStruct((*rows, len(weights[0])), dq.dtype)
@@ -337,7 +351,8 @@ _WIDE_HEAD = 128
 """Features of a head above which XLA is faster at small M with a norm or rotation, because one CTA
 computes a whole head, and from which it is faster at larger M if D is above SPLIT_SUM."""
 _OF_PAIRS = 2
-"""XLA's time to rotate interleaved pairs, which it reads one by one, relative to that for halves."""
+"""XLA's time to rotate interleaved pairs of features, which it loads one by one, divided by its time to
+rotate the halves of a head."""
 
 
 def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> Work:

@@ -46,7 +46,7 @@ def qkv_projection(
 def finish_both(
     q, k, q_scale, k_scale, cos, sin, epsilon, scale_offset, interleaved
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns queries and keys after norm and rotation, as by `finish`."""
+    """Returns `finish` of the queries q [..., T, N, H] and of the keys k [..., T, K, H]."""
     options = dict(epsilon=epsilon, scale_offset=scale_offset, interleaved=interleaved)
     return finish(q, q_scale, cos, sin, **options), finish(k, k_scale, cos, sin, **options)
 

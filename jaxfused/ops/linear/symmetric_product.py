@@ -19,7 +19,8 @@ from jaxfused.runtime.runner import Axes, Results, Runner
 from pallas_kernels.gemm import symmetric
 
 _FEWEST_ROWS = 512
-"""Fewest rows of a matrix for the kernel. Smaller ones have few tiles, of which symmetry saves few."""
+"""Fewest rows M of a product [M, M] for which the kernel runs. A smaller product has few tiles, so
+computing only one triangle of them saves little."""
 
 
 def symmetric_product(
@@ -103,7 +104,7 @@ _run.defvjp(_run_fwd, _run_bwd)
 class _Symmetric:
     """Computes Z = a I + b S + c x y^T or s x y^T [B, M, M], for coefficients (a, b, c) and scales s.
 
-    All but x may be None.
+    x is [B, M, K]. All operands but x may be None.
     """
 
     is_factor: bool

@@ -101,19 +101,20 @@ def weight_gradients(
         piece,
     )
     if sharding.is_explicit(x, *dys):
-        # The devices' products are added before rounding. The sums of dy are computed separately:
-        # devices with different features of x would each add the same sums.
+        # The devices' products are float32, so that they are added before rounding. The sums of dy are
+        # computed outside: devices that hold different features of x would each add the same sums.
         alone = replace(kernel, dtype=jnp.dtype(jnp.float32), sums_rows=False)
         sums = [sum_rows(dy, jnp.float32) for dy in dys] if sums_rows else []
         results = (*run(alone, x, *dys), *sums)
     elif in_one_piece:
         results = run(kernel, x, *dys)
     elif _would_run_on_rows(run, kernel, x, dys):
-        # No implementation is forced: columns may be sharded too, and a named kernel may not fit a
-        # shard.
+        # The caller's `implementation` is dropped: columns of x and dy may be sharded too, and a shard
+        # may have a shape that the named kernel does not support.
         results = replace(run, implementation=None)(kernel, x, *dys)
     else:
-        # XLA's partitioner can split this product, and leave dw as partial sums of each device.
+        # XLA's partitioner can split this product over devices. It may leave each device's product as a
+        # partial sum of dw, and add these later.
         results = kernel.in_xla(x, *dys)
     count = 1 if kernel.joined else len(dys)
     dws = [dw.astype(dtype) for dw in results[:count]]
@@ -129,9 +130,9 @@ def _would_run_on_rows(
 ) -> bool:
     """Returns whether a kernel would run if devices split the rows evenly, as in data parallel training.
 
-    Under Auto axes only XLA's partitioner decides how devices split them, and each shard's kernel is
-    chosen afterwards. If no kernel would run, the partitioner gets a plain product. It also does if
-    there are Manual axes, for which a kernel's operands would be gathered.
+    Under Auto mesh axes XLA's partitioner decides after tracing how rows are sharded, and then a
+    kernel is chosen for a shard. If none would be chosen, or if the mesh has Manual axes, where a
+    kernel's operands would be gathered, the partitioner gets a plain product.
     """
     if not sharding.is_partitioned_by_xla(x, *dys):
         return False
@@ -149,7 +150,7 @@ def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
     """
     rows = math.prod(dy.shape[:-1])
     if _is_product_with_ones(rows, dy) and not sharding.is_explicit(dy):
-        # The barrier keeps XLA from merging this product with that of the weights' gradient.
+        # The barrier keeps XLA from merging this product with wgrad, which reads the same dy.
         flat = jax.lax.optimization_barrier(dy.reshape(rows, dy.shape[-1]))
         ones = jnp.ones((_TILE_ROWS, rows), dy.dtype)
         return jnp.matmul(ones, flat, preferred_element_type=jnp.float32)[0].astype(dtype)
@@ -163,17 +164,18 @@ def _is_product_with_ones(rows: int, dy: Any) -> bool:
 
 _ROWS_OF_SLOW_SUMS = 2**14
 _SPLIT_ROWS = 256
-"""Divisor of the rows: XLA splits the wgrad's sum over rows, and pads other numbers by a copy."""
+"""Divisor of the number of rows. XLA splits wgrad's sum over rows (split-K), and copies operands to pad
+them if their rows are no multiple of this."""
 _SIZE_OF_SLOW_SUMS = 2**20
 _TILE_ROWS = 8
-"""Rows of the smallest tile of a product."""
+"""Rows of a product's smallest tile, and of the matrix of ones whose product with dy sums dy's rows."""
 
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Computes x^T @ dy, and the sum of dy over rows, for x [rows, D] and each of several dys.
+    """Computes x^T @ dy [D, F], and dy summed over rows [F], for x [rows, D] and each of several dys.
 
-    The products have `dtype`. The sums are float32, and computed if `sums_rows`.
+    The products have `dtype`. The sums are float32, and are computed if `sums_rows`.
     """
 
     op: str
@@ -185,9 +187,9 @@ class WeightGradients:
     side_by_side: bool
     """True if XLA runs one product with the concatenated dys, not one for each."""
     joined: bool = False
-    """True if all products are one concatenated result, and the sums too."""
+    """True if the products are returned as one array, concatenated by columns, and so are the sums."""
     piece: int | None = None
-    """Columns of the pieces that XLA concatenates, such as a head's; None to concatenate whole dys."""
+    """Columns of the pieces of dys that XLA concatenates, such as a head's; None for whole dys."""
 
     @property
     def name(self) -> str:
@@ -271,13 +273,13 @@ class WeightGradients:
         return (jnp.concatenate(columns, axis=-1),)
 
     def _summed_in_xla(self, dys: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Returns the arrays that XLA sums: the concatenated dys if they are one result, else each."""
+        """Returns the arrays that XLA sums over rows: all dys concatenated if `joined`, else each dy."""
         if not self.side_by_side or not self.joined or len(dys) < 2:
             return dys
         return (side_by_side(dys, self.piece),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results:
-        """Runs the products of a `jax.vmap`'s batch as one batched product in XLA."""
+        """Implements `jax.vmap`: XLA computes the products of all entries as one batched product."""
         del call, axis_size
         in_axes = [0 if batched else None for batched in in_batched]
         return jax.vmap(self.in_xla, in_axes=in_axes)(*operands)
