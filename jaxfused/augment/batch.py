@@ -16,10 +16,11 @@ class Batch(NamedTuple):
     boxes: jax.Array | None = None
     """Boxes [B, N, 4], x1 y1 x2 y2 in pixels from the image's corner: a whole image is 0 0 W H."""
     valid: jax.Array | None = None
-    """Bools [B, N], true for boxes to use; in a result, those of them that have an area left."""
+    """Bools [B, N], true for boxes to use. In a result, a box without area inside the image is false."""
     labels: jax.Array | None = None
     """Labels: whole numbers [B], or weights [B, K], which `MixUp` and `CutMix` mix."""
     sizes: jax.Array | None = None
-    """Height and width [B, 2] of each image where it is smaller than its array, at the top left."""
+    """Height and width [B, 2] of each image, which is the top left part of its H x W pixels; None if
+    each image fills them."""
     visible: jax.Array | None = None
     """Fraction of each moved box's area that is inside the image, [B, N]; only in results."""

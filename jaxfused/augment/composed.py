@@ -62,7 +62,7 @@ class Frame(NamedTuple):
 
     @property
     def antialiases(self) -> bool:
-        """True if the interpolation's window becomes wider where the composed map shrinks the image."""
+        """True if interpolation averages over more pixels where the composed map shrinks the image."""
         return any(part.antialias for part in self.parts)
 
 
@@ -91,7 +91,10 @@ def composed(frame: Frame, drawn: Sequence[Drawn], size: jax.Array) -> Map:
 
 
 def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
-    """Returns the part of a window inside a box [left, top, width, height] that an upright map moves."""
+    """Returns the part of a window [left, top, right, bottom] of the image that is inside a box.
+
+    The upright map `matrix` [3, 3] moves the box [left, top, width, height] into the image.
+    """
     low, high = box[:2] - 0.5, box[:2] + box[2:] - 0.5
     scale = jnp.stack([matrix[0, 0], matrix[1, 1]])
     ends = jnp.stack([low * scale + matrix[:2, 2], high * scale + matrix[:2, 2]])
@@ -101,7 +104,10 @@ def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
 
 
 def _stretch(matrix: jax.Array, size: jax.Array) -> jax.Array:
-    """Returns the pixels [2] that x and y move in the image for a pixel of the result, at its middle."""
+    """Returns how many pixels of the image one pixel of the result spans along x and y, [2].
+
+    `matrix` [3, 3] maps the result to the image; its derivative is taken at the result's middle.
+    """
     x, y = middle(size)
     place = _applied(matrix, x, y)
     slope = (matrix[:2, :2] - place[:2, None] / place[2] * matrix[2:, :2]) / place[2]

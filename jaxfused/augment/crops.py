@@ -11,7 +11,7 @@ from jaxfused.augment.transform import Geometric, pair, transform, whole
 from jaxfused.ops.augment.resample_xla import Interpolation
 
 _TRIES = 10
-"""Number of draws of a crop. If no draw fits the image, its middle is taken, as in torchvision."""
+"""Number of draws of a crop. If none fits the image, the crop is its middle, as in torchvision."""
 
 
 class Crop(Geometric):

@@ -11,7 +11,7 @@ from jaxfused.augment.shards import over_batch
 from jaxfused.augment.transform import Drawn, Mixing, Transform
 
 Draws = tuple[Drawn, ...]
-"""A chain's draws: for each part one tree of parameters [B, ...]."""
+"""Random parameters of a chain: for each part a `Drawn`, whose arrays are [B, ...]."""
 
 _OF_BATCH = 0x6D69780A
 """Number folded into a batch's key, for the draws that all images of the batch share."""

@@ -55,7 +55,7 @@ def affine_inverse(
     """Returns the map from an affine warp's result to the image. The warp: shear, scale, turn, move."""
     s, c = sine_and_cosine(jnp.asarray(degrees, jnp.float32))
     across, down = (jnp.tan(jnp.deg2rad(jnp.asarray(angle, jnp.float32))) for angle in shear)
-    # The rotation is counter-clockwise on a screen, where y points down. y is sheared after x.
+    # y points down, so the rotation is counter-clockwise on a screen. The shear of y follows that of x.
     sheared = matrix([[1, -across, 0], [-down, 1 + across * down, 0], [0, 0, 1]])
     turned = matrix([[scale * c, scale * s, 0], [-scale * s, scale * c, 0], [0, 0, 1]])
     x, y = centre

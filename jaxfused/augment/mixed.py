@@ -50,7 +50,7 @@ def mixed(
 
 
 def _weights(op: str, labels: jax.Array, num_classes: int | None) -> jax.Array:
-    """Returns labels as weights of K classes, [B, K]."""
+    """Returns labels, class numbers [B] or weights [B, K], as weights [B, K] of K classes."""
     if labels.ndim == 2:
         floating = jnp.issubdtype(labels.dtype, jnp.floating)
         return labels if floating else labels.astype(jnp.float32)

@@ -84,7 +84,7 @@ class CutMix(_Beta):
     cuts: ClassVar[bool] = True
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
-        """Draws a box [top, left, bottom, right] and the share of the image outside of the box."""
+        """Draws a box [top, left, bottom, right] and the fraction of the image's area outside of it."""
         share, *middles = jax.random.split(key, 3)
         own = jax.random.beta(share, self.alpha, self.alpha, (), jnp.float32)
         reach = 0.5 * jnp.sqrt(1 - own)

@@ -179,7 +179,10 @@ class _Policy(Transform):
         raise NotImplementedError
 
     def _most(self, size: jax.Array) -> dict[str, Any]:
-        """Returns the largest amounts: of each warp by name, of "factor" (colours), of "bits"."""
+        """Returns the largest amount of each warp by its name, of "factor" (colours) and of "bits".
+
+        `size` is the image's [height, width].
+        """
         raise NotImplementedError
 
     def _layer(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:

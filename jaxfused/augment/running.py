@@ -90,7 +90,10 @@ def checked(images: Any) -> Batch:
 
 
 def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
-    """Returns the images' sizes; traced ones are clipped to the array's size: no read is outside."""
+    """Returns the images' sizes [B, 2], heights and widths.
+
+    Traced ones are clipped to `most`, those of the array, so that no read is outside of it.
+    """
     values = readable_values(sizes)
     if values is not None:
         wrong = ((values < 0) | (values > np.array(most))).any(-1)
@@ -366,7 +369,7 @@ class _State:
                 return jnp.stack(made) if made else jnp.zeros((0, 1 + wide), jnp.float32)
 
             rows.append(jax.vmap(rows_of)(draws[i]))
-            # The values after Normalize are no levels of uint8.
+            # Values after `Normalize` are not whole numbers of 0 to 255, also if the images were uint8.
             is_uint8 = is_uint8 and not plan.is_normalized([part])
         empty = jnp.zeros((len(self.batch.images), 0, 1 + wide), jnp.float32)
         return jnp.concatenate([empty, *rows], 1), tuple(steps)

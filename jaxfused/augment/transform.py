@@ -138,7 +138,7 @@ class Blurring(Filter):
 
 
 class Mixing(Part):
-    """A part that mixes each image of a batch with the one before it."""
+    """A part that mixes each image of a batch with the image before it in the batch."""
 
     per_image: bool = False
     """True if each image has its own draw; false if all images of a batch share one."""
@@ -148,7 +148,7 @@ class Mixing(Part):
     num_classes: int | None = None
 
     def shares(self, values: Any, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-        """Returns an image's weights in a mixture: of its pixels, [H, W] or [], and of its label, []."""
+        """Returns an image's weights in a mixture: of its pixels, [H, W] or [], and its label, []."""
         raise NotImplementedError
 
 

@@ -33,7 +33,7 @@ _AFAR = np.concatenate(
 )
 """Further arguments for functions with corners, which may be clipped anywhere."""
 _SPECIAL = np.array([np.inf, -np.inf, np.nan])
-"""Arguments that a select may replace, as `jnp.nan_to_num` does, which is part of no activation."""
+"""Arguments that a program may replace, as by `jnp.nan_to_num`; no activation replaces them."""
 _LONGEST = 24
 
 
@@ -46,10 +46,13 @@ class Activated(NamedTuple):
 
 
 def activation_of(z: Value) -> Activated | None:
-    """Returns the longest activation of `z` on which all operations that read `z` end, or None."""
+    """Returns the activation that the operations reading `z` compute, or None.
+
+    Of several candidates it is the one with the most operations; nothing else may read `z`.
+    """
     best = None
     for result, covered in _functions_of(z):
-        # A cast after an activation belongs to it, but casts alone are no activation.
+        # A cast after an activation is replaced with it, but casts alone are no activation.
         if any(passed_on(node) is None for node in covered):
             name = _name(z, result, covered)
             if name is not None and _has_derivative(name, z, result, covered):
@@ -77,7 +80,7 @@ def why_no_activation(z: Value) -> str:
 
 
 def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
-    """Yields each value on which all operations that read `z` end, with the operations between."""
+    """Yields each value that all uses of `z` pass through, with the operations from `z` to it."""
     inside: set[Node] = set()
     made = {z}
     live = {z}
@@ -125,7 +128,7 @@ def _body(node: Node) -> Graph | None:
 
 
 def _made_of(nodes: Iterable[Node]) -> set[str]:
-    """Returns the names of the operations, and of those inside a `jax.custom_jvp` among them."""
+    """Returns the names of the operations, and of those inside each `jax.custom_jvp` of `nodes`."""
     names = set()
     for node in nodes:
         names.add(node.name)

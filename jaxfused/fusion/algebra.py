@@ -192,7 +192,7 @@ def _same_shape(node: Node) -> bool:
 
 
 def _operand_axes(node: Node, index: int, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the axes of operand `index` of an elementwise operation, None for those of length 1."""
+    """Returns an operand's axes, given `axes` of an elementwise result: None for those of length 1."""
     operand = node.ins[index]
     if operand.ndim == 0:
         return ()
@@ -250,7 +250,7 @@ def _multiply(result: Product, power: float, seen: View, stop: Stop, look: Look)
     node = value.node
     inner = None if node is None else exponent(node)
     if node is not None and inner is not None:
-        # sqrt(x**2) is |x|, not x: a fractional power of a power stays as it is.
+        # sqrt(x**2) is |x|, not x: powers are only multiplied if both exponents are integers.
         if power.is_integer() and inner.is_integer():
             _multiply(
                 result, power * inner, look(node.ins[0], _operand_axes(node, 0, axes)), stop, look
@@ -291,11 +291,11 @@ class Mean(NamedTuple):
     argument: Value
     axes: tuple[int, ...]
     placed: tuple[int, ...]
-    """For each axis of `argument` that the mean leaves, its axis in the viewed value."""
+    """For each axis of `argument` over which no mean is taken, the same axis in the viewed value."""
 
     @property
     def is_in_place(self) -> bool:
-        """True if the remaining axes have their places in `argument`, as with keepdims=True."""
+        """True if the remaining axes have the same numbers as in `argument`, as with keepdims=True."""
         sizes = enumerate(self.argument.shape)
         return self.placed == tuple(i for i, size in sizes if i not in self.axes and size != 1)
 
@@ -324,7 +324,7 @@ def vector(seen: View, rank: int) -> Value | None:
 
 
 def per_image(seen: View, rank: int) -> Value | None:
-    """Returns the array [B, D] that a view of `rank` axes broadcasts along the inner ones, or None."""
+    """Returns the array [B, D] that a view [B, ..., D] of `rank` axes broadcasts, or None."""
     axes = [axis for axis in seen.axes if axis is not None]
     is_of_images = rank >= 3 and axes == [0, rank - 1]
     return seen.base if is_of_images and seen.base.is_floating else None

@@ -115,7 +115,10 @@ class Columns:
     def _of_cut(
         self, value: Value, axes: Axes, columns: list[int], leading: int, depth: int
     ) -> np.ndarray:
-        """Returns the labels of a slice of a table, whose sliced axis may have length 1."""
+        """Returns the labels of the columns that a slice takes from a table.
+
+        The sliced axis may have length 1 in the table.
+        """
         assert value.node is not None
         whole, taken = value.node.ins[0], cuts(value)
         inner = tuple(
@@ -145,7 +148,7 @@ def _is_column(axis: int | None, leading: int) -> bool:
 
 
 def _picks_rows(node: Node, columns: list[int]) -> bool:
-    """Returns whether the operation selects rows of a table and all columns, as by position."""
+    """Returns whether the operation selects whole rows of a table, such as those of some positions."""
     last = node.ins[0].ndim - 1 if node.ins else -1
     if columns != [node.out.ndim - 1] or last < 0:
         return False

@@ -214,7 +214,7 @@ def _reduce_sum(node: Node, x: np.ndarray) -> np.ndarray:
 
 
 def _tile(node: Node, x: np.ndarray) -> np.ndarray:
-    # The axes of length 1 stay so, since each may stand for a broadcast axis of any length.
+    # Axes of length 1 are not repeated, since each may stand for a broadcast axis of any length.
     return np.tile(
         x, [1 if size == 1 else r for size, r in zip(x.shape, node.params["reps"], strict=True)]
     )

@@ -117,7 +117,7 @@ def _in_order(items: Sequence[Node | Call], open_calls: set[Call]):
 
 
 def _open_calls(graph, sites, covered, bodies) -> set[Call]:
-    """Returns the `jax.jit` calls that run operation by operation: `sites` replace or read some."""
+    """Returns the `jax.jit` calls in which `sites` replace or read values: they run op by op."""
     found: set[Call] = set()
 
     def open_from(call: Call | None) -> None:

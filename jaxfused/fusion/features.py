@@ -89,7 +89,7 @@ class Reader:
     tables: list[Factors] = field(default_factory=list)
 
     def read(self, nodes: Sequence[Node], result: Value) -> Sums | None:
-        """Returns the sums that make up the features of `result`, or None if it is no such sum."""
+        """Returns each feature of `result` as a sum of features of x; None if one is no such sum."""
         shape = self.x.shape[self.leading :]
         source = np.arange(math.prod(shape)).reshape(shape)
         none = np.full(shape, NO_TABLE)

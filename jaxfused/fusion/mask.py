@@ -83,7 +83,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the masks whose logical and masks the logits; True for a logit that counts."""
+    """One of the boolean masks whose logical and is the mask of the logits; True is not masked."""
 
     seen: View
     """The program's array and its axes among those of the logits."""
@@ -238,7 +238,7 @@ class Known:
     is_causal: bool
     window: tuple[int, int] | None
     explicit: np.ndarray | None
-    """bool [B or 1, N or 1, T, S]; None if `is_causal` and `window` describe the mask."""
+    """bool [B or 1, N or 1, T, S]; None if `is_causal` and `window` are the whole mask."""
     always_has_key: bool
 
     def words(self) -> list[str]:

@@ -196,7 +196,7 @@ def _by_kernels(
 
 
 class _Leaf(NamedTuple):
-    """A parameter, its gradient, and its second moments as in Optax's `FactoredState`."""
+    """A parameter, its gradient, and its second moments (fields of Optax's `FactoredState`)."""
 
     gradient: jax.Array
     parameter: jax.Array

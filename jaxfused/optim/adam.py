@@ -17,8 +17,8 @@ Nesterov = bool | Literal["timm", "torch", "keras"]
 
 _MOMENTUM_DECAYS = {"torch": 0.004, "keras": 1.0}
 _WARMUP_STEPS = 512
-"""Number of steps whose momentum factors are multiplied. After as many, torch's product is 0 in float32,
-and each further factor of Keras's is 1."""
+"""Number of steps whose momentum factors are multiplied. After 512 steps torch's product of them is 0
+in float32, and each further factor of Keras's product is 1."""
 
 
 def adam_rule(

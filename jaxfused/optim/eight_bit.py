@@ -40,7 +40,8 @@ class EightBitMoment:
     codes: jax.Array
     """Codes, int8 or uint8, of the leaf's shape."""
     scales: jax.Array
-    """Scales, float32 [leading axes, blocks]; a leaf's other axes are merged and cut into blocks."""
+    """Scales, float32 [*leading, blocks]: the leaf's other axes are merged into one, which is cut
+    into blocks with one scale each."""
 
 
 def is_coded(moment: Any) -> bool:

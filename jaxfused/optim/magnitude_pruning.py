@@ -133,7 +133,7 @@ def _is_divided(p: Any, block_size: int) -> bool:
 
 
 def _grid(p: Any, block_size: int) -> tuple[int, ...]:
-    """Returns the shape of the grid of a parameter's units, which are single elements or blocks."""
+    """Returns the number of units (elements, or blocks to be pruned together) along each axis of p."""
     if block_size == 1:
         return jnp.shape(p)
     *batch, rows, columns = jnp.shape(p)
@@ -149,9 +149,10 @@ def _sizes(p: jax.Array, block_size: int) -> jax.Array:
 
 
 def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
-    """Returns bools, false for the floor(fraction * count) smallest elements or blocks."""
+    """Returns bools in the shape of `sizes`, false for the floor(fraction * count) smallest entries."""
     count = math.prod(sizes.shape)
-    # The 1e-3 is for products that are integers, such as 0.7 * 10, and may round to just below.
+    # Without 1e-3, a product that should be an integer, such as 0.7 * 10, may round to just below
+    # that integer, and `floor` would return one less.
     pruned = jnp.floor(jnp.asarray(fraction, jnp.float32) * count + 1e-3).astype(jnp.int32)
     order = jnp.argsort(sizes.reshape(-1), stable=True)
     rank = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32))
@@ -159,7 +160,7 @@ def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
 
 
 def _whole(kept: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
-    """Returns the bools of the units, repeated to the parameter's shape."""
+    """Repeats bools of elements or blocks to `shape`, the parameter's: one bool for each element."""
     if block_size == 1:
         return kept
     repeated = jnp.repeat(jnp.repeat(kept, block_size, axis=-2), block_size, axis=-1)

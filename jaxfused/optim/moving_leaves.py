@@ -14,7 +14,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def of_moving_leaves(
     init: Callable[[Any], Any], update_all: Callable[..., tuple[Any, Any]]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Wraps `update_all` so that the gradients of parameters that do not change may be None."""
+    """Wraps `update_all` so that a gradient may be None: its parameter and state do not change."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         leaves, treedef = flatten(updates)

@@ -70,7 +70,11 @@ def _is_numbers(x: Any) -> bool:
 
 
 class _View(NamedTuple):
-    """A leaf as matrices [batch, fan in, fan out]: its axes' order, and the first two's axis counts."""
+    """How a leaf becomes matrices [batch, fan in, fan out].
+
+    `order` lists the leaf's axes: first `batch_axes` axes of the batch, then `input_axes` axes of the
+    fan in, then those of the fan out.
+    """
 
     order: tuple[int, ...]
     batch_axes: int
@@ -98,13 +102,14 @@ class _View(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if the leaf's axes already have this order."""
+        """True if the leaf's axes already have the order batch, fan in, fan out: no transposition."""
         return self.order == tuple(range(len(self.order)))
 
     def matrices(self, leaf: jax.Array) -> jax.Array:
         ordered = leaf.transpose(self.order)
         if explicit_mesh(leaf) is not None:
-            # JAX's types cannot state the sharding of merged axes: these axes are gathered before.
+            # JAX's types cannot state the sharding of axes that a reshape merges: each axis that is
+            # not alone in its group is all-gathered before.
             of_leaf = jax.typeof(ordered).sharding
             groups = self.batch_axes, self.input_axes, leaf.ndim - self.batch_axes - self.input_axes
             alone = [size == 1 for size in groups for _ in range(size)]
@@ -411,7 +416,7 @@ class _Momentum:
         return treedef.unflatten(scaled), state
 
     def _weights(self, count: jax.Array) -> tuple[Any, Any]:
-        """Returns the weights of momentum and gradient, whose sum is the matrix to orthogonalise."""
+        """Returns (a, b): the matrix to orthogonalise is a * momentum + b * gradient."""
         now, ahead = 1.0, 1.0
         if self.bias_correction:
             now = 1 - _power(self.beta, count)
@@ -423,7 +428,7 @@ class _Momentum:
     def _moved(
         self, g: jax.Array, m: jax.Array, count: jax.Array, factor: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the matrix to orthogonalise, and the new momentum."""
+        """Returns the matrix to orthogonalise and the new momentum, both in the shape of g and m."""
         if factor is not None:
             g = (g * factor).astype(g.dtype)
         moved = (1 - self.beta) * g + self.beta * m

@@ -22,13 +22,13 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 _LEAST_SCALE = 1e-8
-"""Least value of a Gram matrix's norm or row sum by which matrices are divided; Optax's, not `eps`."""
+"""Least norm or row sum of a Gram matrix; matrices are divided by its root. It is Optax's constant."""
 _MOST_ELEMENTS = 2**28
-"""Largest number of elements of a batch. A larger batch fills a GPU no better, and its concatenation
-takes more memory."""
+"""Largest number of elements of a batch of matrices. A larger batch would not fill a GPU better, but
+its concatenation takes more memory."""
 _MOST_AT_ONCE = 3
-"""Iterations that share one product with matrices at least twice as wide as high. Small singular values
-grow up to 40-fold in three iterations; in five, rounding can reverse them."""
+"""Most iterations that share one product with the matrices [B, M, N], if N is at least 2 M. Three
+iterations multiply small singular values by up to 40; with five, rounding can change their sign."""
 
 _product = functools.partial(symmetric_product, is_factor=True)
 
@@ -139,7 +139,7 @@ def _iterate(
 
 
 def _counted(x: jax.Array, coefficients: jax.Array, steps: Any, preconditioning: str) -> jax.Array:
-    """Runs a traced number of iterations, each with a product of its own with x."""
+    """Runs a traced number `steps` of iterations on x [B, M, N], each with its own product with x."""
     if coefficients.ndim == 1:
         coefficients = coefficients[None]
     first = jnp.where(steps > 0, _iterations(x, [coefficients[0]], preconditioning), x)
@@ -207,7 +207,10 @@ def _at_once(x: jax.Array) -> int:
 
 
 def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str) -> jax.Array:
-    """Runs iterations that share one product with x; `preconditioning` scales x first, unless empty."""
+    """Runs iterations on x [B, M, N] that share one product with x.
+
+    Unless `preconditioning` is "", x is first scaled by `_scale`.
+    """
     gram = _product(x)
     if preconditioning:
         wide = gram.astype(accumulator_dtype(gram.dtype))
@@ -217,7 +220,7 @@ def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str)
 
 
 def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
-    """Returns the product of the polynomials of some iterations, evaluated at a Gram matrix G.
+    """Returns [B, M, M], the product of the polynomials of some iterations at a Gram matrix G [B, M, M].
 
     With P the polynomial of an iteration, the next Gram matrix is P G P. All of these are symmetric and
     commute, so that x is multiplied once, by the product of the polynomials.
@@ -232,16 +235,19 @@ def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
 
 
 def _polynomial(gram: jax.Array, abc: Sequence[Any]) -> jax.Array:
-    """Returns the polynomial of an iteration, a I + b G + c G^2.
+    """Returns an iteration's polynomial a I + b G + c G^2, [B, M, M], of a Gram matrix G.
 
-    Since a is on its diagonal, its product with x needs no separate addition of a x.
+    Its diagonal includes a, so its product with x needs no separate addition of a x.
     """
     coefficients = jnp.stack([jnp.asarray(value) for value in abc])
     return _product(gram, matrix=gram, coefficients=coefficients)
 
 
 def _scale(gram: jax.Array, preconditioning: str) -> jax.Array:
-    """Returns the factors of the matrices' rows, [B, M, 1] or [B, 1, 1], from their Gram matrices."""
+    """Returns factors of the rows of matrices [B, M, N] from their Gram matrices [B, M, M].
+
+    "aol" has one factor for each row, [B, M, 1]; otherwise a matrix has one, [B, 1, 1].
+    """
     if preconditioning == "aol":
         size = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
     else:

@@ -154,8 +154,8 @@ def _why(
     kept = (state.optimizer, state.ema, state.compute) if isinstance(state, StepState) else state
     leaves = jax.tree.leaves((grads, params, kept), is_leaf=eight_bit.is_coded)
     arrays = [leaf for leaf in leaves if not eight_bit.is_coded(leaf)]
-    # The counts of steps and schedules are left out: kernels do not read them, whatever their
-    # dtype.
+    # Counts of steps and schedules are left out: no kernel reads them, so their dtype is
+    # irrelevant.
     dtypes = [
         jnp.result_type(array)
         for array in arrays
@@ -256,7 +256,7 @@ def _with_rules(
         treedef: Any = jax.tree.structure(args)
         # The results, parameters and state, have the structure of these arguments.
         results: Any = jax.tree.structure((args[2], args[1]))
-        # Python's numbers stay so: as arrays they would promote 16-bit operands.
+        # Python's numbers are not made arrays: arrays would promote 16-bit operands to float32.
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
         def flat(f):
@@ -416,7 +416,7 @@ def _by_update(
         return jnp.where(finite, new, old) if skip_nonfinite else new
 
     def write_column(array, old, new):
-        """Returns one kind of array, such as a moment, of all leaves, as the step writes it."""
+        """Returns the written arrays of one kind (parameters, say, or one moment), one for each leaf."""
         treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
         pairs = zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), strict=True)
         return treedef.unflatten(

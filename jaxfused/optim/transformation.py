@@ -392,7 +392,7 @@ class Recipe:
 
 
 def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
-    """Returns a moment in the dtype that Optax stores: that of `old`, or its own if `dtype` is None."""
+    """Returns the moment `new` in the dtype of `old`, or unchanged if `dtype` is None, as in Optax."""
     return new if dtype is None else new.astype(old.dtype)
 
 

@@ -130,7 +130,7 @@ _COUNTS = frozenset(
 """Options that count something, and so are at least 1."""
 
 _BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
-"""Options that bound or mark other numbers (a label, say), and so may exceed 32 bits."""
+"""Options that other numbers are compared with, such as a label to ignore: they may exceed 32 bits."""
 
 type _Check = Callable[[str, str, Any], Any]
 

@@ -10,13 +10,17 @@ from pallas_kernels import hopper
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _LEAST_WEIGHTS = 2**24
-"""Fewest weights for the CUDA kernel: XLA's dequantised copy of fewer weights stays in the L2 cache."""
+"""Fewest quantised weights at which the CUDA kernel is faster than XLA: XLA's dequantised copy of fewer
+weights stays in the L2 cache."""
 LEAST_VALUES = 2**21
 """Fewest values of an elementwise CUDA kernel: with fewer, its launch takes most of its time."""
 
 
 def is_fast_for_weights(rows: int, features: int, columns: int) -> bool:
-    """Whether CUDA C multiplies x [rows, features] by quantised [features, columns] faster than XLA."""
+    """Returns whether CUDA C is faster than XLA at x [rows, features] times [features, columns].
+
+    The second operand is quantised.
+    """
     return rows <= MAX_ROWS and features * columns >= _LEAST_WEIGHTS
 
 

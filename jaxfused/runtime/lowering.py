@@ -138,10 +138,10 @@ def _lower_elsewhere(context, *operands, call: ClosedJaxpr, chosen: Chosen, give
 
 
 def _in_parts(result: jax.Array, like: Any) -> jax.Array:
-    """Returns XLA's result repeated to the shape of the kernel's result.
+    """Returns XLA's result repeated to the shape of `like`, the kernel's result.
 
-    The shapes differ if a kernel returns a largest magnitude for each of several parts of an array. XLA
-    returns one for the whole array; repeated for each part, its maximum is the same.
+    Shapes differ if a kernel returns the largest magnitude of each of several parts of an array: XLA
+    returns one number, that of the whole array. Repeated, it has the same maximum over the parts.
     """
     if result.shape == like.shape:
         return result

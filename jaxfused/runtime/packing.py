@@ -27,7 +27,7 @@ def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
 
 
 def pack_codes(codes: jax.Array, axis: int, bits: int) -> jax.Array:
-    """Packs codes of 4 or 2 bits into uint8 along an axis, the first in the lowest bits."""
+    """Packs 2 codes of 4 bits, or 4 of 2 bits, along `axis` into a uint8, the first in the low bits."""
     axis, count = axis % codes.ndim, 8 // bits
     parts = _every(count, codes, axis)
     shifted = [part.astype(jnp.uint8) << (bits * i) for i, part in enumerate(parts)]

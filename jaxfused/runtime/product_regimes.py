@@ -15,18 +15,20 @@ from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _SHARE, _RAGGED_SHARE, LINE = 0.08, 0.24, 32
-"""Least ratio of the time of XLA's extra passes to its product's time for a kernel to be faster; the
-second ratio is for rows of no multiple of LINE elements. Where XLA needs no extra pass, it runs a wgrad
-with a side of at most LINE."""
+"""A kernel is faster if XLA's passes before and after its product take at least `_SHARE` of the
+product's time, or `_RAGGED_SHARE` if a row of an operand is no multiple of LINE elements. Where XLA
+needs no such pass, it computes a wgrad with at most LINE rows or columns."""
 _LARGE, _SMALLEST = 8_000_000, 500_000
-"""Elements of a result: from `_LARGE` on it has many tiles; below `_SMALLEST` XLA is faster at a single
-product, because it splits sums where few tiles leave SMs idle."""
+"""Elements of a product's result: from `_LARGE` on it has many tiles. Below `_SMALLEST` XLA is faster at
+a single product: few tiles leave SMs idle, and XLA then splits the sum over K among them."""
 SPLIT_SUM = 1024
 """Least length K of a sum that XLA splits in a product with small M or few tiles."""
 _LEAST_WEIGHTS, _MOST_WEIGHTS = 2, 64
-"""Megabytes of weights between which a kernel is faster at small M; no minimum from K = SPLIT_SUM on."""
+"""Megabytes of weights [K, N] between which a kernel is faster than XLA for x [M, K] of few rows M; from
+K = SPLIT_SUM on there is no minimum."""
 _SHORT_SUM = 256
-"""Most rows at which XLA is faster at a single wgrad without row sums or padding."""
+"""Most rows (the reduction axis) at which XLA is faster than a kernel at a single wgrad that needs no
+sums over rows and no padding."""
 _FEW_TILES = 1_200_000
 """Most elements of a wgrad at which the kernel, which splits long sums over a cluster, is faster. Up to
 `_LARGE` it is faster where XLA's passes take at least `_SHARE` of the product's time."""
@@ -71,7 +73,8 @@ def estimate(
     too_long = too_few and work.k // work.terms > SPLIT_SUM
     is_fit = not too_long and (several or not too_small)
     spares = is_fit and share >= (_RAGGED_SHARE if is_ragged else _SHARE)
-    # cuBLASLt's product takes no longer with gelu, unless it writes the preactivation too.
+    # gelu in its epilogue does not slow down cuBLASLt's product, unless it also writes the
+    # preactivation.
     gelu_alone = work.activations > 0 and work.written_bytes <= work.itemsize
     fast_in_cublaslt = not spares or (gelu_alone and work.k >= SPLIT_SUM)
     if in_cublaslt and fast_in_cublaslt and share >= _SHARE:

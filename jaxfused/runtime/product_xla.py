@@ -205,7 +205,7 @@ def _is_slow(rows: int, columns: int) -> bool:
 
 _COLUMNS_OF_BLOCK = 64
 _ROWS_OF_PART = 32
-"""Rows that a CTA of XLA's sum reads at a time."""
+"""Rows that a thread block (CTA) of XLA's sum over rows reads at a time."""
 _FEWEST_PARTS, _MOST_PARTS = 4, 64
 
 
@@ -213,11 +213,13 @@ _FEW_ROWS = 128
 """Most rows at which a product takes as long as reading its weights, so that merging two products saves
 a launch."""
 _FEW_ROWS_OF_CONVERTED = 512
-"""`_FEW_ROWS` for an operand converted from another dtype, for which the conversion is the copy."""
+"""`_FEW_ROWS` for weights that are converted from another dtype: the conversion writes the merged
+matrix, so that merging needs no further copy."""
 _LITTLE = 2**19
-"""Most bytes of an operand whose copy takes no longer than a kernel's launch."""
+"""Most bytes of an array whose copy takes no longer than the launch of a GPU kernel."""
 _NARROW = 256
-"""Most columns at which a product takes as long as reading the operand that two products share."""
+"""Most columns of `other` at which its product with x takes no longer than reading x. Merging two
+products of x, which reads x once, then saves time."""
 
 
 def unshared(

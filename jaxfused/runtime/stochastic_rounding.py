@@ -1,8 +1,9 @@
 """Stochastic rounding, by random bits that do not depend on the sharding.
 
 A parameter in bfloat16 has 8 significant bits, so that a step smaller than half of the last bit would
-never change it. It is rounded up with a probability equal to the fraction of the last bit that rounding
-cuts off: its mean takes the step. The bits depend on a seed, the step, the leaf, the array of the leaf
+never change it. Here the updated value is rounded away from 0 with a probability equal to the part that
+is cut off, in units of the last bit, else towards 0: its expected value is the unrounded one. The random
+bits depend on a seed, the step, the leaf, the array of the leaf
 (see ARRAYS) and the element's index in the unsharded array.
 """
 
@@ -44,7 +45,10 @@ def random_halves(seeds: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def round_to_bfloat16(x: jax.Array, halves: jax.Array) -> jax.Array:
-    """Rounds float32 away from 0 where adding the random 16 bits to the lower 16 bits overflows."""
+    """Rounds float32 x to bfloat16, at random by the 16 bits `halves`.
+
+    Away from 0 where the lower 16 bits of x plus `halves` overflow 16 bits, else towards 0.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     rounded = ((bits + halves) >> 16).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(rounded, jnp.bfloat16)

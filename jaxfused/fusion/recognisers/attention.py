@@ -157,7 +157,7 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
     key_atoms = logits.axes[softmax.axis]
     if len(key_atoms) != 1:
         raise NoAttention("the softmax is taken over several axes in one")
-    # Of the first product's operands, the one with the softmax's axis is the keys.
+    # The keys are the operand of the first product that has the axis over which the softmax sums.
     query_side = 0
     if key_atoms[0].startswith("q"):
         query_side = 1

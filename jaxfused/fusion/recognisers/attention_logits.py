@@ -47,7 +47,8 @@ class Masking:
     number: float
     """The number that masked logits become, or that is added to them."""
     is_added: bool
-    """True if the number is added to the logits, which then still get a gradient."""
+    """True if the number is added to the logits. Masked logits then still get a gradient; logits that a
+    select replaces get none."""
     as_bias: tuple[View, "Axes", bool] | None = None
     """The array that is added to the logits, as an entry of `Logits.biases`; None for a select."""
 

@@ -120,7 +120,10 @@ def _steps(book: Book, result: Value, first: int) -> Followed:
 
 
 def _rounds_weights(result: Value, factor: Value) -> bool:
-    """Whether multiplying 16-bit weights by a number rounds them again, visible in results near 0."""
+    """Returns whether 16-bit weights times the scale `factor` would be rounded again.
+
+    Results near 0 would then differ from those of the program, which multiplies the result.
+    """
     number = scalar(factor)
     if number is None or result.dtype.itemsize > 2:
         return False

@@ -74,7 +74,7 @@ def _find_at(
         branches = [(first, affine), up]
         whole = whole_of([first, up[0]])
         if whole is not None and affine.bias is None and up[1].bias is None:
-            # The one matrix has the gate's columns first, in the operator's order.
+            # In the one matrix the gate's columns come first, which is the operator's order too.
             covered |= first.covered | affine.covered | up[0].covered | up[1].covered
             branches = [(whole, Biased(whole.result, None, frozenset()))]
         _add_gated(book, branches, activated.name, set(covered), last)

@@ -218,7 +218,7 @@ def _columns(branch: _Branch) -> int:
 
 
 def _head_size(q: _Branch, k: _Branch) -> int:
-    """Returns a head size for products without norm or rotation, to which any common divisor fits."""
+    """Returns the head size H. Without norm and rotation any common divisor of the widths is right."""
     if len(q.product.features) > 1:
         return q.product.features[-1]
     return min(_columns(q), _columns(k))

@@ -210,7 +210,7 @@ def _numbers(reader: Reader, terms: Terms, columns: Columns) -> np.ndarray:
 
 
 def _table(reader: Reader, terms: Terms, at: np.ndarray) -> Table | None:
-    """Returns the table that multiplies the features `at`; None if several tables or signs do."""
+    """Returns the table that multiplies all features `at`; None if their tables or signs differ."""
     index, sign = np.unique(terms.table[at]), np.unique(terms.factor[at])
     if len(index) != 1 or len(sign) != 1:
         return None

@@ -46,7 +46,7 @@ def softmax_of(node: Node) -> Softmax | None:
 
 
 def without_sink(softmax: Softmax) -> tuple[Softmax, Value | None]:
-    """Returns the softmax without its sink, and the sink: a last logit of no key, as in gpt-oss.
+    """Returns the softmax without its sink (a last logit without a key, as in gpt-oss), and the sink.
 
     The maximum that the program may have subtracted before is dropped: it changes no probability.
     """

@@ -181,7 +181,7 @@ def _to_the_end(book: Book, state: _State, dtype: Any) -> _State:
 
 
 def _following(state: _State, node: Node) -> _State | None:
-    """Returns the state after an operation that leaves all features in it, or None for another."""
+    """Returns the state after an operation whose result has all features of its operand, or None."""
     if is_transparent(node):
         return replace(state, value=node.out, covered=state.covered | {node})
     if node.name == "add":
