@@ -102,7 +102,7 @@ def sharpened(x: jax.Array, factor: jax.Array, size: jax.Array | None) -> jax.Ar
 
 
 def _inner(shape: Sequence[int], size: jax.Array | None) -> jax.Array:
-    """Returns whether each pixel has neighbours on all sides."""
+    """Returns a mask [H, W], True where a pixel of the image has neighbours on all sides."""
     ends: Any = shape if size is None else size
     sides = [
         (place > 0) & (place < end - 1)

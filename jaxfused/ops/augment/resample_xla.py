@@ -178,7 +178,11 @@ def _weights(distance: jax.Array, interpolation: Interpolation) -> jax.Array:
 def _tap_weights(
     place: jax.Array, pixel: jax.Array, axis: int, reading: Reading, map: Map
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns pixels' weights at positions on an axis, and these with 0 for pixels that are `fill`."""
+    """Returns the weights of pixels for positions on an axis, all, and those inside the image.
+
+    The first are 0 outside the map's window if `reading.drops`. In the second, pixels whose value
+    is `fill` have weight 0.
+    """
     weight = _weights((pixel - place) / map.radius[axis], reading.interpolation)
     in_window = _is_in_window(pixel, axis, map)
     if reading.drops:

@@ -152,7 +152,7 @@ class ExpertOptions:
         return self.sum_of_choices(returned(results, order), shares)
 
     def perceptrons(self, rows: jax.Array, experts: Any, sizes: jax.Array) -> jax.Array:
-        """Returns the experts' results for rows sorted by expert, of which expert e has sizes[e]."""
+        """Returns the results of rows [M, D] sorted by expert, of which expert e has sizes[e]."""
         w_gate, w_up, w_down = experts
         return ragged_mlp(
             rows,

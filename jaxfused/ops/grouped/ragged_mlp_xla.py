@@ -45,7 +45,7 @@ def _preactivations(options: Options, product, x, w_first, w_second) -> list[jax
 
 
 def _activated(options: Options, z: list[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns the hidden layer in the preactivations' dtype, and the preactivations."""
+    """Returns (h, *z): the hidden layer h [M, F], in the dtype of its preactivations z."""
     wide = accumulator_dtype(z[0].dtype)
     h = activate(options.activation, z[0].astype(wide))
     h = h * z[1].astype(wide) if options.gated else h

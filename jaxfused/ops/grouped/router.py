@@ -210,7 +210,11 @@ def _shares(
 def _in_kept_groups(
     choice: jax.Array, groups: int, kept: int, group_score: GroupScore, masked: float
 ) -> jax.Array:
-    """Returns the biased scores, with `masked` for the experts of groups that are not kept."""
+    """Returns the scores [..., E], with `masked` for experts outside the best `kept` groups.
+
+    A group is E / `groups` adjacent experts. Groups are ranked by their largest score if
+    `group_score` is "max", else by the sum of their two largest.
+    """
     size = choice.shape[-1] // groups
     in_groups = choice.reshape(*choice.shape[:-1], groups, size)
     greatest, _ = jax.lax.top_k(in_groups, 1 if group_score == "max" else min(2, size))

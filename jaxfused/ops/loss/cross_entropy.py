@@ -266,7 +266,8 @@ def weights_of_labels(
     picked = jnp.sum(jnp.where(is_class, class_weights, 0.0), axis=-1)
     if axis_name is not None:
         picked = lax.psum(jnp.where(is_here, picked, 0.0), axis_name)
-        # Classes counted over all devices are the same on each device, as the result must be.
+        # `features` becomes the number of classes on all devices, so that every device decides
+        # alike whether a label is a class.
         features *= lax.psum(1, axis_name)
         classes = classes_of(labels, features, options)
     return jnp.where((classes < 0) | (classes >= features), 1.0, picked)

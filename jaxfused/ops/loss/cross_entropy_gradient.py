@@ -37,7 +37,7 @@ def aligned(logits, classes, soft, coefficients=None):
 
 
 def aligned_statistics(run: Runner | None, options, logits, classes, soft) -> Statistics:
-    """Returns the `Statistics` of rows with a gradient to the logits; by XLA if `run` is None."""
+    """Returns the `Statistics` of logits [..., V], with a gradient; by XLA if `run` is None."""
     logits, classes, soft, _ = aligned(logits, classes, soft)
     if run is None:
         return _reference_statistics(options, logits, classes, soft)
@@ -63,10 +63,11 @@ def _statistics_fwd(run: Runner, options: Options, logits, classes, soft):
 
 
 def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) -> Pulls:
-    """Returns the coefficients of the logits' gradient from cotangents of statistics, sharded as rows.
+    """Returns `Pulls`, coefficients of the logits' gradient, from the cotangents of `Statistics`.
 
-    JAX's zeros for an unused statistic are replicated on all devices, but `jnp.stack` takes arrays of
-    one sharding. So a zero that is sharded like the rows is added to each.
+    `columns` is the number of classes. JAX's zeros for an unused statistic are replicated on all
+    devices, but `jnp.stack` takes arrays of one sharding. So a zero that is sharded like the rows
+    is added to each.
     """
     zero = (jnp.isnan(statistics.maximum) & False).astype(statistics.maximum.dtype)
     pulls = cotangents.log_sum, -cotangents.picked, -cotangents.mean / columns
@@ -131,7 +132,7 @@ losses_ahead.defvjp(_losses_ahead_fwd, _losses_ahead_bwd)
 
 
 def corrections(cotangents: jax.Array, expected: jax.Array) -> jax.Array:
-    """Returns the ratio of actual to expected cotangents; exactly 1 if only rounding differs."""
+    """Returns cotangents / expected; 1 where only rounding differs or the expected one is 0."""
     expects_none = expected == 0.0
     factors = jnp.where(expects_none, 1.0, cotangents / jnp.where(expects_none, 1.0, expected))
     return jnp.where(jnp.abs(factors - 1.0) < 2.0**-21, 1.0, factors)

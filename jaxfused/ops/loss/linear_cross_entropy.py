@@ -227,7 +227,10 @@ class _Constants:
 
 
 def _aligned(x, w, bias, classes, shares=None, *scalars):
-    """Reshards the operands like x's rows, as a custom_vjp under Explicit axes needs."""
+    """Reshards labels and `shares` like the leading axes of x [..., D]; D and V are not split.
+
+    Under Explicit mesh axes a custom_vjp needs one sharding of these axes.
+    """
     rows = sharding.leading_axes(x.ndim - 1)
     return sharding.align(
         (x, w, bias, classes, shares, *scalars),

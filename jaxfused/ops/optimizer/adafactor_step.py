@@ -265,7 +265,11 @@ class _Group:
     def scaled(
         self, scalars: Scalars, factor: jax.Array, lines: jax.Array, totals: jax.Array
     ) -> list[Scaled]:
-        """Returns the leaves after the step."""
+        """Returns each leaf's new moments and update scale, given its sums of squares.
+
+        `lines` has the sums of rows and columns, `totals` those of whole leaves; the clipping
+        `factor` multiplies the gradients.
+        """
         numbers = (scalars.decay, scalars.one_minus_decay, factor * factor, scalars.eps)
         rows, columns, sums = self._varying(kernels.new_moments)(
             jnp.stack(numbers),

@@ -184,7 +184,11 @@ class _Call:
         words: jax.Array,
         *arrays: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """Returns whether the step is taken, and then the arrays that it writes."""
+        """Returns whether the step is taken, and the new arrays named in `written`, leaf by leaf.
+
+        The first result is False if the norm, computed to clip or to skip, is of non-finite
+        gradients.
+        """
         leaves = self.leaves(arrays, self.fields)
         record(self.rule.stage, leaves, "cuda", self.why, where.by_partitioner)
         names = [where.names(of_leaf["parameter"]) for of_leaf in axes]

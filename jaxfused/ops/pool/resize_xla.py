@@ -62,7 +62,7 @@ _along.defvjp(_along_fwd, _along_bwd)
 
 
 def _read(place: int, read: Taps, x: jax.Array) -> jax.Array:
-    """Returns the weighted sums over the taps along one axis."""
+    """Returns x with axis `place` resized: each result is a weighted sum of its taps."""
     count = read.places.shape[1]
     if count > _MOST_GATHERED:
         matrix = jnp.asarray(read.matrix(), x.dtype)

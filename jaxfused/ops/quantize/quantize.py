@@ -212,7 +212,7 @@ def fake_quantize(
 def _sides_to_keep(
     scale: jax.Array, x: jax.Array, axis: int, group_size: Any
 ) -> int | tuple[int, int] | None:
-    """Returns the group_size to store with the array if its scales' shape is ambiguous, else None."""
+    """Returns the group_size to store with the array if the scale's shape is ambiguous, or None."""
     if group_size is None:
         return None
     is_clear = scale_fits(scale.shape, x.shape, axis) and not blocks_that_fit_too(

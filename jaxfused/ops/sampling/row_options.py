@@ -69,7 +69,8 @@ def filters_of(
     k = jnp.where((k <= 0) | (k > words), words, k)
     is_filtered = not (_is_off(top_k, 0) and _is_off(top_p, 1) and _is_off(min_p, 0))
     columns = inverse, share, least, k.astype(jnp.float32)
-    # The sum of all columns, times 0, gives each column the batch and the sharding of all.
+    # Adding 0 times the sum of all columns gives each column the batch axes and the sharding of
+    # all.
     zero = 0.0 * sum(columns[1:], columns[0])
     return jnp.stack([column + zero for column in columns], axis=-1), is_filtered
 

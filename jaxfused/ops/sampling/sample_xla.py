@@ -107,10 +107,9 @@ def sample(
 
 
 def is_kept(row: Row, filters: Filters, kept_weight: jax.Array, token: jax.Array) -> Any:
-    """Returns whether a word of each row is kept, and the words before it as a mask [..., V].
+    """Returns whether the filters keep word `token` of each row, and the words before it [..., V].
 
-    Args:
-      kept_weight: [...], the sum of the weights of the words that top-k keeps. token: [...] int32.
+    Words are in the order of falling logits, equal logits by index.
     """
     at = token[..., None]
     logit = jnp.take_along_axis(row.logits, at, axis=-1)
@@ -159,7 +158,11 @@ def weight_of_top_k(row: Row, filters: Filters) -> jax.Array:
 def _first_kept(
     row: Row, scores: jax.Array, filters: Filters, token: jax.Array, exists: jax.Array
 ) -> jax.Array:
-    """Returns the kept word with the highest score; `token` has the highest score of all words."""
+    """Returns the kept word [...] with the highest of `scores` [..., V].
+
+    `token` [...] has the highest score of all words, kept or not. Rows without a distribution,
+    whose `exists` [...] is False, are not searched.
+    """
     both = jnp.any((filters.top_k < row.logits.shape[-1]) & (filters.share < 1.0))
     kept_weight = lax.cond(both, lambda: weight_of_top_k(row, filters), lambda: row.total)
 

@@ -60,9 +60,10 @@ class Options:
 
 
 def cache_axes(arrays: Any) -> str:
-    """Returns a letter for each axis of a cache [.., S, K, H] but the last: layers, sequences, s and k.
+    """Returns letters of a cache's axes [.., S, K, H] but H: layers (if any), sequences, S and K.
 
-    Sequences chosen by index may be on any device, so their axis is not split as the batch is.
+    The axis of sequences is "b", split over devices as the batch is, or "c" if sequences are chosen
+    by index: a chosen sequence may be on any device.
     """
     layers = "" if arrays.layer is None else "l"
     return layers + ("b" if arrays.sequences is None else "c") + "sk"

@@ -100,7 +100,10 @@ def append_to_pages(
 
 
 def _check_kept(op: str, name: str, new: jax.Array, pool: Pages, layout: Layout) -> None:
-    """Checks that new tokens are no floats for integer pages, and that pages' scales are usable."""
+    """Checks that pages' dtype can hold new tokens, and that quantised pages' scales are usable.
+
+    `new` is [tokens, K, H]; floats are refused for pages of plain integers.
+    """
     if isinstance(pool, QuantizedArray):
         check_floating(op, {name: new})
         if pool.dtype not in FORMATS or not (are_own(pool) or are_shared(pool, layout)):

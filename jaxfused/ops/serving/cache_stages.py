@@ -25,7 +25,10 @@ NO_PALLAS = (
 
 
 class Arrays(NamedTuple):
-    """Operands of the attention. The N query heads are axes [K, G], so that shards have whole groups."""
+    """Operands of the attention; the N query heads are axes [K, G], G for each key head.
+
+    Devices split K, so that the query heads of one key head stay on one device.
+    """
 
     query: Any
     """Queries [B, T, K, G, H]."""

@@ -74,7 +74,7 @@ def alibi_options(
 
 
 def _depth(tree: jax.Array) -> jax.Array:
-    """Returns the number of other new tokens that each one sees, [B, T]."""
+    """Returns each new token's depth [B, T] in `tree` [B, T, T]: how many others it sees."""
     return jnp.sum(tree, axis=2, dtype=jnp.int32) - 1
 
 

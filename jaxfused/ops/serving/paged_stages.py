@@ -96,7 +96,10 @@ class Options:
     def gathered(
         self, arrays: Arrays, pools: Pools | None = None, implementation: Any = None
     ) -> jax.Array:
-        """Returns the output [B, T, K, G, V] of attention to a copy of the pages, or of `pools`."""
+        """Returns the output [B, T, K, G, V] of attention to a copy of the pages of `pools`.
+
+        Without `pools`, these are the pages of `arrays`.
+        """
         pools = arrays.pools(self.layout) if pools is None else pools
         key, value = pools.read(arrays.table, arrays.lengths, arrays.query.dtype)
         return attention_to_copy.attend(arrays, self, key, value, implementation)
@@ -366,7 +369,7 @@ def _arrays(
 
 
 def _in_arrays(pools: Pools) -> bool:
-    """Returns whether each of both pools holds floats, or has a scale of each token and head."""
+    """Returns whether each pool has floats, or quantised values with a scale per token and head."""
     return all(_has_token_scales(pool) is not None for pool in (pools.key, pools.value))
 
 

@@ -18,7 +18,7 @@ BlockSize = Literal[32, 64, 128]
 
 
 class BlockList(NamedTuple):
-    """List of the stored blocks, sorted by line: by column of blocks, or by row of blocks."""
+    """The stored blocks sorted by line: by column of blocks in one list, by row in the other."""
 
     starts: jax.Array
     """Index of the first entry of each line, then the number of entries, int32 [lines + 1]."""

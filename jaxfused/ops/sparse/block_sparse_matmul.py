@@ -339,7 +339,10 @@ class KeptBlocks(OneByOne):
 
 
 def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
-    """Returns which of Pallas and XLA is faster by the fraction of blocks stored; XLA multiplies all."""
+    """Returns Pallas if the fraction `kept` of blocks that are stored is at most `most`, else XLA.
+
+    XLA multiplies all blocks, so its time does not fall with the fraction.
+    """
     if not is_modelled(device):
         return UNMODELLED
     first = "pallas" if kept <= most else "xla"

@@ -40,7 +40,7 @@ class Options:
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1))
 def sparse_product(run: Runner, options: Options, data, rows, columns, b):
-    """Returns the sparse matrix of these entries times b."""
+    """Returns A @ b [M, N] for b [K, N]; A has values `data` [entries] at `rows` and `columns`."""
     [y] = run(SparseProduct(options), data, rows, columns, b)
     return y
 
@@ -158,7 +158,7 @@ class SparseProduct:
 
 @dataclass(frozen=True)
 class SampledProduct(OneByOne):
-    """Computes x @ y^T at the given rows and columns, from x [M, D] and y [N, D]."""
+    """Computes x @ y^T at `rows` and `columns`, [entries], from x [M, D] and y [N, D]."""
 
     op: str
     stage: str = "gradient of entries"
@@ -197,8 +197,8 @@ class SampledProduct(OneByOne):
 
 
 _LEAST_NUMBERS, _LEAST_UNSORTED = 2**20, 2**24
-"""Elements of the matrix, zeros included, from which the kernel is faster than XLA; the second if only
-the kernel needs the entries sorted first."""
+"""Elements of the sparse matrix, zeros included, from which the kernel is faster than XLA. The
+second number is for entries that only the kernel needs sorted, which takes time."""
 _WITHOUT_TF32 = 7
 """Factor by which a dense float32 product is slower if it may not use TF32."""
 _DENSE = 64
