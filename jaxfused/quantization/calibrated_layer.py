@@ -105,7 +105,11 @@ class CalibratedLayer:
         )
 
     def _input_scale(self, rows: np.ndarray, s: np.ndarray | None) -> jax.Array | None:
-        """Returns one scale for all inputs, from a percentile of magnitudes without padding, or None."""
+        """Returns one float32 scale for all inputs, or None if the rule sets no percentile.
+
+        It comes from that percentile of the magnitudes of `rows` [N, D], without padding; `s` [D]
+        are the smoothing divisors.
+        """
         percentile = self.rule.input_percentile
         if percentile is None:
             return None
@@ -124,8 +128,8 @@ class CalibratedLayer:
         """Returns the layer's result for rows (or windows) already divided by the smoothing divisors."""
         scale = kernel.input_scale
         if self.taps > 1 and kernel.input_dtype is not None and scale is None:
-            # The windows of one image share a scale, but which image a sampled row is from is
-            # unknown.
+            # `linear` gives each row a scale, but the windows of one image share one. Which image a
+            # sampled row is from is unknown, so all rows share a scale.
             largest = max(float(np.abs(rows).max()), float(jnp.finfo(jnp.float32).tiny))
             scale = jnp.asarray(largest / FORMATS[kernel.input_dtype].largest, jnp.float32)
         kernel = QuantizedKernel(kernel.array, kernel.input_dtype, None, scale)

@@ -61,7 +61,10 @@ def rounded_weights(
 
 
 def _error(error: jax.Array, gram: np.ndarray) -> np.ndarray:
-    """Returns the squared error [F] of each column of the layer's result, given the weights' error."""
+    """Returns the squared error [F] of the layer's result, given the weights' error [D, F].
+
+    `gram` [D, D] is the Gram matrix of the layer's inputs.
+    """
     wide = np.asarray(error, np.float64)
     return np.einsum("df,df->f", wide, gram @ wide)
 

@@ -24,7 +24,10 @@ _LEAST = 1e-5
 
 
 def divisors(magnitudes: np.ndarray, of_kernel: np.ndarray, share: float) -> np.ndarray:
-    """Returns the divisors [D], from the largest magnitude of each input feature and of its weights."""
+    """Returns the divisors [D], from input features' largest magnitudes and those of their weights.
+
+    A divisor is magnitudes^share / of_kernel^(1 - share), all [D].
+    """
     of_inputs = np.maximum(magnitudes, _LEAST)
     of_kernel = np.maximum(of_kernel, _LEAST)
     s = of_inputs**share / of_kernel ** (1.0 - share)

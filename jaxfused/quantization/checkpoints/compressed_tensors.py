@@ -91,7 +91,7 @@ def _fits(target: str, layer: str) -> bool:
 
 
 def _strategy(parts: Parts, args: Config, features: int) -> tuple[int, tuple[int, int] | None]:
-    """Returns the number of scales along the inputs, and the sides of blocks (None without blocks)."""
+    """Returns (scales along the inputs, None), or for blocks 0 and the block's two sides."""
     strategy = args.get("strategy")
     if strategy in ("tensor", "channel"):
         return 1, None

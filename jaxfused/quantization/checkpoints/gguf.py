@@ -136,7 +136,11 @@ def _codes(blocks: jax.Array, kind: str) -> jax.Array:
 
 
 def _planes(part: Any, run: int, bits: int) -> Any:
-    """Returns the codes of each run of `run` bytes: first those in the lowest bits of all its bytes."""
+    """Returns the `bits`-bit codes of uint8 bytes [..., n], by runs of `run` bytes.
+
+    A run's codes are those in the lowest bits of all its bytes, then those in the next bits, and so
+    on.
+    """
     runs = part.reshape(*part.shape[:-1], -1, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = (runs >> shifts) & np.uint8(2**bits - 1)
@@ -144,13 +148,13 @@ def _planes(part: Any, run: int, bits: int) -> Any:
 
 
 def _fifth_bits(words: Any) -> Any:
-    """Returns each bit of each byte as a byte of its own, the lowest bit first."""
+    """Returns the bits of uint8 bytes [..., n], lowest first, as uint8 [..., 8 n] of 0 and 1."""
     bits = (words[..., None] >> np.arange(8, dtype=np.uint8)) & np.uint8(1)
     return bits.reshape(*words.shape[:-1], -1)
 
 
 def _bytes_as_codes(blocks: Any) -> Any:
-    """Returns a block's int8 values plus 128, as uint8 codes."""
+    """Returns a block's int8 values, which follow its 2-byte scale, plus 128 as uint8 codes."""
     return blocks[..., 2:] ^ np.uint8(128)
 
 
