@@ -61,7 +61,7 @@ def read_labels(path: Path) -> np.ndarray:
 
     def convert(image: Image.Image) -> np.ndarray:
         if image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
-            # In these modes the largest channel does not mean brightness.
+            # The largest channel, returned below, is the brightness in RGB but not in these modes.
             image = image.convert("RGB")
         pixels = np.asarray(image)
         if pixels.ndim == 2:

@@ -56,7 +56,8 @@ def in_step(
             yield outcome, _votes(outcome)
 
     pairs = prepared()
-    # Several processes vote one batch ahead, while their devices compute the previous step.
+    # Several processes prepare one batch ahead and vote on it (ready, stopped or failed), so that
+    # gathering the votes overlaps with the previous step on the devices.
     ahead = collections.deque(itertools.islice(pairs, int(jax.process_count() > 1)))
     for pair in pairs:
         ahead.append(pair)
@@ -71,10 +72,10 @@ _READY, _STOPPED, _FAILED = range(3)
 
 
 def _votes(outcome: object) -> jax.Array | None:
-    """Gathers the votes of all processes, one a device, with `outcome` as this process's vote.
+    """Returns the votes [devices] of all processes (ready, stopped or failed); this one's is `outcome`.
 
-    Returns None for a single process. The call is a collective: all processes must make it the same
-    number of times. It does not wait for the others; reading the votes does.
+    A single process gets None. The call is a collective: all processes must make it the same number of
+    times. The call does not wait for other processes; reading the returned array does.
     """
     if jax.process_count() == 1:
         return None

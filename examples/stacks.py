@@ -78,7 +78,8 @@ def _of_stack(name: str, array: Shape, saved: Mapping[str, Shape]) -> Source | N
             if stacked_dtype == dtype and stacked[1:] == shape and index < stacked[0]:
                 return Source((stack,), index)
             if (stacked, stacked_dtype) == array:
-                # An optimizer's placeholder for an unused array has the same shape in every layer.
+                # An optimizer's placeholder for an array that it does not use has the same shape for a
+                # stack as for one layer, so all layers take a copy of the stack's.
                 return Source((stack,), is_shared=True)
         codes, scales = f"{stack}.codes", f"{stack}.scales"
         # A layer's moment may be too small for 8 bits although the stack's was not.

@@ -160,7 +160,7 @@ def optimizer_share(
     zeros = placement.init(lambda params: jax.tree.map(jnp.zeros_like, params), state["params"])
     state = dict(params=state["params"], opt_state=state["opt_state"], gradients=zeros)
     rows = placement.rows(args.batch_size)
-    # A placement's step needs a batch, which it splits among devices.
+    # The placement's step splits its batch among devices, so it gets one that `step` ignores.
     batch = dict(row=np.zeros(rows.stop - rows.start, np.float32))
     take = placement.train_step(step)
     state, _ = take(state, batch, 0)

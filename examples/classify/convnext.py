@@ -87,7 +87,7 @@ class ConvNeXt(nnx.Module):
             jaxfused.nnx.Linear(many, width, kernel_init=normal, dtype=dtype, rngs=rngs)
             for many, width in zip(before, size.widths, strict=True)
         )
-        # norms[0] follows the first downsampling layer; each other norm precedes its stage's.
+        # norms[0] follows downs[0]; every other norms[i] precedes downs[i].
         norms = (size.widths[0], *size.widths[:-1])
         self.norms = nnx.List(
             jaxfused.nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for width in norms

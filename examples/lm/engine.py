@@ -228,7 +228,8 @@ class Engine:
         known = self._allocator.start(slot, slot.begin)
         whole = len(slot.begin)
         if self._batch_invariant:
-            # A token's bits depend on its chunk, so only whole chunks of a prefix are shared.
+            # The bits of a token's keys and values depend on the chunk that prefilled it, so only
+            # whole chunks (and pages) of a prefix are shared.
             unit = math.lcm(self._chunk, self._allocator.page_size)
             self._allocator.free(slot)
             known = self._allocator.start(slot, slot.begin[: known // unit * unit + 1])
@@ -310,7 +311,7 @@ class Engine:
         self._computed.append(_Computed(self._steps, *drawn, ready))
 
     def _table(self, names: Sequence[_Slot | None]) -> np.ndarray:
-        """Returns the slots' page table, padded to one of a few widths, so that few programs compile."""
+        """Returns the page table [slots, width], of one of a few widths: few programs compile."""
         table = self._allocator.table(names)
         width = self._width
         if not self._batch_invariant:
@@ -320,8 +321,9 @@ class Engine:
         return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
 
     def _wanted(self, slots: Sequence[_Slot]) -> dict[str, bool]:
-        """Returns a program's flags: whether any slot changes logits, or asks for log-probabilities."""
-        # Other flags compile another program, whose bits may differ: batch invariance needs one.
+        """Returns flags of a program: whether a slot changes logits or asks for log-probabilities."""
+        # Other flags select another compiled program, whose results may differ in the last bits: batch
+        # invariance needs the same program in every step.
         is_fixed = self._batch_invariant
         return dict(
             changes_logits=is_fixed or any(slot.text.sampling.changes_logits for slot in slots),
@@ -356,7 +358,8 @@ class Engine:
         start = len(text.prompt)
         answered = text.tokens[max(done - start, 0) : max(slot.read - start, 0)]
         if self._batch_invariant:
-            # Keys of decoded tokens differ in bits from prefilled ones, so prompts must not share them.
+            # Decoded keys differ in the last bits from prefilled ones, so no prompt may share them: -1
+            # equals no token of a prompt.
             answered = [-1] * len(answered)
         tokens = [*text.prompt[done : slot.read], *answered]
         self._allocator.written(slot, tokens)

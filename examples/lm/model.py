@@ -212,7 +212,7 @@ class LanguageModel(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then a gated MLP, each after a norm; the next norm adds their output to the stream."""
+    """Attention and a gated MLP, each after a norm. The norm after each adds its output to `stream`."""
 
     def __init__(
         self,

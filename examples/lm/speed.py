@@ -96,7 +96,8 @@ def random_model(config: Config, dtype: str, form: str) -> LanguageModel:
 def bytes_of_a_step(model: LanguageModel, size: int, args: argparse.Namespace) -> int:
     """Returns the bytes that a step has to read: weights, and the keys and values of all texts."""
     config = model.config
-    # A step reads one row of the embedding a text, unless the embedding is the head too.
+    # A decoding step reads one row of the embedding for each text, so its bytes are left out, unless
+    # it is the head too (`is_tied`), of which a step reads all rows.
     embedding = model.embed.embedding[...]
     weights = size - (0 if config.is_tied else embedding.nbytes)
     of_token = (

@@ -163,7 +163,8 @@ def _prefill(
     row = jax.tree.map(lambda a: a[slot], replace(state, pages=()))
     drawn, scores = _draw(row, logits, changes_logits, log_probs)
     slots = len(state.last)
-    # The host reads entry `slot`, as after `_decode`, so the scores are broadcast over the slots.
+    # The host reads row `slot` of the scores, as after `_decode`, so this text's scores are repeated
+    # for all slots.
     scores = jax.tree.map(lambda a: jnp.broadcast_to(a, (slots, *a.shape)), scores)
     return *_with_tokens(state, slot, drawn, is_last, end), scores
 

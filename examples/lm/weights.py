@@ -115,7 +115,7 @@ def assemble(
 
     def parameter(path: tuple[Any, ...], shape: Any) -> jax.Array | jaxfused.QuantizedArray:
         if isinstance(shape, jax.Array):
-            return shape  # An array of a quantised kernel, which `with_kernels` has put there.
+            return shape  # `with_kernels` has already put this quantised kernel into the model.
         whole = jax.tree_util.keystr(path, simple=True, separator=".")
         names = _names(whole, config)
         used.update(names)

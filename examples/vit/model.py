@@ -132,8 +132,9 @@ class VisionTransformer(nnx.Module):
         tokens = patches + (pool == "token")
         self.positions = nnx.Param(normal(rngs.params(), (1, tokens, size.width)))
 
-        # The blocks are initialised as a stack, which compiles once. Without a loop over the stack the
-        # blocks are separate: each step would else copy their slices and concatenate their gradients.
+        # The blocks are initialised as a stack, so that one block is compiled. Unless a loop runs the
+        # stack, it is then cut into separate blocks: from a stack, each step would copy the slices of
+        # the parameters, and concatenate the blocks' gradients.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
             return Block(
@@ -216,7 +217,7 @@ class VisionTransformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP, each after a norm; the next norm adds their output to the stream."""
+    """Attention, then an MLP, each after a norm. The norm after each adds its output to the stream."""
 
     def __init__(
         self,
@@ -312,7 +313,7 @@ class Block(nnx.Module):
         dropout_key, path_key = jax.random.split(key)
         branch = self.dropout(branch, deterministic=False, rngs=dropout_key)
         keep = jax.random.bernoulli(path_key, 1 - drop_path, (len(branch), 1, 1))
-        # The division keeps the expectation, so that the scale is the same as without a key.
+        # Division by the probability of `keep` gives the branch the same mean as without a key.
         return jnp.where(keep, branch / (1 - drop_path).astype(branch.dtype), 0)
 
 

@@ -41,7 +41,7 @@ class Frame:
     """An array, with its axes cut into parts."""
 
     sizes: tuple[int, ...]
-    """Length of each part; parts are named by their indices here."""
+    """Length of each part; elsewhere a part is named by its index in `sizes`."""
     stages: tuple[Stage, ...]
     """Array whose mean is taken, followed by its versions before each cast, reshape or
     transposition."""

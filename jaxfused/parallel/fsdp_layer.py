@@ -195,9 +195,9 @@ def _gathered(
 ) -> jax.Array:
     """All-gathers a parameter; its gradient is reduce-scattered, then summed over the axes `others`.
 
-    The device's part varies over `others` before it is gathered, so that these sum gradients of
-    parts, not of the whole parameter. It is gathered once the rows have arrived; otherwise XLA would
-    gather the parameters of all layers at the start.
+    The device's part is made to vary over `others` before the gather, so that the sum over `others` is
+    one of the parts' gradients, not of the whole parameter's. The gather waits for the rows; otherwise
+    XLA would gather the parameters of all layers at the start.
     """
 
     def gather(rows: Any, part: jax.Array) -> jax.Array:

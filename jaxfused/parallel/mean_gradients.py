@@ -195,8 +195,8 @@ def _mean_in_16_bits(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the means of arrays of one 16-bit dtype, sent as one, and the means' rounding errors.
 
-    A device has the errors of the part that it rounded, times the number of devices, so that they count
-    once in the next mean, and zeros elsewhere.
+    A device's errors are those of the part of the means that it rounded, times the number of devices,
+    and zeros elsewhere: in the next mean over devices, each error then counts once.
     """
     size = lax.axis_size(axis_name)
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])

@@ -7,8 +7,8 @@ from jax import lax
 from jaxfused.runtime.sharding import AxisName
 
 _PARTS, _LEAST_ROWS = 4, 256
-"""Largest number of parts, and fewest tokens of a part: the time of a smaller product is that of reading
-the weights."""
+"""Largest number of parts, and fewest tokens of a part: a product of fewer tokens is no faster, since it
+has to read all weights."""
 
 
 def of_rows(x: jax.Array) -> list[jax.Array]:
@@ -21,7 +21,7 @@ def of_rows(x: jax.Array) -> list[jax.Array]:
 def added_up(axis_name: AxisName, parts: tuple[jax.Array, ...]) -> jax.Array:
     """Returns the concatenated parts of rows, each summed over devices after the part before it.
 
-    Without the order, XLA would combine the sums of several parts, which then wait for the last product.
+    Without that order, XLA would merge the sums into one, which could start only after the last product.
     """
     sums: list[jax.Array] = []
     for part in parts:
