@@ -16,7 +16,7 @@ def batched_images(
     in_batched: Sequence[Any],
     *operands: jax.Array | None,
 ) -> Results | None:
-    """Runs a kernel call under `jax.vmap`: merges the mapped axis into the images' batch axis "b".
+    """Runs a kernel call under `jax.vmap`: merges the mapped axis into the batch axis of the images.
 
     Returns None if weights or a bias are batched, or if the kernel sums over images.
     """

@@ -42,7 +42,7 @@ class Convolved(NamedTuple):
     y: jax.Array
     """Result [B, *spatial', O] of x's dtype."""
     x: jax.Array
-    """The input, for a shortcut. With `hand_on`, the kernel of x's gradient adds this result's gradient.
+    """The input x, for a shortcut. With `hand_on`, the dgrad kernel adds this result's cotangent to dx.
     """
     statistics: Statistics | None
     """Mean and variance of y per channel, in float32, if a kernel computed them."""
@@ -220,7 +220,7 @@ def convolved(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None,
 ) -> Convolved:
-    """Computes `run` of checked operands and window `options`; error messages name the operator `op`."""
+    """Computes y of checked operands; `options` are strides, padding, dilations and groups."""
     around = options["padding"]
     if isinstance(around, Around):
         shortcut = as_array(x)
@@ -301,7 +301,7 @@ class _Call:
         )
 
     def enlarging(self, w: jax.Array, bias: Any, residual: Any) -> Convolved:
-        """Expands each pixel of x to a block of pixels, by a kernel if one can run."""
+        """Runs a transposed conv whose stride equals its window: each pixel of x gives a block of y."""
         missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
         images = dense_conv_forward.images
         weights = w[None] if w.ndim == 3 else w
@@ -421,7 +421,7 @@ class _Call:
         )
 
     def _hands_on(self, w: jax.Array) -> bool:
-        """Returns whether x is returned too; not under Explicit axes, where its sharding may change."""
+        """Returns whether the kernel's call returns x too; Explicit axes may reshard x, so not there."""
         return self.hand_on and not self._is_explicit(w)
 
     def _is_explicit(self, w: jax.Array) -> bool:

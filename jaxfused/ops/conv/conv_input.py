@@ -43,7 +43,7 @@ class Concatenated:
 
     @property
     def parts(self) -> tuple[jax.Array, jax.Array]:
-        """The two arrays to be concatenated."""
+        """The two arrays [B, *spatial, channels] that are concatenated along channels."""
         return self.first, self.second
 
     @property

@@ -66,7 +66,10 @@ def normalised(
 
 
 def _zeros(op: str, padding: Padding, reach: Sequence[int]) -> str | Pairs:
-    """Returns the padding's name in upper case, or its zeros (low, high) on each axis."""
+    """Returns the padding's name in upper case, or its zeros (low, high) on each spatial axis.
+
+    `reach` has, for each axis, the dilated window's size minus 1.
+    """
     spatial = len(reach)
     if isinstance(padding, str):
         name = padding.upper()
@@ -101,7 +104,7 @@ def geometry(
     kernel_dilation: int | Sequence[int] = 1,
     feature_group_count: int = 1,
 ) -> dict[str, Any]:
-    """Returns strides, dilations, padding and groups as keywords, a number for each spatial axis."""
+    """Returns keywords of `conv_xla.conv`: strides and dilations by spatial axis, padding, groups."""
     spatial = x.ndim - 2
     steps = dict(
         strides=for_each_axis(op, "strides", strides, spatial),

@@ -160,7 +160,10 @@ def _transposed(w: jax.Array, groups: int) -> jax.Array:
 
 
 def _pair(padding: str, reach: int, stride: int) -> tuple[int, int]:
-    """Returns the zeros before and after a dilated axis, for a window that spans `reach` + 1 values."""
+    """Returns the zeros (before, after) a spatial axis of x, dilated by `stride`, for a named padding.
+
+    The window spans `reach` + 1 values.
+    """
     name = padding.upper()
     if name == "VALID":
         return reach, max(reach, stride - 1)

@@ -52,17 +52,17 @@ def conv(
 def finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, activation: str | None
 ) -> jax.Array:
-    """Applies a convolution's bias, residual and activation, and rounds the result to y's dtype."""
+    """Returns activation(y + bias + residual) in y's dtype, for y and residual [B, *spatial, O]."""
     if adds_in_convolution(y.dtype, residual, activation):
         return activate(activation, _sum(y, bias, residual))
     return activate(activation, _wide_sum(y, bias, residual)).astype(y.dtype)
 
 
 def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str | None) -> bool:
-    """Returns whether XLA lets cuDNN apply the epilogue before the result is rounded.
+    """Returns whether cuDNN, called by XLA, computes the epilogue before it rounds the result.
 
-    cuDNN adds arrays of the result's dtype and evaluates relu, without a pass over the result. A bias is
-    rounded to that dtype, as Flax rounds it.
+    cuDNN adds a bias and a residual of the result's dtype and evaluates relu, without a pass over the
+    result. A bias is rounded to that dtype, as Flax rounds it.
     """
     return activation in (None, "relu") and (residual is None or residual.dtype == dtype)
 
@@ -82,10 +82,10 @@ def _sum_jvp(primals, tangents):
 
 @jax.custom_jvp
 def _wide_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Returns y + bias + residual in float32; the bias's gradient sums values rounded to y's dtype.
+    """Returns y + bias + residual in float32; the bias's gradient sums dy rounded to y's dtype.
 
-    XLA writes the rounded values anyway; a sum of unrounded ones would make it write float32 values
-    too.
+    XLA writes dy rounded to y's dtype for dgrad and wgrad anyway. To sum unrounded values, it would
+    also write them in float32.
     """
     return _in_float32(y, bias, residual)
 
@@ -133,7 +133,7 @@ def padded(
     kernel: tuple[int, ...],
     kernel_dilation: tuple[int, ...],
 ) -> tuple[jax.Array, str | Sequence[tuple[int, int]]]:
-    """Returns the array to convolve, and the zero padding that XLA adds to it."""
+    """Returns x, padded by its own values if `padding` asks so, and the zero padding left to XLA."""
     if padding in ("CIRCULAR", "REFLECT"):
         reach = [(k - 1) * d for k, d in zip(kernel, kernel_dilation, strict=True)]
         padding = Around(str(padding).lower(), tuple((r // 2, r - r // 2) for r in reach))

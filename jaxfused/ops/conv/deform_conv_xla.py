@@ -28,7 +28,7 @@ def deform_conv(
     taps = rows * columns
     wide = accumulator_dtype(x.dtype)
     moved = split_axis(offset.astype(wide), 3, parts, taps, 2)
-    # Position in x that each weight of the window reads if the offset is 0.
+    # Rows and columns of x that each weight (tap) of the window reads for each pixel of y at offset 0.
     starts = [jnp.arange(n) * step - pad for n, step, pad in zip(out, strides, low, strict=True)]
     inner = [jnp.arange(k) * d for k, d in zip((rows, columns), dilation, strict=True)]
     # Shapes: down [1, H', 1, 1, taps], right [1, 1, W', 1, taps].
@@ -73,7 +73,7 @@ def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, i
             weight = (1 - jnp.abs(down - y)) * (1 - jnp.abs(right - x_place))
             inside = (y >= 0) & (y < height) & (x_place >= 0) & (x_place < width)
             places = jnp.where(inside, y * width + x_place, 0).astype(jnp.int32)
-            # The shape [B, H' W' taps, parts] lets one gather read all of an image.
+            # In the shape [B, H' W' taps, parts] one gather along axis 1 reads all samples of an image.
             flat = merge_axes(jnp.moveaxis(places, 3, 4), 1, 3)
             found = jnp.take_along_axis(x, flat[..., None], axis=1, mode="clip")
             found = split_axis(found, 1, *places.shape[1:3], places.shape[4])

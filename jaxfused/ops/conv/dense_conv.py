@@ -99,7 +99,7 @@ def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | s
 
 @dataclass(frozen=True)
 class AsItIs:
-    """Identity: the convolution stays as the caller wrote it."""
+    """Simplification that returns x and w unchanged."""
 
     def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x, w
@@ -107,7 +107,7 @@ class AsItIs:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Space-to-depth of images with few channels: the pixels of a row of the window are concatenated."""
+    """Space-to-depth of images with few channels (see space_to_depth.py)."""
 
     window: Window
 
@@ -178,7 +178,7 @@ _LEAST_JOINED_PIXELS = 2**17
 
 
 def pixels_of(window: Window, x: Any) -> int:
-    """Returns the number of pixels of the result, over all images."""
+    """Returns the number of pixels of y, over all images, for x [B, *spatial, C]."""
     batch, *sizes, _ = x.shape
     return math.prod((batch, *window.result((1, *sizes) if has_one_axis(x) else sizes)))
 
@@ -264,7 +264,7 @@ class Residuals(NamedTuple):
     residual_like: jax.Array | None
     """Array without elements that has the residual's dtype."""
     z: jax.Array | None
-    """Activation's input, or y if the derivative follows from y; None without an activation."""
+    """The activation's input, or y if the derivative follows from y; None without an activation."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
@@ -317,7 +317,7 @@ def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
 
 
 def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed_back):
-    """Returns (dx, dw); dx includes `handed_back`, the gradient of the x that the forward returned."""
+    """Returns (dx, dw); dx includes `handed_back`, the cotangent of x as the forward's second result."""
     y = x if request.rectified else None
     if request.simplify != AsItIs():
         # Without the barrier XLA keeps the forward's rewritten copy of x in memory, to use it here.
@@ -342,7 +342,7 @@ _conv.defvjp(_conv_fwd, _conv_bwd)
 
 
 def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
-    """Returns (dx, dw) of the product of pixels x [B, *spatial, C] with w [C, F]."""
+    """Returns (dx, dw) of x [B, *spatial, C] @ w [C, F] from its cotangent dz [B, *spatial, F]."""
     window = Window.pointwise(x.ndim - 2)
     kernel = w.reshape(*window.kernel, *w.shape)
     (dx,) = run(InputGradient(window, x.shape[1:-1], precision), dz, kernel)
@@ -351,7 +351,7 @@ def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="conv")
 def _conv_of_two(run: Runner, options: Options, first, second, w, bias, residual):
-    """Computes `_conv` of two arrays that are concatenated along the channels."""
+    """Computes `_conv` of the concatenation of `first` and `second` along channels."""
     stage = ForwardOfTwo(Forward(options, save_preactivation=False))
     return run(stage, first, second, w, bias, residual)[0]
 
@@ -381,9 +381,9 @@ _conv_of_two.defvjp(_conv_of_two_fwd, _conv_of_two_bwd)
 def _takes_statistics(
     run: Runner, options: Options, request: Request, x, w, bias, residual
 ) -> bool:
-    """Returns whether a kernel computes the statistics of y with the convolution; else the norm does.
+    """Returns whether the convolution's kernel computes mean and variance of y for the norm after it.
 
-    This is decided while the call is traced, before it is split over devices.
+    This is decided at tracing, before the call is sharded.
     """
     if options.keeps_preactivation or not sharding.is_in_one_piece(x, w):
         return False

@@ -46,8 +46,8 @@ class InputGradient(Windowed):
 
     def axes(self, dz, w) -> Axes:
         letters = Letters(dz.ndim - 2)
-        # The features are summed, so they stay unsharded: devices' sums would be rounded before they are
-        # added.
+        # dgrad sums over the features F, which stay unsharded: otherwise each device's partial sum of dx
+        # would be rounded before the sums are added.
         return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
 
     def call(self, device, dz, w, *others) -> pallas_conv.ConvCall:
@@ -170,8 +170,8 @@ class WeightGradient:
                 config=config,
             )
             return (dw,)
-        # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
-        # would sum dw over the devices.
+        # In a `jax.shard_map` zeros made from x vary over the same mesh axes as x. The vjp of zeros that
+        # do not would sum dw over the devices.
         options = Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
         (dw,) = jax.vjp(lambda w: reference(options, x, w), w)[1](dz)
@@ -185,8 +185,8 @@ class WeightGradient:
 class JoinedInputGradient(Windowed):
     """Computes dgrad + `other`, a second gradient of x, masked if x is the result y of a relu.
 
-    `other` and y may be None. This is no option of `InputGradient`, so that its recorded timings stay
-    valid.
+    `other` and y may be None. This is a class of its own so that the recorded timings of `InputGradient`
+    stay valid.
     """
 
     gradient: InputGradient

@@ -65,7 +65,7 @@ class Options:
 
     @property
     def keeps_preactivation(self) -> bool:
-        """True if the backward reads the activation's input; for relu it reads the result."""
+        """True if the backward reads the activation's input: its derivative does not follow from y."""
         return self.activation not in (None, *SLOPE_OF_RESULT)
 
 
@@ -81,7 +81,7 @@ class Letters:
 
     @property
     def two_images(self) -> tuple[str, str]:
-        """Axis letters of two arrays that each hold some of x's channels."""
+        """Axis letters of the two arrays [B, *spatial, channels] whose concatenation is x."""
         spatial = "b" + "dhw"[-self.axes :]
         return spatial + "x", spatial + "y"
 
@@ -99,7 +99,7 @@ class Letters:
 
 
 class AsProduct:
-    """Mixin for a matrix product with an epilogue; `product_regimes` estimates if its kernel is faster.
+    """Mixin of stages that are a matrix product; `product_regimes` estimates whether a kernel is faster.
 
     Its method `product` returns the product, and the microseconds of XLA's passes after it.
     """
@@ -111,7 +111,7 @@ class AsProduct:
 
 
 class Windowed(AsProduct):
-    """Mixin for a convolution; a 1 x 1 window is a product, and `dense_conv_regimes` judges others."""
+    """Mixin of convolutions: 1 x 1 windows are judged as products, others by `dense_conv_regimes`."""
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         call = self.call(device, *operands)
@@ -167,7 +167,7 @@ class Forward(Windowed):
         return Passes()
 
     def streams(self, x, residual) -> dict[str, int]:
-        """Returns the epilogue's bytes read and written per element, and evaluated activations."""
+        """Returns, per element of y, the epilogue's bytes read and written, and its activations."""
         return dict(
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),
@@ -205,7 +205,7 @@ class Forward(Windowed):
 
 @dataclass(frozen=True)
 class ForwardOfTwo(Windowed):
-    """Computes `Forward` of x as two arrays of channels: a kernel reads both, XLA concatenates them."""
+    """Computes `Forward` of two arrays, joined along channels; a kernel reads both without a copy."""
 
     alone: Forward
 
@@ -324,7 +324,7 @@ def call_of(
 
 
 def reference(options: Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
-    """Returns the convolution with its epilogue, computed by XLA."""
+    """Returns activation(conv(x, w) + bias + residual) by XLA: x [B, *spatial, C], w [*kernel, C, F]."""
     window = options.window
     if window.is_pointwise:
         rows, weights = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[-2:])

@@ -10,7 +10,7 @@ from jaxfused.runtime.estimate import Rule
 from pallas_kernels.conv.conv import ConvCall
 
 _FEW_CHANNELS = 48
-"""Channels of x below which cuDNN is faster for two spatial axes (not for three)."""
+"""Channels of x below which cuDNN is faster than Pallas with two spatial axes (not with three)."""
 _FEW_VALUES, _LONG_SUM = 2**16, 4096
 """Values of a result up to which cuDNN, which splits sums among CTAs, is faster, if each value sums more
 than _LONG_SUM products (taps * channels) in a dgrad of images, or twice as many in a forward.
@@ -44,7 +44,7 @@ def why_strided_cudnn(products: int, channels: int) -> str | None:
 
 
 def why_cudnn(call: ConvCall, *, of_weights: bool = False) -> str | None:
-    """Returns why cuDNN's convolution, or its gradient, is faster, or None."""
+    """Returns why cuDNN is faster (in dgrad if `call.flipped`, in wgrad if `of_weights`), or None."""
     is_dilated = max(call.window.dilation) > 1
     if of_weights or (call.flipped and is_dilated):
         return None

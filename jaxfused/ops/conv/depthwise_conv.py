@@ -252,8 +252,8 @@ class _InputGradient:
 
     def why_not(self, device, dz, w) -> Mapping[str, str | None]:
         if self.window.stride > 1:
-            # A stride puts zeros between the values of dz, so that most of the kernel's products would
-            # be zero.
+            # dgrad of a strided window convolves dz with zeros between its values, so most of the
+            # kernel's products would be 0.
             return {"xla": None}
         x = jax.ShapeDtypeStruct((dz.shape[0], *self.size, dz.shape[3]), dz.dtype)
         return _why_not(device, x, self.window)
@@ -340,8 +340,8 @@ class _WeightGradient:
                 multiprocessors=device.multiprocessors,
                 config=config or _default(device, x, self.window, of_weights=True),
             )
-        # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
-        # would sum dw over the devices.
+        # In a `jax.shard_map` zeros made from x vary over the same mesh axes as x. The vjp of zeros that
+        # do not would sum dw over the devices.
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
         (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
         dtype = accumulator_dtype(x.dtype)
@@ -376,7 +376,8 @@ def _configs(
 
 
 _USEFUL = 0.6
-"""Least fraction of the tiles' results inside the output at which tiles are faster than strips."""
+"""Least fraction of results computed by tensor-core tiles that lie inside y, at which tiles are faster
+than strips."""
 
 
 def _default(device: dispatch.Device, x: Any, window: Window, **sums: bool) -> Strips | Tile:

@@ -140,7 +140,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """Computes (dx, dw, dbias, dresidual) from the operands, dy and another gradient of x or None.
+    """Computes (dx, dw, dbias, dresidual) from the operands, dy [B, T', C] and `other`, added to dx.
 
     dw and dbias are sums in the accumulator's dtype; dresidual is None without a residual.
     """
@@ -182,8 +182,8 @@ class _Backward:
             _, slope = value_and_slope(self.options.activation, z.astype(dtype))
             dz = (dy.astype(dtype) * slope).astype(dy.dtype)
         (dx,) = jax.vjp(lambda x: convolve(x, w), x)[1](dz)
-        # In a `jax.shard_map` the zeros made from x differ by device, as x does. For replicated ones JAX
-        # would sum dw over the devices.
+        # In a `jax.shard_map` zeros made from x vary over the same mesh axes as x. The vjp of zeros that
+        # do not would sum dw over the devices.
         (dw,) = jax.vjp(lambda w: convolve(x, w), jnp.zeros_like(x, shape=w.shape))[1](dz)
         return (
             dx if other is None else dx + other,

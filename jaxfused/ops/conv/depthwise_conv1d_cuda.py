@@ -16,10 +16,10 @@ from jaxfused.runtime import cuda_library
 TAPS = (2, 3, 4, 5, 7)
 """Window lengths of the kernels, all of stride 1."""
 MAX_STEPS = 2**28
-"""Upper limit, excluded, of the steps of all images together, and of the channels."""
+"""Steps of all sequences together, and channels, are fewer than this."""
 
 _FORWARD_THREADS, _GRADIENT_THREADS = 512, 384
-"""Threads per SM that registers allow, in the forward and in the gradient."""
+"""Threads that an SM's registers allow to run at a time, in the forward and in the gradient."""
 _CHANNELS_OF_THREAD = 4
 _LEAST_STEPS = 32
 """Fewest steps of a thread's piece of a sequence; a piece also reads taps - 1 inputs before it."""
@@ -119,7 +119,8 @@ def gradient(
         pieces=np.int64(pieces),
         activation=activation or "none",
     )
-    # XLA fuses these slices with the sums; slices of one sum of all partial sums would be more kernels.
+    # XLA fuses each slice with its sum. One sum of all partial sums, sliced afterwards, would take more
+    # kernels.
     dw, dbias = jnp.sum(parts[:, :taps], axis=0), jnp.sum(parts[:, taps], axis=0)
     return dx, dw, dbias, None if residual is None else dz
 
@@ -129,6 +130,6 @@ def _or_absent(operand: jax.Array | None) -> jax.Array:
 
 
 def _pieces(images: int, steps: int, channels: int, resident: int) -> int:
-    """Returns the pieces per sequence, for which all sequences' pieces fill the GPU's threads once."""
+    """Returns the pieces into which each sequence is cut, so that all fill `resident` threads once."""
     of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
     return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))

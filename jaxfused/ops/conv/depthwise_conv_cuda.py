@@ -22,7 +22,7 @@ KERNELS = {
 }
 """Window sizes (height, width) of the kernels, and the strides of each."""
 MAX_PIXELS = 2**28
-"""Upper limit, excluded, of the pixels of all images together."""
+"""Pixels of all images together are fewer than this."""
 MAX_CHANNELS = 64 * 65535
 
 _BLOCK_CHANNELS = 64
@@ -30,12 +30,12 @@ _WARPS = 4
 _BLOCKS_OF_MULTIPROCESSOR = 2
 """Blocks of the wgrad kernel that run on an SM at a time."""
 _PIXELS_OF_WARP = 32
-"""Fewest pixels of a warp in wgrad; with fewer, most of its work would be writing its sums."""
+"""Fewest pixels that a warp sums in wgrad; with fewer it would mostly write its partial sums."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Window of a convolution of rows and columns."""
+    """Window of a convolution of images: size, stride and zeros on the axes H and W."""
 
     kernel: tuple[int, int]
     stride: int
@@ -53,7 +53,7 @@ class Window:
         return sizes[0], sizes[1]
 
     def transposed(self) -> "Window":
-        """Returns the window of dgrad, at stride 1."""
+        """Returns the window that dgrad applies to dz; the convolution has stride 1."""
         assert self.stride == 1
         rows, columns = (
             (kernel - 1 - before, kernel - 1 - after)
@@ -73,7 +73,7 @@ class Tile:
 
     block_rows: int
     images: int
-    """Number of images that the tile's blocks are taken from."""
+    """Number of images from which the tile takes its 16 blocks."""
     blocks_down: int
     blocks_across: int
 
@@ -133,7 +133,7 @@ class Tile:
         return images * height * width / computed
 
     def input_pairs(self, window: Window, height: int, out_height: int) -> int:
-        """Returns the pixel pairs of a tile's input, including pairs that only fill up matrices."""
+        """Returns how many pairs of pixels a tile loads, including padding of the MMA operands."""
         rows = self.rows + window.kernel[0] - 1
         if self.blocks_down == 1 and out_height <= self.block_rows:
             # Rows of zeros above and below the image are left out.
@@ -251,7 +251,7 @@ def _cycles_of(
 
 _MOST_CANDIDATES = 8
 _AHEAD_PIXELS = 1536
-"""Largest input of a tile, in pixels, that kernels of 7 rows a block load during the previous tile."""
+"""Most pixels of a tile's input that kernels with 7 rows a block load during the previous tile."""
 _BY_TWO = 0.85
 """Factor on a tile's time if shared memory fits fewer than three CTAs, or an SM gets at most three."""
 _TILE_CYCLES = 600
@@ -317,7 +317,7 @@ def weight_gradient(
         target = "jaxfused_depthwise_conv_mma_weights"
         most = config.count(*dy.shape[:3])
         workers = max(1, resident // math.ceil(channels / _TILE_CHANNELS))
-        # Thread blocks compute equally many tiles each, or one fewer.
+        # So many thread blocks that each computes equally many tiles, or one fewer.
         blocks = math.ceil(most / math.ceil(most / workers))
     else:
         target = "jaxfused_depthwise_conv_weights"
@@ -327,7 +327,8 @@ def weight_gradient(
     shape = (blocks, taps + 1, channels)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
     parts = call(x, dy, **_attributes(window, config))
-    # XLA fuses these slices with the sums; slices of one sum of all partial sums would be more kernels.
+    # XLA fuses each slice with its sum. One sum of all partial sums, sliced afterwards, would take more
+    # kernels.
     dw = jnp.sum(parts[:, :taps], axis=0)
     return dw.reshape(*window.kernel, channels), jnp.sum(parts[:, taps], axis=0)
 

@@ -43,7 +43,7 @@ def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
 
 
 def useful_strips(channels: int, width: int, window: Window) -> float:
-    """Returns the fraction of a 3 x 3 kernel's results that lie inside a row of the output."""
+    """Returns the fraction of a 3 x 3 kernel's results, per row of y, that lie inside y."""
     block = min(_WIDEST_BLOCK, max(_NARROWEST_BLOCK, 1 << (channels - 1).bit_length()))
     columns = _STRIP_COLUMNS // window.stride
     _, out_width = window.result(window.kernel[0], width)

@@ -20,7 +20,7 @@ Padding = fft_conv_xla.Padding
 
 
 def padding_of(x: Any, window: Window) -> Padding:
-    """Returns the zeros around each spatial axis of x. The window has two axes, x may have only one."""
+    """Returns the zeros around each spatial axis of x [B, *spatial, C]; `window` always has two axes."""
     return window.padding[-(x.ndim - 2) :]
 
 
@@ -45,7 +45,7 @@ def is_transformed(choice: dispatch.Choice) -> bool:
 
 
 def _why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window) -> str | None:
-    """Returns why transforms cannot run, or None if they can."""
+    """Returns why Fourier transforms cannot run the convolution of x with w, or None if they can."""
     if device.compute_capability is None:
         return "there is no GPU"
     if window.stride > 1:
@@ -162,4 +162,4 @@ each value. Direct sums: at least _LEAST; for each value _OF_RESULT, plus _OF_WE
 last two constants are those of short windows along one axis. XLA's direct wgrad takes a millisecond even
 for few values."""
 _MOST_VALUES = 2**28
-"""Upper limit of the values to transform, zeros included; their transforms take 4 GB."""
+"""Most values that are transformed, zeros of the padding included; their transforms take 4 GB."""

@@ -99,8 +99,8 @@ class _Transform(NamedTuple):
 def _transform(sizes: Sequence[int], kernel: Sequence[int], padding: Padding) -> _Transform:
     """Returns the transform for images of these spatial sizes and a window.
 
-    A transform is cyclic: its first value follows its last. So zeros must fill the window's reach before
-    the first value and after the last.
+    A transform is cyclic: after the last value of an axis follows its first. So the axis is lengthened
+    by zeros, as many as a window reaches beyond its first and last values.
     """
     lengths = tuple(
         size if k == 1 else _fast_length(max(size + low, size + high, k))

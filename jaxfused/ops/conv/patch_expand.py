@@ -47,7 +47,7 @@ def block_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> tuple[int, ...] | None:
-    """Returns the size of the block of output pixels of a pixel of x, or None for other convolutions."""
+    """Returns the size of the block of y that a pixel of x gives, or None for other convolutions."""
     kernel = tuple(w.shape[:-2])
     disjoint = kernel == tuple(input_dilation) and set(strides) == set(kernel_dilation) == {1}
     if not disjoint or math.prod(kernel) == 1 or feature_group_count > 1 or 0 in x.shape[1:]:
@@ -80,7 +80,7 @@ def enlarging_conv(
     precision: Any,
 ) -> jax.Array:
     """Returns the transposed convolution of x [B, *spatial, C] with w [*block, C, F], with epilogue."""
-    # The flip: pixel i of a block of k pixels is the product with weight k - 1 - i of the window.
+    # w is flipped: pixel i of a block of k pixels is the product with the window's weight k - 1 - i.
     weights = weights_of_images(x, jnp.flip(w, range(w.ndim - 2)))
     letters = Letters(weights.ndim - 2)
     # JAX cannot merge a sharded feature axis with the pixels of a block.
@@ -193,7 +193,7 @@ class _Enlarging(AsProduct):
         """Returns the matrix product, and the microseconds of XLA's passes after it."""
         streams = self.alone.streams(x, residual)
         work = self._call(device, x, w).as_product(**streams)
-        # XLA reads its product again to move the pixels, and applies the epilogue in that pass.
+        # XLA moves the product's pixels to y in a second pass, which also applies the epilogue.
         moving = Passes(
             bytes_of_element=streams["read_bytes"] + x.dtype.itemsize + streams["written_bytes"],
             evaluations=streams["activations"],

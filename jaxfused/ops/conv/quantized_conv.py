@@ -228,7 +228,7 @@ def _why_xla(window: Window, x: Any, w: Any) -> str | None:
 
 
 _WINDOW, _LEAST_PIXELS = 3, 2**14
-"""Window size along each axis, and fewest pixels of the result, with which the kernel was timed."""
+"""Window size along each axis, and fewest pixels of y, at which the kernel was timed against XLA."""
 
 
 def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:
@@ -339,7 +339,7 @@ class _Options:
     activation: str | None
     out_dtype: Any
     is_line: bool
-    """True if x has one spatial axis, which the kernels see as an image of one row."""
+    """True if x has one spatial axis; kernels get it as images of one row."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_conv", once=False)
@@ -486,7 +486,7 @@ class _Forward:
                 config=config,
             )
             return (y,)
-        # XLA convolves in 16 bits here, which hold the 8-bit numbers exactly.
+        # For a 16-bit result on GPUs, XLA convolves in bfloat16, which holds the 8-bit numbers exactly.
         narrow = device.platform == "gpu" and options.out_dtype.itemsize == 2
         keywords: dict[str, Any] = dict(with_integers=_integers_in_xla(device))
         keywords |= dict(floats=jnp.bfloat16) if narrow else {}

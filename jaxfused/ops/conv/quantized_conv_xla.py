@@ -67,8 +67,8 @@ def product(
     )
     weights = weights.reshape(*kernel_size, -1, weights.shape[-1])
     if not (are_integers and with_integers):
-        # If XLA's GPU compiler sees operands of 8 bits, it takes cuDNN's kernels for them. Some float8
-        # kernels do not exist, and grouped integer kernels return wrong sums:
+        # The barrier hides that the operands were 8 bits wide: XLA's GPU compiler would call cuDNN's
+        # 8-bit kernels. Some do not exist for float8, and grouped integer ones return wrong sums:
         # https://github.com/openxla/xla/issues/49123.
         values, weights = jax.lax.optimization_barrier(
             (values.astype(floats), weights.astype(floats))

@@ -40,7 +40,10 @@ def join(window: Window, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Arr
     """Rewrites the convolution of x [B, H, W, C] with w [kh, kw, C, F] by space-to-depth.
 
     Returns:
-      x [B, H', W', C'] and w [rows, 1, C', F].
+      x [B, H', W', C'] and w [rows, 1, C', F], for a window of `rows` x `columns` blocks of
+        stride_h x stride_w pixels. A pixel of the new x holds `columns` adjacent blocks: C' is
+        columns * stride_h * stride_w * C, zero-padded to a multiple of GROUP; H' is the result's height
+        + rows - 1, and W' the result's width.
     """
     images, *sizes, channels = x.shape
     out = window.result(tuple(sizes))

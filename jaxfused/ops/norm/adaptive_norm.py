@@ -68,7 +68,7 @@ class Images(NamedTuple):
 
 
 class _Vectors(NamedTuple):
-    """The kernels' parameters, with the images' modulation folded into them: [*leading, D] or None."""
+    """The kernels' parameters [*leading, D] or None; scale and bias include each image's modulation."""
 
     scale: jax.Array | None
     bias: jax.Array | None
@@ -86,7 +86,7 @@ def run(
     pre_bias: jax.Array | None,
     implementation: str | None,
 ) -> Output:
-    """Computes a norm with parameters of each image; the caller has validated all but `images`."""
+    """Computes the norm of x [*leading, ..., D] with parameters `images`, the only ones it validates."""
     _validate(options.op, x, images, residual)
     options, vectors = _vectors(options, x, scale, bias, images, pre_bias)
     device = dispatch.current_device(x, residual)
@@ -156,7 +156,7 @@ def _vectors(
     images: Images,
     pre_bias: jax.Array | None,
 ) -> tuple[NormOptions, _Vectors]:
-    """Returns options and parameters of one shape, with each image's modulation in scale and bias."""
+    """Returns the options, and parameters all [*leading, D]; scale and bias include the modulation."""
     shape = max((array.shape for array in images if array is not None), key=len)
     wide = accumulator_dtype(x.dtype)
 
@@ -166,7 +166,7 @@ def _vectors(
         axes = (1,) * (len(shape) - array.ndim)
         return jnp.broadcast_to(array.reshape(axes + array.shape), shape)
 
-    # Without a scale and a bias to fold, the kernels read the caller's arrays unchanged.
+    # Without scale and bias no sum or product is needed: kernels read image_scale itself and add 1.
     if images.scale is not None and scale is None and bias is None:
         scale, options = images.scale, replace(options, scale_offset=1.0)
     elif images.scale is not None:
@@ -321,7 +321,7 @@ class _Forward:
             config=config,
             **keywords,
         )
-        # The last axis of matrices is the features; statistics have no such axis.
+        # y and next_residual [rows, D] get x's shape; statistics [rows] get it without the axis D.
         return tuple(
             None if result is None else result.reshape(x.shape[: x.ndim - (2 - result.ndim)])
             for result in results[:4]

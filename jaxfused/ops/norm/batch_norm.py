@@ -204,7 +204,7 @@ def run(
 def _why_xla(
     x: jax.Array, training: bool, axis_name: Hashable, mask: jax.Array | None
 ) -> str | None:
-    """Returns why only XLA can run the call, whatever its shape, or None."""
+    """Returns why no kernel can run this call at any shape, so that XLA does, or None."""
     if not training:
         return "with mean and var it is arithmetic of single values, which XLA fuses by itself"
     if axis_name is not None:
@@ -261,7 +261,7 @@ def _results_and_residuals(
         forward = group_norm.Forward(options, save_statistics=True, save_variance=True)
         y, mean, rstd, var = run(forward, x, residual, scale, bias)
     else:
-        # Given statistics leave only elementwise arithmetic, which XLA fuses by itself.
+        # With mean and variance given, the norm is elementwise, which XLA fuses into one pass.
         mean, var = (a.astype(jnp.float32)[None] for a in statistics)
         rstd = jax.lax.rsqrt(var + options.epsilon)
         y = _normalised(options, x, residual, scale, bias, mean, var)
@@ -270,7 +270,7 @@ def _results_and_residuals(
 
 
 def _normalised(options: group_norm.Options, x, residual, scale, bias, mean, var) -> jax.Array:
-    """Normalises images [1, ..., C, 1] by statistics [1, C]."""
+    """Normalises x [1, ..., C, 1] (the batch as one image, each channel a group) by mean, var [1, C]."""
     scale, bias, residual = (None if a is None else a[..., 0] for a in (scale, bias, residual))
     statistics = mean[0], var[0]
     y = batch_norm_xla.norm(
@@ -288,7 +288,7 @@ def _normalised(options: group_norm.Options, x, residual, scale, bias, mean, var
 def _norm_bwd(
     run: Runner, options: group_norm.Options, rectified: bool, saved: _Residuals, cotangents
 ):
-    # Statistics that go only into running averages have symbolic zeros as cotangents.
+    # Cotangents of mean and var are symbolic zeros if the statistics only update running averages.
     without = all(isinstance(cotangent, SymbolicZero) for cotangent in cotangents[1:])
     dy, dmean, dvar = (
         jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents

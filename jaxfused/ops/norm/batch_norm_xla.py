@@ -115,7 +115,8 @@ def row_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _mean_of_rows(values: jax.Array) -> jax.Array:
     """Returns the mean [C] of values [rows, C].
 
-    512 to 4,096 rows are summed in parts (`parts_of`), because XLA would use only a few SMs.
+    512 to 4,096 rows are split into parts (`parts_of`), which are summed separately: XLA's single sum
+    would use only a few SMs.
     """
     rows, columns = values.shape
     parts = parts_of(rows, columns)
@@ -151,14 +152,14 @@ def norm(
 def _finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: str | None
 ) -> jax.Array:
-    """Adds bias and residual, and applies the activation."""
+    """Returns activation(y + bias + residual) for y, residual [..., C] and bias [C]."""
     y = y if bias is None else y + along_last_axis(bias, y)
     y = y if residual is None else y + residual.astype(y.dtype)
     return activate(activation, y)
 
 
 def channel_factor(scale: jax.Array | None, var: jax.Array, epsilon: float) -> jax.Array:
-    """Returns batch_norm's factor for each channel, in `var`'s dtype."""
+    """Returns scale / sqrt(var + epsilon) [C] in var's dtype, batch_norm's factor of x - mean."""
     factor = jax.lax.rsqrt(var + epsilon)
     return factor if scale is None else factor * scale.astype(var.dtype)
 

@@ -216,7 +216,7 @@ def _validate(x, scale, bias, image_scale, image_shift, residual, num_groups, gr
 
 
 def _modulated(x, scale, bias, image_scale, image_shift):
-    """Returns scale and bias, [C] or [B, C], with each image's modulation folded in."""
+    """Returns scale and bias, [C] or [B, C], times 1 + image_scale; bias also plus image_shift."""
     dtype = accumulator_dtype(x.dtype)
     scale, bias, image_scale, image_shift = (
         None
@@ -254,7 +254,7 @@ class _Residuals(NamedTuple):
     residual: jax.Array | None
     """Residual, or y if the activation is relu, whose mask follows from y; None if not needed."""
     residual_like: jax.Array | None
-    """Array without elements that has the residual's dtype."""
+    """Array without elements, whose dtype is that of dresidual; None without a residual."""
     mean: jax.Array
     """Mean [B, G] in float32."""
     rstd: jax.Array
@@ -311,10 +311,10 @@ def through_relu(
     residual: jax.Array | None,
     residual_like: jax.Array | None,
 ) -> tuple[Options, jax.Array, jax.Array | None, jax.Array | None]:
-    """Applies a relu's mask to dy before the backward; returns its (options, dy, residual, dresidual).
+    """Returns (options, dy, residual, dresidual) for the backward, with the relu's mask applied to dy.
 
-    XLA fuses the gradient of the relu with the sum that usually makes dy. The kernel then reads one
-    array less in each pass, and the masked dy is the residual's gradient.
+    XLA fuses the mask with the sum of gradients that usually makes dy. The kernel then reads dy and x,
+    but not y, and the masked dy is also dresidual.
     """
     if rectified and residual_like is not None:
         return replace(options, activation=None), dy, None, dy
@@ -380,7 +380,10 @@ class Forward:
         return group_norm_regimes.rule(self.options.op, able, x, backward=False)
 
     def _slab(self, device, x, residual) -> group_norm_slab_cuda.Config | None:
-        """Returns the config of the kernel that keeps x in shared memory, or None if it is slower."""
+        """Returns the config of the kernel that keeps x in shared memory, or None if it is slower.
+
+        x and residual are [B, pixels, groups, channels of a group].
+        """
         images, pixels, groups, size = x.shape
         shape = (images, pixels, groups * size, x.dtype.itemsize)
         config = group_norm_slab_cuda.config_for(
@@ -565,7 +568,7 @@ class Backward:
 
 
 def _channels_last(array: jax.Array | None) -> Any:
-    """Merges groups with their channels; a shared parameter gets an axis of images of size 1."""
+    """Merges the last axes [groups, S] into one; a parameter [groups, S] also gets axis B of size 1."""
     if array is None:
         return None
     leading = array.shape[:-2] or (1,)
@@ -634,11 +637,11 @@ def _time_of_passes(device: dispatch.Device, x: Any, *, arrays: int, residual: b
 
 
 _MEGABYTE = 0.25
-"""Microseconds to read a megabyte of the residual."""
+"""Microseconds that a residual adds to the forward, per megabyte of it."""
 
 
 def why_few(values: Any) -> str | None:
-    """Returns why XLA runs a norm over this few values unless a kernel is named, or None."""
+    """Returns why XLA runs a norm of `values` values unless the caller names a kernel, or None."""
     if not is_few(values):
         return None
     return f"it is over {values} values, of which XLA's own gradient is the most exact"

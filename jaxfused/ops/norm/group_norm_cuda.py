@@ -1,8 +1,8 @@
 """group_norm by the CUDA kernels of ffi/norm/group_norm_fwd.cu and ffi/norm/group_norm_bwd.cu.
 
-The first pass sums slices of an image, and the second writes. The passes may go over chunks of images
-that fit the L2: a launch then runs the second pass of one chunk and the first pass of the next. If
-images fit into the shared memory of a Hopper GPU, one launch does both passes and reads them once.
+The first pass sums slices of an image's pixels, and the second writes y. The passes may run over chunks
+of images that fit the L2 cache: a launch then runs the second pass of one chunk and the first pass of
+the next. If images fit into a Hopper GPU's shared memory, one launch runs both passes and reads x once.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxfused.runtime import cuda_library
 
 MAX_PIXELS = 2**30
 _THREADS = 512
-"""Threads of a block, unless one pixel has more vectors."""
+"""Threads of a thread block, unless one pixel has more than 512 vectors of channels."""
 _MAX_THREADS = 1024
 
 
@@ -30,9 +30,9 @@ class Config:
     slices: int
     """Slices of an image's pixels; one thread block reads one slice."""
     chunk: int
-    """Images of one launch, or images in flight at a time if each is read once."""
+    """Images of one launch; if `once`, the images that thread blocks work on at a time."""
     once: bool = False
-    """True if a slice stays in shared memory between the passes: group_norm_single_pass.cuh."""
+    """True if a slice stays in shared memory between the two passes (group_norm_single_pass.cuh)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slices <= 65536:
@@ -89,38 +89,40 @@ def why_unsupported(
 # --- configs --------------------------------------------------------------------------------------
 
 _CACHED_BYTES = 28e6
-"""Bytes that a pass reads and the next pass still finds in the L2."""
+"""Most bytes read by one pass that the next pass still finds in the L2 cache."""
 _MOST_SUMS = 4096
-"""Most partial sums of an image (slices * groups) that every block merges; more are merged by
-a separate kernel.
+"""Most partial sums of an image (slices * groups) that every block of the second pass merges itself;
+more are merged by a separate kernel between the passes.
 """
 _LAUNCH = 7.0
-"""Microseconds of a launch, including its first loads and a block's sums."""
+"""Microseconds of a launch of one pass, including a block's first loads and the sums of its threads."""
 _MERGE_LAUNCH = 3.5
 _ROUND = 2.0
 """Microseconds of each wave of blocks after the first."""
 _TERABYTES_A_SECOND = 4.1
 _CACHE_TERABYTES_A_SECOND = 10.0
-"""TB/s at which the second pass reads from the L2; its writes are counted separately."""
+"""TB/s at which the second pass reads from the L2 cache; its writes of y are counted separately."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
 _TWO_PASSES = {1: 1.07, 2: 1.16}
-"""Factor on the time of a pass's bytes, by the arrays read: instructions, not memory, limit it."""
+"""Factor on the time to move a pass's bytes, by the number of arrays read: instructions limit the pass,
+not memory."""
 _CHUNK_GAIN = 0.9
 """Largest ratio of the time in several chunks to that in one chunk at which several are chosen."""
 
 _ONCE_LAUNCH = 7.4
-"""Microseconds of a launch: its start, its first loads, and the wait for the last image's sums."""
+"""Microseconds of a single-pass launch: start, first loads, and the wait for the last image's sums."""
 _ONCE_TERABYTES_A_SECOND = {1: 3.0, 2: 2.2}
-"""TB/s by the number of arrays read. With two, instructions take longer than the memory."""
+"""TB/s of the single pass, by the number of arrays read. With two, instructions are the limit."""
 _ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
 _ONCE_SUM = 0.7e-3
-"""Microseconds to merge one sum of an image, while the block already works on other images."""
+"""Microseconds to merge one partial sum of an image, while the block already loads other images."""
 _ONCE_IMAGE, _ONCE_ROUND = 1.5, 0.3
-"""Least microseconds from one image of a block to its next, and microseconds that each wave adds."""
+"""Least microseconds that a block takes for an image, and microseconds that each wave of blocks adds."""
 _ONCE_ALONE = 3.0
 """Microseconds that a block with a single image waits for the sums of the image's other blocks."""
 _ONCE_BYTES = 140 * 1024
-"""Largest number of bytes of a slice. The rest of shared memory holds sums and data in flight."""
+"""Most bytes of a slice in the single pass. The rest of a block's shared memory holds sums and pending
+loads."""
 _ONCE_PIXEL_BYTES = 2048
 """Largest number of bytes of a pixel's channels in the single-pass kernel; a thread sums 16 of them."""
 _ONCE_GROUPS = 512
@@ -140,7 +142,7 @@ def reads_once(compute_capability: tuple[int, int] | None) -> bool:
 def _configs_once(
     images: int, pixels: int, pixel_bytes: int, kept: int, groups: int, multiprocessors: int
 ) -> list[Config]:
-    """Returns the configs that read images once and keep `kept` arrays on chip; none if `kept` is 0."""
+    """Returns the single-pass configs, which hold `kept` arrays in shared memory; [] if `kept` is 0."""
     fits = pixel_bytes % 16 == 0 and pixel_bytes <= _ONCE_PIXEL_BYTES and groups <= _ONCE_GROUPS
     if not kept or not fits:
         return []
@@ -168,8 +170,8 @@ def candidates(
 ) -> list[Config]:
     """Returns configs for x [images, pixels, channels], the best guess first.
 
-    Both passes read `arrays` of that shape: x, the residual, and dy in the backward. Kernels that read
-    images once keep `kept` of the arrays on chip; with 0 there is no such kernel.
+    Both passes read `arrays` of that shape: x, the residual, and dy in the backward. Single-pass
+    kernels hold `kept` of the arrays in shared memory; with 0 there is no such kernel.
     """
     shape = (images, pixels, channels, itemsize, arrays)
     image_bytes = arrays * pixels * channels * itemsize
@@ -224,8 +226,8 @@ def microseconds(
         of_blocks = count * rounds * slice_bytes / _BLOCK_TERABYTES_A_SECOND
         return max(of_all, of_blocks) / 1e6
 
-    # A block that has a whole image reads it twice in a row, so the L2 holds only the images of running
-    # blocks.
+    # A block with a whole image reads it twice in a row. The L2 cache then need hold only the images of
+    # blocks that run at the time, not a whole chunk.
     whole = config.slices == 1
     live = running * slice_bytes if whole else chunk * image_bytes
     again = min(1.0, _CACHED_BYTES / max(1, arrays * live))
@@ -236,8 +238,8 @@ def microseconds(
     time *= _TWO_PASSES[min(arrays, 2)]
     if whole:
         return time + _LAUNCH
-    # The first pass writes sums of slices. A kernel between the passes merges them, or every block of
-    # the second pass does.
+    # The first pass writes a sum for each slice and group. They are merged by a kernel between the
+    # passes, or else by every block of the second pass.
     apart = config.slices * groups > _MOST_SUMS
     readers = 1 if apart else config.slices
     sums = 8 * images * config.slices * groups * (1 + readers)
@@ -335,7 +337,7 @@ def call_forward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Calls a forward's FFI handler on x [B, pixels, C]; returns (y, mean, rstd, variance).
 
-    `scratch` are arrays through which its blocks exchange data; `attributes` are its launch parameters.
+    `scratch` are arrays through which thread blocks exchange sums; `attributes` are launch parameters.
     """
     cuda_library.register()
     x, *others = operands
@@ -410,7 +412,8 @@ def backward(
 
     shared = all(a is None or a.shape[0] == 1 for a in (scale, bias))
     rows = 1 if shared and not per_image else images
-    # In a single pass, a block adds the gradients of shared parameters over all of its images.
+    # In the single pass, a block adds up dscale and dbias over all of its images if the images share
+    # the parameters.
     keeps_sums = config.once and (rows == 1 or (scale is None and bias is None))
     call = jax.ffi.ffi_call(
         "jaxfused_group_norm_backward",

@@ -11,9 +11,10 @@ from typing import Any
 from jaxfused.runtime.estimate import KERNELS, MEGABYTE, Rule
 
 _SUMMED_IN_A_LOOP = 128
-"""Rows of a batch_norm up to which XLA is faster, forward and backward: a few threads sum in a loop."""
+"""Rows [rows, C] of a batch_norm up to which XLA is faster, forward and backward, because a few of its
+threads sum each channel in a loop."""
 _SMALL = {"group_norm": 0.5, "batch_norm": 0.35}
-"""Megabytes of x up to which XLA is faster, because its kernels start sooner."""
+"""Megabytes of x up to which XLA is faster than the CUDA kernels, because its kernels start sooner."""
 _RATHER_SMALL, _WIDE_GROUP, _FEW_IMAGES = 3.2, 256, 4
 """Megabytes of x up to which XLA is faster: in the forward of groups of at least _WIDE_GROUP channels,
 and in group_norm's backward of at most _FEW_IMAGES images, whose sums CUDA C has to merge."""

@@ -22,7 +22,8 @@ _MOST_VECTORS = 64
 _SHARED_BYTES = 227 * 1024
 """Bytes of shared memory of a block on a Hopper GPU."""
 _FEWEST_PIXELS = 32
-"""Fewest pixels of a part. The part's mean must be near the image's, to avoid cancellation."""
+"""Fewest pixels of a part. With fewer, the part's mean may lie far from the image's, and merging the
+parts' variances would lose bits by cancellation."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Config:
     vectors: int
     """Vectors of 16 bytes in a pixel of a slab."""
     parts: int
-    """Parts of an image's pixels; each is one block."""
+    """Parts into which an image's pixels are split; a thread block has one part of one slab."""
 
 
 def config_for(
@@ -60,7 +61,7 @@ def config_for(
 def candidates(
     images: int, pixels: int, channels: int, itemsize: int, *, groups: int, multiprocessors: int
 ) -> list[Config]:
-    """Returns all configs whose slabs fit into shared memory."""
+    """Returns the configs for x [images, pixels, channels] whose slabs fit into shared memory."""
     vector = cuda_library.VECTOR_BYTES // itemsize
     found = []
     for vectors in range(1, _MOST_VECTORS + 1):
@@ -81,7 +82,7 @@ def _line_sums(config: Config) -> int:
 
 
 def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
-    """Returns the shared bytes of a block: sums of its threads, statistics, and its slab of x."""
+    """Returns a block's bytes of shared memory: sums of its threads, statistics, and its slab of x."""
     columns = config.vectors * cuda_library.VECTOR_BYTES // itemsize
     lines = THREADS // config.vectors
     steps = math.ceil(math.ceil(pixels / config.parts) / lines)
@@ -97,13 +98,14 @@ _WAIT, _WAIT_FOR_PART = 1.0, 0.015
 _MERGED, _SUMMED = 4.5e-4, 0.1
 """Microseconds to merge a sum of another block, and to add up one of the block's own sums."""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
-"""Memory rates in TB/s: of independent blocks, and of blocks that wait for each other."""
+"""TB/s of memory: for blocks with all pixels of an image, and for blocks that wait for others' sums."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
 _RESIDUAL = 2.2
-"""Cost of the residual's bytes relative to those of x, because the result waits for them after the
-statistics."""
+"""Time of a residual's bytes relative to x's. It is above 1 because they are read after the statistics,
+when the result waits for them."""
 _SHORT = {True: ((2, 2.0),), False: ((2, 2.8), (4, 1.2))}
-"""By whether x is small: (vectors, factor on the transfer time of slabs with fewer vectors)."""
+"""For x of at most _SMALL_BYTES (True) and larger: (vectors, factor on the transfer time of slabs with
+fewer vectors of 16 bytes in a pixel)."""
 _SMALL_BYTES = 4e6
 """Bytes of x up to which the L2 delivers runs of two vectors (32 bytes) as fast as longer runs."""
 
@@ -119,7 +121,7 @@ def microseconds(
     groups: int,
     residual: bool = False,
 ) -> float:
-    """Returns the expected microseconds of the kernel."""
+    """Returns the expected microseconds of the kernel for x [images, pixels, channels]."""
     slabs = channels * itemsize // (cuda_library.VECTOR_BYTES * config.vectors)
     blocks = images * slabs * config.parts
     size = images * pixels * channels * itemsize

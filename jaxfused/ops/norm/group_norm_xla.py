@@ -15,12 +15,12 @@ from jaxfused.runtime.product_xla import parts_of_rows
 from jaxfused.runtime.promotion import accumulator_dtype
 
 STATISTICS = "jaxfused_statistics"
-"""Name of a norm's statistics for the policies of `jax.checkpoint`."""
+"""Name that `checkpoint_name` gives a norm's statistics, for policies of `jax.checkpoint`."""
 
 save_statistics = functools.partial(
     jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(STATISTICS)
 )
-"""Wraps a norm so that its backward keeps the inputs and statistics, not the normalised x in float32."""
+"""Wraps a norm so that its forward saves the inputs and statistics, not the normalised x in float32."""
 
 
 def saving_statistics(values: Any) -> Callable[..., Any]:
@@ -86,7 +86,8 @@ def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
 def statistics_in_one_pass(groups: jax.Array, epsilon: float) -> Statistics:
     """Returns the statistics of [B, pixels, groups, channels] in one pass, which has no gradient."""
     images, pixels, num_groups, size = groups.shape
-    # Up to _FEW_IMAGES images have too few groups to occupy a GPU, so each group is summed in parts.
+    # Up to _FEW_IMAGES images have too few groups to fill a GPU with one sum each, so the pixels of each
+    # group are summed in parts.
     parts = parts_of(pixels, images * num_groups) if images <= _FEW_IMAGES else 1
     near = groups[:, pixels // 2, :, size // 2]
     mean, variance = shifted_moments(
@@ -154,7 +155,7 @@ def gradient(
     flat = normalised.reshape(x.shape)
     _, slope = value_and_slope(activation, _affine(flat, residual, scale, bias))
     dz = dy.astype(slope.dtype) * slope
-    # The sums over groups and the gradients of the parameters both come from these sums.
+    # These sums [B, C] give both dscale and dbias, and the sums over groups that dx needs.
     dscale, dbias = _sums_over_pixels(dz * flat, dz)
     size = centered[0].size // num_groups
 
@@ -182,8 +183,8 @@ def gradient(
 def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the sums [B, C] over the pixels of each array [B, ..., C].
 
-    The barrier keeps XLA from fusing the sums over images or groups into these, which would leave few
-    results and so few thread blocks. Few images and channels are summed in parts for the same reason.
+    The barrier keeps XLA from fusing later sums over images or groups into these sums: fewer results
+    would get fewer thread blocks. For the same reason few images and channels are summed in parts.
     """
     images, *sides, channels = arrays[0].shape
     pixels = math.prod(sides)
@@ -213,7 +214,7 @@ def _affine(
     scale: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Applies scale and bias, and adds the residual."""
+    """Returns y * scale + bias + residual for y, residual [B, ..., C], scale and bias [C] or [B, C]."""
     if scale is not None:
         y = y * _along_channels(scale, y)
     if bias is not None:

@@ -231,7 +231,7 @@ def _quantized(
             return quantized_norm.run(
                 options, x, scale, bias, residual, pre_bias, row_dtype, implementation
             )
-        # XLA fuses the quantisation with its norm; a kernel's norm would write y in between.
+        # XLA fuses the quantisation into its own norm; after a kernel's norm it would read y again.
         implementation = implementation or "xla"
     output: Any = _run(options, x, scale, bias, images, residual, pre_bias, None, implementation)
     return quantized_norm.of_output(output, row_dtype, implementation)
@@ -264,7 +264,7 @@ def _validate(options, x, scale, bias, images, residual, pre_bias) -> None:
 
 
 def _of_groups(*parameters: Any) -> bool:
-    """Returns whether scale or bias has several axes, which are then the last axes of x."""
+    """Returns whether scale or bias has several axes, one for each of the last axes of x."""
     return any(array is not None and array.ndim > 1 for array in parameters)
 
 
@@ -412,7 +412,8 @@ class _Forward:
             matrix, scale, bias, residual, pre_bias, **self.options.keywords()
         )
         if self.save_statistics and not shares:
-            # XLA computes y in one kernel only if nothing else reads its statistics: recompute them.
+            # XLA computes y in one kernel only if nothing else reads the statistics within it. So those
+            # that are saved are computed again, behind a barrier.
             total, vector = (matrix, pre_bias) if next_residual is None else (next_residual, None)
             mean, rstd = layer_norm_xla.statistics(
                 jax.lax.optimization_barrier(total),
@@ -432,9 +433,9 @@ class _Forward:
 def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
     """Returns [..., D] as [rows, D]; with `tiled`, XLA's norm reads several rows at a time.
 
-    XLA's norm reads several rows at a time only if their number divides the operand's last axis but one.
-    With 197 there it reads single rows, which takes three times as long. The barrier keeps XLA from
-    undoing the merge of axes.
+    XLA's norm reads several rows at a time only if that number divides the length of the operand's last
+    axis but one. For 197 rows there it reads one at a time, which takes three times as long. The barrier
+    keeps XLA from undoing the merge of axes.
     """
     matrix = array.reshape(-1, array.shape[-1])
     if not tiled or array.ndim <= 2 or array.shape[-2] % _ROWS_OF_A_TILE == 0:
@@ -443,7 +444,7 @@ def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
 
 
 _ROWS_OF_A_TILE = 16
-"""Largest number of (narrow) rows that a block of XLA's norm reads at a time."""
+"""Most rows that a thread block of XLA's norm reads at a time, if the rows are narrow."""
 
 
 @dataclass(frozen=True)
@@ -598,4 +599,4 @@ def _norm_like(options, x, has_residual, vectors) -> layer_norm_regimes.Norm:
 
 
 _REGISTER_VECTORS = 2
-"""Vectors [D] that the CUDA kernels hold in registers; with a third they take a sixth longer."""
+"""Vectors [D] that the CUDA kernels hold in registers; they take a sixth longer if they read a third."""

@@ -1,8 +1,9 @@
 """layer_norm and rms_norm by the CUDA kernels of ffi/norm/layer_norm_*.cu.
 
 Forward and backward each have a kernel for few rows, limited by memory latency, and one for many rows,
-where a ring buffer in shared memory feeds teams of threads, one row at a time. Misaligned rows are read
-in tiles of consecutive rows; long ones, in the backward, as the aligned 16-byte vectors around them.
+where a ring buffer in shared memory feeds teams of threads (a team computes one row at a time). Rows
+that do not start at multiples of 16 bytes are read in tiles of consecutive rows; long ones, in the
+backward, as the aligned 16-byte vectors around them.
 """
 
 import functools
@@ -28,7 +29,7 @@ class ForwardConfig:
     residual, pre_bias and activation.
     """
     threads: int = 128
-    """Largest number of threads of a block. Fewer warps exchange their sums in less time."""
+    """Most threads of a thread block. Fewer warps exchange the sums of a row in less time."""
     run: int = -1
     """Consecutive rows of each team of threads; 0 for alternate rows, -1 if the kernel chooses.
     """
@@ -53,7 +54,7 @@ class BackwardConfig:
     threads: int = 512
     """Largest number of threads of a block."""
     blocks: int = 1
-    """Largest number of blocks per SM. Each block sums over its own rows."""
+    """Most thread blocks per SM. Each block writes its own partial sums of the parameters' gradients."""
 
     def __post_init__(self) -> None:
         if not 32 <= self.threads <= 512 or self.threads % 32:
@@ -86,7 +87,7 @@ def forward_candidates(
     `matrices` arrays of that shape are read (2 with a residual) and `vectors` of [features].
     """
     if features * itemsize % 16:
-        # Misaligned rows have a kernel without launch parameters.
+        # The kernel for rows that do not start at multiples of 16 bytes has no launch parameters.
         return [ForwardConfig()]
     is_plain = matrices == 1 and vectors <= 2
     is_held = features <= (2 if is_plain else 1) * FEW_ROWS_FEATURES
@@ -129,10 +130,10 @@ def why_unsupported(
     segments: int = 1,
     round_before_scale: bool = False,
 ) -> str | None:
-    """Returns None if forward and backward can run, else the reason.
+    """Returns None if forward and backward can run on x [rows, features], else the reason.
 
-    The shapes are those that the kernels see: of one shard, with all entries that a `vmap` folds into
-    the rows. Each entry is one of the backward's `segments`.
+    The rows are those of one shard, and of all entries of a `jax.vmap`. Each entry is one of the
+    backward's `segments`.
     """
     if reason := cuda_library.why_unfit(compute_capability, dtype, residual_dtype):
         return reason

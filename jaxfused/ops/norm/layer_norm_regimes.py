@@ -1,6 +1,7 @@
 """Rules for which implementation of a norm over rows is faster, by bytes, rows and alignment.
 
-A kernel of this package starts later than XLA's, and moves the bytes of wide aligned rows faster. The
+A kernel of this package starts later than XLA's, and moves the bytes of wide rows faster if they start
+at multiples of 16 bytes ("aligned"). The
 thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
 judges a change of them); `jaxfused.tune` measures what they leave open.
 """
@@ -43,7 +44,7 @@ class Norm:
     residual: bool
     subtract_mean: bool
     is_plain: bool = True
-    """True if the CUDA kernels are compiled for the activation, and read at most two vectors."""
+    """True if the CUDA kernels are compiled for the activation, and read at most two vectors [D]."""
 
     @property
     def megabytes(self) -> float:
@@ -52,7 +53,7 @@ class Norm:
 
     @property
     def forward_megabytes(self) -> float:
-        """Megabytes of x, y and both residuals."""
+        """Megabytes of x and y, and of residual and next_residual if there are."""
         return (1 + self.residual) * self.megabytes
 
     @property
@@ -76,7 +77,7 @@ class Norm:
 
     @property
     def is_small(self) -> bool:
-        """True for a small RMSNorm, whose XLA program ends before a kernel of ours starts."""
+        """True for an RMSNorm so small that XLA's kernel ends before one of this package has started."""
         few = self.rows == 1 or (not self.aligned and self.megabytes <= _LITTLE_MISALIGNED)
         return few and not self.subtract_mean
 
@@ -136,7 +137,7 @@ def of_images(norm: Norm, able: Collection[str], *, alone: bool = False) -> Rule
 
 
 def backward_shares(norm: Norm, *, has_pallas: bool) -> bool:
-    """Returns whether XLA runs the backward too, which reads statistics of XLA's forward."""
+    """Returns whether XLA will also run the backward, reading statistics that XLA's forward computes."""
     return not norm.subtract_mean and _backward_is_xla(norm, has_pallas=has_pallas)
 
 

@@ -38,7 +38,7 @@ def norm(
     size 1 are broadcast.
 
     Arithmetic is in float32 (float64 for float64 inputs). The norm reads the next residual after its
-    rounding, so that a backward that saved it sees exactly the numbers of the forward.
+    rounding, so that a backward that reads the saved next residual sees the same numbers.
     """
     return norm_and_statistics(
         x,
@@ -135,10 +135,10 @@ def statistics(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _converted(total: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Converts to `dtype` once each for values, mean and variance, which lets XLA fuse the norm.
+    """Returns three copies of `total` [..., D] in `dtype`: for the values, the mean and the variance.
 
-    The gradient is the remainder of a cancellation between the three, so it is summed in `dtype` and
-    rounded to the dtype of `total` once.
+    With separate conversions XLA fuses the norm. The gradients of the three nearly cancel, so they are
+    added in `dtype`, and their sum is rounded to the dtype of `total` once.
     """
     return total.astype(dtype), total.astype(dtype), total.astype(dtype)
 
@@ -153,9 +153,9 @@ def _converted_jvp(dtype, primals, tangents):
 def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array:
     """Returns total + residual, rounded once to the residual's dtype.
 
-    On a GPU the sum is computed in that dtype, as in models, so that XLA's norm reads rounded numbers.
-    Elsewhere the rounding is a separate operation: XLA drops a conversion to fewer bits and back, so the
-    statistics would be those of unrounded numbers, which the backward does not read.
+    On a GPU the sum is computed in that dtype, so that XLA's norm reads rounded numbers. Elsewhere the
+    rounding is an operation of its own, because XLA drops a conversion to fewer bits and back: the
+    statistics would then be of unrounded numbers, but the backward reads rounded ones.
     """
 
     def rounded(total: jax.Array, residual: jax.Array) -> jax.Array:
@@ -169,7 +169,7 @@ def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds to `dtype` but stays in the wide dtype; XLA would drop a conversion to `dtype` and back."""
+    """Rounds to `dtype` and returns the wide dtype; XLA would drop a conversion to `dtype` and back."""
     bits, widest = jnp.finfo(dtype), jnp.finfo(wide.dtype)
     if bits.nmant >= widest.nmant:
         return wide
@@ -275,8 +275,8 @@ def gradients(
         projection = _mean(dnormalised * normalised, names)
         dh = dnormalised - normalised * projection - _mean(dnormalised, names)
     else:
-        # rstd multiplies after the mean, so that this sum over features does not depend on rstd's sum,
-        # and XLA can compute both in one kernel.
+        # The mean is taken before the factor rstd. So this sum over features does not wait for the sum
+        # that gives rstd, and XLA can compute both in one kernel.
         projection = _mean(dnormalised * u, names) * rstd[..., None]
         dh = dnormalised - normalised * projection
     dh = dh * rstd[..., None] * slope_of_pre_activation

@@ -1,7 +1,7 @@
 """Mean and variance in one pass over the values, for norms over images in XLA.
 
-With the deviations d from a number near the mean, the variance is mean(d^2) - mean(d)^2. The number near
-the mean is one of the values, which XLA reads in the same kernel. If it lies k standard deviations from
+With the deviations d from a number near the mean, the variance is mean(d^2) - mean(d)^2. That number
+is one of the values, which XLA reads in the same kernel. If it lies k standard deviations from
 the mean, cancellation costs log2(k^2) of float32's 24 bits, and k^2 is at most the number of values.
 """
 
@@ -44,8 +44,8 @@ def is_few(values: Any) -> bool:
 def normalised_pairs(x: jax.Array, axis: int, epsilon: float) -> jax.Array:
     """Normalises pairs of values along `axis`.
 
-    Each value lies half of their difference above or below the mean. The gradient's terms along the mean
-    and the deviations cancel, except for one proportional to `epsilon`, which is computed directly.
+    Each value lies half of the pair's difference above or below its mean. In a norm's gradient all terms
+    cancel for pairs, except for one proportional to `epsilon`, which is computed directly.
     """
     return _normalised_deviation(epsilon, (x - jnp.flip(x, axis)) / 2)
 
@@ -63,21 +63,24 @@ def _normalised_deviation_jvp(epsilon, primals, tangents):
 
 
 _FEW = 512, 4096
-"""Range of rows that are summed in parts. XLA splits more rows itself; for fewer, another
-kernel takes longer than it saves."""
+"""Fewest and most rows that are summed in parts. XLA splits more rows itself; for fewer, the second
+kernel that adds up the parts takes longer than they save."""
 _MANY_COLUMNS = 1024
-"""Columns from which their sums occupy all SMs without splitting the rows."""
+"""Number of columns from which the sums over rows occupy all SMs without splitting the rows."""
 _FEW_VALUES = 2**17
 """Fewest values that are summed in parts; fewer take less time than the start of further kernels."""
 
 
 def parts_of(rows: int, columns: int) -> int:
-    """Returns the parts in which rows are summed; 1 if XLA splits rows itself or sums are short."""
+    """Returns the number of parts in which the rows of [rows, columns] are summed; 1 for no split."""
     if not _FEW[0] <= rows <= _FEW[1] or columns >= _MANY_COLUMNS or rows * columns < _FEW_VALUES:
         return 1
     return next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
 
 
 def settled(statistics: Sequence[jax.Array], parts: int) -> Sequence[jax.Array]:
-    """Returns statistics behind a barrier, so that XLA does not recompute them for each value."""
+    """Returns statistics that were summed in several parts behind a barrier, others unchanged.
+
+    Without the barrier XLA would add up the parts again for each value that it normalises.
+    """
     return jax.lax.optimization_barrier(statistics) if parts > 1 else statistics

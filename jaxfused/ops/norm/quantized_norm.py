@@ -36,7 +36,7 @@ def is_one_pass(implementation: str | None, device: dispatch.Device, x, residual
 
 
 def of_output(output: Output, dtype: str, implementation: str | None) -> QuantizedOutput:
-    """Returns a norm's output with its y quantised."""
+    """Returns the norm's output, y [..., D] or (y, next_residual), with y quantised row by row."""
     y, next_residual = output if isinstance(output, tuple) else (output, None)
     q = quantize_rows(jax.lax.stop_gradient(y), dtype, implementation)
     return q if next_residual is None else (q, next_residual)
@@ -52,7 +52,7 @@ def run(
     dtype: str,
     implementation: str | None,
 ) -> QuantizedOutput:
-    """Computes norm and quantisation in one pass; the caller has validated the arguments."""
+    """Normalises and quantises x [..., D] in one kernel; the caller has validated the arguments."""
     device = dispatch.current_device(x, residual)
     axes = sharding.leading_axes(x.ndim - 1) + "d"
     operands = sharding.align(
@@ -80,7 +80,7 @@ def _norm_fwd(run: Runner, options: NormOptions, dtype: str, x, residual, scale,
 
 
 def _norm_bwd(run: Runner, options: NormOptions, dtype: str, saved, cotangents):
-    """Returns the gradients of x, residual and pre_bias through their sum, the next residual.
+    """Returns the gradients of x, residual and pre_bias: those of their sum, the next residual.
 
     The quantised values have no gradient.
     """
