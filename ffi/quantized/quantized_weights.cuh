@@ -183,7 +183,8 @@ struct WarpWeights {
     __device__ __forceinline__ Row(uint32_t shared, int row, int lane)
         : shared_(shared), row_(row), q_(lane % 4) {
       if constexpr (kWeights == Weights::kInt4) {
-        // Loads the words of all chunks at once: one chunk's words lie in 8 of the 32 banks.
+        // One 16-byte load for the words of all chunks. Loads chunk by chunk would have bank
+        // conflicts, as a warp's words of one chunk lie in only 8 of the 32 banks.
         const uint4 all = load_shared_16(shared + place(row, q_));
         words_[0] = all.x, words_[1] = all.y, words_[2] = all.z, words_[3] = all.w;
       }

@@ -112,7 +112,7 @@ class Einsum(nnx.Einsum):
           out_sharding: as in Flax.
 
         Raises:
-          ValueError: a named kernel in a call that only Flax's code can serve.
+          ValueError: `implementation` names a kernel, but only Flax's code can serve the call.
         """
         inputs = jnp.asarray(inputs)
         kernel = self.kernel[...]

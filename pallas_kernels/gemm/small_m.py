@@ -103,8 +103,8 @@ class FewRows:
     """The epilogue, a function of tiles [8, tile_n] of products and operands. It returns a dict of the
     outputs' tiles or, if `piece` is not 0, of each tile's pieces."""
     vectors: Mapping[str, jax.ShapeDtypeStruct]
-    """Vectors [N]; or of any other width, the same for all blocks of columns; or [segments, width], a
-    row for each of `segments`."""
+    """Vectors [N], of which a CTA reads its own columns; or [W] with W != N, of which every CTA reads
+    the same first columns; or [segments, N or W], of which it reads the row of its columns' segment."""
     matrices: Mapping[str, jax.ShapeDtypeStruct]
     """Matrices [M, N]; or [P, W], the same for all blocks of columns, whose row m % P is for row m."""
     outputs: Mapping[str, Any]
