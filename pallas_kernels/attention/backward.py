@@ -72,7 +72,7 @@ def backward(
     config = config or candidates(shape, logits, multiprocessors)[0]
     blocks = (config.queries.query_block, config.keys.query_block)
     lse2, delta, dbias, dsinks = prepare(
-        operands, out, lse, dout, dlse, blocks=blocks, dbias_dtype=dbias_dtype
+        operands, out, lse, dout, dlse, logits=logits, blocks=blocks, dbias_dtype=dbias_dtype
     )
     arrays = (query, key, value, operands, lse2, delta, dout)
     written = None
@@ -147,6 +147,7 @@ def prepare(
     dout: jax.Array,
     dlse: jax.Array | None,
     *,
+    logits: Logits,
     blocks: tuple[int, ...] = (),
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
@@ -154,10 +155,14 @@ def prepare(
 
     dbias is None also for a bias that differs between keys, as its gradient takes a kernel. Kernels read
     log-sum-exp and delta of the queries in whole blocks, so both are padded to multiples of `blocks`.
+    If `logits.saves_apart`, the former is [B, N, 2 * padded T]: maxima, then log2 of the sums.
     """
-    lse2, delta = row_statistics(out, lse, dout, dlse)
-    dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
+    saved, delta = row_statistics(out, lse, dout, dlse, logits)
+    dbias, dsinks = row_gradients(operands, saved, delta, dlse)
     length = max(ceil_to(delta.shape[2], block) for block in (BIAS_GRADIENT_TILE[0], *blocks))
     fill = ((0, 0), (0, 0), (0, length - delta.shape[2]))
+    lse2, *log_sum = saved
     lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
+    if log_sum:
+        lse2 = jnp.concatenate([lse2, jnp.pad(log_sum[0], fill)], axis=2)
     return lse2, delta, None if dbias is None else dbias.astype(dbias_dtype), dsinks

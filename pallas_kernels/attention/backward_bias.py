@@ -164,7 +164,10 @@ class _BiasGradient:
         of_tile = lse2
         if shift is not None:
             of_tile = lse2 - lax.broadcast_in_dim(shift, BIAS_GRADIENT_TILE, [0])
-        p = logits.within_rows(jnp.exp2(x * logits.multiplier - of_tile), lse2)
+        log_sum = None
+        if logits.saves_apart:
+            log_sum = self.of_rows(refs.lse, tile, refs.delta.shape[2])
+        p = logits.within_rows(logits.probabilities(x, of_tile, log_sum), lse2)
         if logits.dropout_rate > 0:
             dp = logits.dropped(dp, tile, operands) * (1 / logits.keep_probability)
         gradient = p * (dp - self.of_rows(refs.delta, tile))
@@ -196,10 +199,11 @@ class _BiasGradient:
         memory.multiply_transposed(dp_acc, do, v)
         return s_acc[...], dp_acc[...]
 
-    def of_rows(self, gmem: Any, tile: Tile) -> jax.Array:
+    def of_rows(self, gmem: Any, tile: Tile, offset: int = 0) -> jax.Array:
         """Loads one number for each query of a tile and broadcasts it over the tile's keys."""
+        start = tile.query_start + offset if offset else tile.query_start
         values = plgpu.load(
-            gmem.at[tile.batch, tile.head, pl.ds(tile.query_start, BIAS_GRADIENT_TILE[0])],
+            gmem.at[tile.batch, tile.head, pl.ds(start, BIAS_GRADIENT_TILE[0])],
             layout=plgpu.Layout.WGMMA.reduce(1),
             optimized=False,
         )

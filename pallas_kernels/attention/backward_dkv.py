@@ -213,11 +213,13 @@ class _KeyGradients:
             do_smem=value.memory((do_stages,), rows, dtype),
             k_smem=head.memory((keys,), WGMMA_ROWS, dtype),
             v_smem=value.memory((keys,), WGMMA_ROWS, dtype),
-            lse_smem=plgpu.SMEM((q_stages, rows), jnp.float32),
+            lse_smem=plgpu.SMEM((self.logits.row_numbers * q_stages, rows), jnp.float32),
             delta_smem=plgpu.SMEM((do_stages, rows), jnp.float32),
             kv_full=plgpu.Barrier(num_arrivals=head.count + value.count, num_barriers=keys),
             kv_free=plgpu.Barrier(num_arrivals=readers, num_barriers=keys),
-            q_full=plgpu.Barrier(num_arrivals=head.count + 1, num_barriers=q_stages),
+            q_full=plgpu.Barrier(
+                num_arrivals=head.count + self.logits.row_numbers, num_barriers=q_stages
+            ),
             q_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=q_stages),
             do_full=plgpu.Barrier(num_arrivals=value.count + 1, num_barriers=do_stages),
             do_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=do_stages),
@@ -313,6 +315,14 @@ class _KeyGradients:
                 vector_smem.at[slot],
                 ring.full.at[slot],
             )
+        if self.logits.saves_apart:
+            slot = queries.slot(step)
+            rows = pl.ds(start + delta_gmem.shape[2], self.config.query_block)
+            plgpu.copy_gmem_to_smem(
+                lse_gmem.at[at.batch_idx, head_idx, rows],
+                cta.memory["lse_smem"].at[slot + self.config.query_stages],
+                queries.full.at[slot],
+            )
 
     # --- shared by the consumers of both kernels --------------------------------------------------
 
@@ -391,10 +401,14 @@ class _KeyGradients:
             is_partial = False
         x = logits.logits_if_masked(products, visit.tile, cta.operands, visit.extent, is_partial)
         lse_smem, layout = cta.memory["lse_smem"], visit.tile.layout.reduce(0)
-        lse2 = plgpu.load(lse_smem.at[self.slots(cta, visit)[0]], layout=layout)
+        slot = self.slots(cta, visit)[0]
+        lse2 = plgpu.load(lse_smem.at[slot], layout=layout)
         shift = logits.shift(visit.tile, cta.operands)
         of_block = lse2 if shift is None else lse2 - shift
-        p = jnp.exp2(x * logits.multiplier - lax.broadcast_in_dim(of_block, x.shape, [1]))
+        log_sum = None
+        if logits.saves_apart:
+            log_sum = visit.tile.along_queries(lse_smem.at[slot + self.config.query_stages])
+        p = logits.probabilities(x, lax.broadcast_in_dim(of_block, x.shape, [1]), log_sum)
         if logits.mask.has_query_lengths or logits.mask.query_count % self.config.query_block:
             p = logits.within_rows(p, lax.broadcast_in_dim(lse2, x.shape, [1]))
         return p, logits.derivative(products, visit.tile, cta.operands)

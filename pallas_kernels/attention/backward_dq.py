@@ -219,8 +219,10 @@ class _Rows(NamedTuple):
     step: jax.Array
     """Blocks that the CTA has processed before the first visit."""
     lse2: jax.Array
-    """Log-sum-exp of each row, in base 2."""
+    """Log-sum-exp of each row, in base 2; or its maximum, next to `log_sum`."""
     delta: jax.Array
+    log_sum: jax.Array | None
+    """log2 of each row's sum of exponentials, if `Logits.saves_apart`."""
 
 
 @dataclass(frozen=True)
@@ -337,16 +339,21 @@ class _QueryGradient:
         queries, *of_keys = self.rings(cta)
         lax.fori_loop(0, visits.skipped, functools.partial(skip_step, of_keys, step), None)
         step += visits.skipped
-        lse2, delta = (
-            plgpu.load(
+
+        def of_rows(gmem, start):
+            return plgpu.load(
                 gmem.at[at.batch_idx, at.head_idx, pl.ds(start, WGMMA_ROWS)],
                 layout=plgpu.Layout.WGMMA.reduce(1),
                 optimized=False,
             )
-            for gmem in cta.arrays[4:]
-        )
+
+        lse_gmem, delta_gmem = cta.arrays[4:]
+        lse2, delta = of_rows(lse_gmem, start), of_rows(delta_gmem, start)
+        log_sum = None
+        if self.logits.saves_apart:
+            log_sum = of_rows(lse_gmem, start + delta_gmem.shape[2])
         queries.wait(cta.wg_idx)
-        rows = _Rows(at, start, visits, step, lse2, delta)
+        rows = _Rows(at, start, visits, step, lse2, delta, log_sum)
         if self.writes_dlogits:
             self.write_zeros(cta, rows)
 
@@ -411,7 +418,8 @@ class _QueryGradient:
         x = logits.logits_if_masked(products, tile, cta.operands, at.extent, is_partial)
         shift = logits.shift(tile, cta.operands)
         of_block = rows.lse2 if shift is None else rows.lse2 - shift
-        p = jnp.exp2(x * logits.multiplier - _across(of_block, block))
+        log_sum = None if rows.log_sum is None else _across(rows.log_sum, block)
+        p = logits.probabilities(x, _across(of_block, block), log_sum)
         if logits.mask.has_query_lengths:
             p = logits.within_rows(p, _across(rows.lse2, block))
         derivative = logits.derivative(products, tile, cta.operands)

@@ -5,28 +5,35 @@ a query, and p the probability of its sink, which is 0 without a sink. Then delt
 common to the gradients of all its logits: dL_s = P_s (dP_s - delta).
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands
+from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands
 
 
 def row_statistics(
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-sum-exp in base 2 and delta, both [B, N, T] in float32, from lse [B, N, R].
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, logits: Logits
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns ([log-sum-exp in base 2], delta), all [B, N, T] in float32, from what a forward saved.
 
-    Queries that attend to nothing get a log-sum-exp of inf, which makes all their probabilities 0.
+    Queries that attend to nothing get a log-sum-exp of inf, which makes all their probabilities 0. If
+    `logits.saves_apart`, the list has the maxima instead, then log2 of the sums.
     """
     delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), dout.astype(jnp.float32))
     if dlse is not None:
         delta = delta - dlse
-    lse = lse[:, :, : delta.shape[2]]
-    return jnp.where(lse <= EMPTY_LSE, jnp.inf, lse * LOG2E), delta
+    lse, *log_sum = (
+        numbers[:, :, : delta.shape[2]] for numbers in jnp.split(lse, logits.row_numbers, axis=2)
+    )
+    lse2 = jnp.where(lse <= EMPTY_LSE, jnp.inf, lse if log_sum else lse * LOG2E)
+    return [lse2, *log_sum], delta
 
 
 def row_gradients(
-    operands: Operands, lse2: jax.Array, delta: jax.Array, dlse: jax.Array | None
+    operands: Operands, saved: list[jax.Array], delta: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns (dbias, dsinks) for sinks, and for a bias that is the same for all keys; else None.
 
@@ -37,10 +44,11 @@ def row_gradients(
     large without a sink, where the gradient is just dlse.
     """
     bias, sinks = operands.bias, operands.sinks
-    rows = jnp.zeros_like(delta) if dlse is None else jnp.where(jnp.isinf(lse2), 0.0, dlse)
+    rows = jnp.zeros_like(delta) if dlse is None else jnp.where(jnp.isinf(saved[0]), 0.0, dlse)
     dbias, dsinks = None, None
     if sinks is not None:
-        of_sinks = jnp.exp2(sinks[:, None] * LOG2E - lse2) * delta
+        exponent = functools.reduce(operator.sub, saved, sinks[:, None] * LOG2E)
+        of_sinks = jnp.exp2(exponent) * delta
         dsinks = -jnp.sum(of_sinks, axis=(0, 2))
         rows = rows + of_sinks
     if bias is not None and bias.shape[3] == 1:

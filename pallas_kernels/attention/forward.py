@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import (
-    EMPTY_LSE,
     LOG2E,
     Logits,
     Operands,
@@ -236,13 +235,13 @@ def forward(
             Role(range(config.consumers), kernel.consume),
         ),
         memory=kernel.memory(),
-        results=(*forward_results(kernel.shape, kernel.dtype), *kernel.of_shares()),
+        results=(*forward_results(kernel.shape, kernel.dtype, logits), *kernel.of_shares()),
     )
     padded = operands.padded(WGMMA_ROWS, config.key_block)
-    out, lse, *of_shares = launch((query, key, value), padded, tables)
+    out, saved, *of_shares = launch((query, key, value), padded, tables)
     if of_shares:
-        return with_shares(out, lse, *of_shares, tiles.starts_of_shared)
-    return out, lse
+        return with_shares(out, saved, of_shares[0], of_shares[1:], tiles.starts_of_shared)
+    return out, saved
 
 
 class _Rows(NamedTuple):
@@ -292,10 +291,11 @@ class _Forward:
         return memory
 
     def of_shares(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of output and log-sum-exp of shares of tiles; () without any."""
+        """Returns the shapes of output and saved numbers of shares of tiles; () without any."""
         sizes = (self.tiles.own, self.shape.batch, self.shape.heads, self.tiles.rows)
         # Registers are stored in whole blocks of columns, so the results are padded.
-        return result_of_shares(*sizes, self.value.width) + result_of_shares(*sizes)
+        of_rows = result_of_shares(*sizes) * self.logits.row_numbers
+        return result_of_shares(*sizes, self.value.width) + of_rows
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
         """Returns the circular buffers of Q (a slot for each consumer), of K and of V."""
@@ -539,8 +539,8 @@ class _Forward:
 
     def normalized(
         self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: Softmax
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Returns output and log-sum-exp with the sink; for empty rows these are 0 and EMPTY_LSE.
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns output and what is saved of the rows, with the sink; for empty rows 0 and EMPTY_LSE.
 
         Rows are empty without keys or sink, and from the query length on.
         """
@@ -556,30 +556,33 @@ class _Forward:
         if cta.operands.query_lengths is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=VECTOR)
             empty = empty | (rows.start + row >= at.extent.query_length)
-        lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
+        saved = self.logits.saved_rows(empty, maximum, total)
         numerator = 1.0 / self.logits.keep_probability
         inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
         if self.logits.has_functions and cta.operands.query_lengths is not None:
             # The caller's functions may return NaN for queries beyond a length, and 0 * NaN is NaN.
             out = [jnp.where(across(empty, block.shape), 0.0, block) for block in out]
-        return [block * across(inverse, block.shape) for block in out], lse
+        return [block * across(inverse, block.shape) for block in out], saved
 
-    def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
+    def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], saved: list[jax.Array]) -> None:
         """Stores the results of the tile's rows, clipped at the arrays' ends."""
         queries, _, _ = self.rings(cta)
         if self.of_shares():
             number = self.tiles.share(rows.at)
-            pl.when(number == 0)(lambda: self.write_rows(cta, rows, out, lse))
-            pl.when(number > 0)(lambda: self.write_share(cta, rows, number - 1, out, lse))
+            pl.when(number == 0)(lambda: self.write_rows(cta, rows, out, saved))
+            pl.when(number > 0)(lambda: self.write_share(cta, rows, number - 1, out, saved))
         else:
-            self.write_rows(cta, rows, out, lse)
+            self.write_rows(cta, rows, out, saved)
         if "out_smem" not in cta.memory:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             queries.release(cta.wg_idx)
 
-    def write_rows(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
+    def write_rows(
+        self, cta: Cta, rows: _Rows, out: list[jax.Array], saved: list[jax.Array]
+    ) -> None:
         """Stores the results of rows that have visited all their keys."""
-        out_gmem, lse_gmem = cta.results[:2]
+        out_gmem, saved_gmem = cta.results[:2]
+        length = saved_gmem.shape[2] // len(saved)
         at = rows.at
         # The copies of the previous tile may still be reading this shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -587,22 +590,29 @@ class _Forward:
         out_matrix.store(out)
         out_matrix.write(Heads(out_gmem), at.batch_idx, rows.start, at.head_idx)
 
-        def write_lse():
-            lse_gmem[at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS)] = lse
+        def write_saved():
+            for i, numbers in enumerate(saved):
+                start = rows.start if i == 0 else rows.start + i * length
+                saved_gmem[at.batch_idx, at.head_idx, pl.ds(start, WGMMA_ROWS)] = numbers
 
         # Stores from registers are not clipped at the array's end, unlike TMA copies.
-        length = lse_gmem.shape[2]
         if length % self.tiles.rows:
-            pl.when(rows.start < length)(write_lse)
+            pl.when(rows.start < length)(write_saved)
         else:
-            write_lse()
+            write_saved()
 
     def write_share(
-        self, cta: Cta, rows: _Rows, number: jax.Array, out: list[jax.Array], lse: jax.Array
+        self,
+        cta: Cta,
+        rows: _Rows,
+        number: jax.Array,
+        out: list[jax.Array],
+        saved: list[jax.Array],
     ) -> None:
         """Stores the results of a share of the rows' keys, in float32."""
-        out_gmem, lse_gmem = cta.results[2:]
+        out_gmem, *saved_gmem = cta.results[2:]
         at = rows.at
         place = (at.batch_idx, at.head_idx, number, pl.ds(rows.start - at.start, WGMMA_ROWS))
         store_share(out_gmem, place, out)
-        lse_gmem[place] = lse
+        for gmem, numbers in zip(saved_gmem, saved, strict=True):
+            gmem[place] = numbers

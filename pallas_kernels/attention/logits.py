@@ -39,13 +39,28 @@ def saved_length(query_count: int) -> int:
     return -(-query_count // _SAVED_ROWS) * _SAVED_ROWS
 
 
-def forward_results(shape: Shape, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a forward's results: output [B, T, N, V], log-sum-exp [B, N, R]."""
+def forward_results(
+    shape: Shape, dtype: Any, logits: "Logits"
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a forward's results: output [B, T, N, V], and what it saves of each row."""
     batch, query_count, _, heads, _, _, value_size = shape
+    saved = logits.row_numbers * saved_length(query_count)
     return (
         jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
-        jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, saved), jnp.float32),
     )
+
+
+def apart(lse: jax.Array) -> jax.Array:
+    """Returns a log-sum-exp [.., R] in the form [.., 2 R] that `Logits.saves_apart` describes."""
+    maximum = jnp.where(lse <= EMPTY_LSE, EMPTY_LSE, lse * LOG2E)
+    return jnp.concatenate([maximum, jnp.zeros_like(lse)], axis=-1)
+
+
+def joined(saved: jax.Array) -> jax.Array:
+    """Returns the log-sum-exp [.., R], a natural logarithm, of what is saved apart, [.., 2 R]."""
+    maximum, log_sum = jnp.split(saved, 2, axis=-1)
+    return jnp.where(maximum <= EMPTY_LSE, EMPTY_LSE, (maximum + log_sum) * (1 / LOG2E))
 
 
 class Operands(NamedTuple):
@@ -325,6 +340,33 @@ class Logits:
     def has_functions(self) -> bool:
         return self.score is not None or self.allows is not None
 
+    @property
+    def saves_apart(self) -> bool:
+        """True if a forward saves [B, N, 2 R]: the rows' maxima, in base 2, then log2 of their sums.
+
+        Where a bias or a function has lowered all logits of a row by 1e9, float32 has no digits left for
+        the logarithm of the sum: their sum, the log-sum-exp, would be the maximum alone.
+        """
+        return self.has_bias or self.score is not None
+
+    @property
+    def row_numbers(self) -> int:
+        """Numbers that a forward saves of each row: the log-sum-exp, or its two parts."""
+        return 2 if self.saves_apart else 1
+
+    def saved_rows(
+        self, empty: jax.Array, maximum: jax.Array, total: jax.Array, factor: float = 1 / LOG2E
+    ) -> list[jax.Array]:
+        """Returns what is saved of rows; a log-sum-exp is in base 2 times `factor`."""
+        if self.saves_apart:
+            return [jnp.where(empty, EMPTY_LSE, maximum), jnp.where(empty, 0.0, jnp.log2(total))]
+        return [jnp.where(empty, EMPTY_LSE, _times(maximum + jnp.log2(total), factor))]
+
+    def probabilities(self, x: jax.Array, lse2: jax.Array, log_sum: jax.Array | None) -> jax.Array:
+        """Returns P of `logits` x, given the log-sum-exp, or the maximum and log2 of the sum."""
+        exponent = x * self.multiplier - lse2
+        return jnp.exp2(exponent if log_sum is None else exponent - log_sum)
+
     def pads_keys(self, key_block: int) -> bool:
         """True if XLA must pad bias or mask [.., S]: `key_block` does not divide S, but 64 does."""
         count = self.mask.key_count
@@ -362,7 +404,10 @@ class Logits:
         elif self.multiplier == 1.0:
             x = self.capped(x) * LOG2E
             if self.has_bias:
-                x = x + tile.matrix(operands.bias).astype(jnp.float32) * LOG2E
+                bias = tile.matrix(operands.bias).astype(jnp.float32)
+                # The other term is greater only below -4e37, and there keeps a finite bias, such as the
+                # lowest number, from becoming -inf, which masks.
+                x = x + jnp.maximum(bias * LOG2E, bias * 0.25 - 5e37)
         if masked:
             x = self.masked(x, tile, operands, extent)
         return x
@@ -538,6 +583,10 @@ class Logits:
         x = _murmur(u ^ (key >> 1), v)
         half = jnp.where((key & 1) == 0, x & jnp.uint32(0xFFFF), x >> 16)
         return jnp.where(half >= jnp.uint32(self.dropout_threshold), probabilities, 0.0)
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1.0 else x * factor
 
 
 def _tanh(x: jax.Array) -> jax.Array:

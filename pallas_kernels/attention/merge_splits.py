@@ -5,6 +5,7 @@ merges four consecutive queries of a head, each in one warp. It starts all of it
 waits for memory once. The parts are added in a fixed order, whatever order they were computed in.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.logits import (
     EMPTY_LSE,
     LOG2E,
+    Logits,
     Operands,
     forward_results,
     saved_length,
@@ -33,14 +35,20 @@ MOST_SPLITS = 96
 
 
 def merge(
-    outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
+    outs: jax.Array,
+    lses: jax.Array,
+    operands: Operands,
+    shape: Shape,
+    dtype: Any,
+    logits: Logits,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does.
+    """Returns (out [B, T, N, V], saved) as pallas_kernels.attention.attention.forward does.
 
     outs is [B * K, parts, rows, V] in float32 with the rows of `packing`, and lses, in base 2, is
     [B * K, parts, rows rounded up]. If a row attends to no keys of a part, they hold 0 and EMPTY_LSE.
+    If `logits.saves_apart`, lses has the maxima of all parts, and then log2 of their sums.
     """
-    kernel = _Merge(shape, dtype, outs.shape[1])
+    kernel = _Merge(shape, dtype, outs.shape[1], logits)
     optional = {
         name: array
         for name, array in (
@@ -57,7 +65,7 @@ def merge(
 
     out, lse = plgpu.kernel(
         run,
-        out_type=forward_results(kernel.shape, kernel.dtype),
+        out_type=forward_results(kernel.shape, kernel.dtype, logits),
         scratch_types=kernel.memory(),
         grid=(kernel.ctas,),
         grid_names=("cta",),
@@ -70,29 +78,45 @@ def merge(
 
 
 def only_part(
-    outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
+    outs: jax.Array,
+    lses: jax.Array,
+    operands: Operands,
+    shape: Shape,
+    dtype: Any,
+    logits: Logits,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `merge`'s results for a single part, by XLA: little more than a rounding is left to do."""
     batch, query_count, _, heads, key_heads, _, value_size = shape
     packing = Packing.of(shape)
     out = packing.unpacked(outs.reshape(batch, key_heads, packing.rows, value_size))
-    lse2 = lses[:, 0, : packing.rows].reshape(batch, heads, query_count)
+    lse2, *log_sum = (
+        lses[:, i, : packing.rows].reshape(batch, heads, query_count)
+        for i in range(logits.row_numbers)
+    )
     empty = lse2 <= EMPTY_LSE
     if operands.sinks is not None:
         sinks = jnp.broadcast_to(operands.sinks[None, :, None] * LOG2E, lse2.shape)
-        with_sink = jnp.logaddexp2(lse2, sinks)
-        share = jnp.where(empty, 0.0, jnp.exp2(lse2 - with_sink))
+        if log_sum:
+            # The larger of both becomes the maximum, from which the logarithms are counted.
+            maximum = jnp.maximum(lse2, sinks)
+            from_maximum = (lse2 - maximum) + log_sum[0]
+            log_sum = [jnp.logaddexp2(from_maximum, sinks - maximum)]
+            exponent, lse2 = from_maximum - log_sum[0], maximum
+        else:
+            with_sink = jnp.logaddexp2(lse2, sinks)
+            exponent, lse2 = lse2 - with_sink, with_sink
+        share = jnp.where(empty, 0.0, jnp.exp2(exponent))
         out = out * share.transpose(0, 2, 1)[..., None]
-        lse2, empty = with_sink, with_sink <= EMPTY_LSE
+        empty = lse2 <= EMPTY_LSE
     if operands.query_lengths is not None:
         positions = jnp.arange(query_count, dtype=jnp.int32)[None, None]
         beyond = positions >= operands.query_lengths[:, None, None]
         out = jnp.where(beyond.transpose(0, 2, 1)[..., None], 0.0, out)
         empty = empty | beyond
-    lse = jnp.where(empty, EMPTY_LSE, lse2 * (1 / LOG2E))
-    missing = saved_length(query_count) - query_count
-    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, missing)), constant_values=EMPTY_LSE)
-    return out.astype(dtype), lse
+    saved = [jnp.where(empty, EMPTY_LSE, lse2 if log_sum else lse2 * (1 / LOG2E)), *log_sum]
+    missing = ((0, 0), (0, 0), (0, saved_length(query_count) - query_count))
+    saved = [jnp.pad(numbers, missing, constant_values=EMPTY_LSE) for numbers in saved]
+    return out.astype(dtype), saved[0] if not log_sum else jnp.concatenate(saved, axis=2)
 
 
 @dataclass(frozen=True)
@@ -100,6 +124,7 @@ class _Merge(MergedRows):
     """The kernel's static parameters, shared memory and code."""
 
     splits: int
+    logits: Logits
 
     @property
     def quads(self) -> int:
@@ -115,7 +140,9 @@ class _Merge(MergedRows):
         return dict(
             outs_smem=plgpu.SMEM((self.splits, WARPS, columns), jnp.float32),
             # A copy moves a multiple of 128 bytes.
-            lses_smem=plgpu.SMEM((ceil_to(self.splits, 4), 2 * WARPS), jnp.float32),
+            lses_smem=plgpu.SMEM(
+                (ceil_to(self.splits * self.logits.row_numbers, 4), 2 * WARPS), jnp.float32
+            ),
             out_smem=plgpu.SMEM((WARPS, columns), self.dtype),
             full=plgpu.Barrier(num_arrivals=2),
         )
@@ -163,29 +190,38 @@ class _Merge(MergedRows):
         layout = self.layout()
         row_layout = layout.reduce(1)
         four = pl.ds(offset, WARPS)
-        lses = [plgpu.load(lses_smem.at[i, four], layout=row_layout) for i in range(self.splits)]
-        total, lse2 = self.normalizer(lses, operands, batch, head, start, row_layout)
+        count = self.splits * self.logits.row_numbers
+        lses = [plgpu.load(lses_smem.at[i, four], layout=row_layout) for i in range(count)]
+        share, saved = self.normalized(lses, operands, batch, head, start, row_layout)
         out = jnp.zeros((WARPS, self.columns), jnp.float32)
         out = plgpu.layout_cast(out, layout)
-        for i, part_lse in enumerate(lses):
-            weight = jnp.exp2(part_lse - total)
+        for i in range(self.splits):
+            weight = jnp.exp2(share(i))
             part = plgpu.load(outs_smem.at[i], layout=layout)
             out += part * lax.broadcast_in_dim(weight, part.shape, [0])
         out_smem[...] = out.astype(self.dtype)
         plgpu.commit_smem()
         self.write(out_smem, out_gmem.at[batch], start, head, columns)
 
+        length = saved_length(shape.query_count)
+
         @pl.when(chunk == 0)
         def _():
-            lse = jnp.where(lse2 == EMPTY_LSE, EMPTY_LSE, lse2 * (1 / LOG2E))
-            store_unoptimized(lse_gmem.at[batch, head, pl.ds(start, WARPS)], lse)
+            numbers = saved
+            if len(saved) == 1:
+                numbers = [jnp.where(saved[0] == EMPTY_LSE, EMPTY_LSE, saved[0] * (1 / LOG2E))]
+            for i, each in enumerate(numbers):
+                first = start if i == 0 else start + i * length
+                store_unoptimized(lse_gmem.at[batch, head, pl.ds(first, WARPS)], each)
 
         @pl.when((chunk == 0) & (quad == self.quads - 1))
         def _():
             nothing = jnp.full((WARPS,), EMPTY_LSE, jnp.float32)
             nothing = plgpu.layout_cast(nothing, row_layout)
-            for i in range(self.quads * WARPS, saved_length(shape.query_count), WARPS):
-                store_unoptimized(lse_gmem.at[batch, head, pl.ds(i, WARPS)], nothing)
+            for first in range(0, lse_gmem.shape[2], length):
+                for i in range(self.quads * WARPS, length, WARPS):
+                    place = lse_gmem.at[batch, head, pl.ds(first + i, WARPS)]
+                    store_unoptimized(place, nothing)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -210,7 +246,7 @@ class _Merge(MergedRows):
                     out_smem.at[i, pl.ds(0, size)], out_gmem.at[start + i, head]
                 )
 
-    def normalizer(
+    def normalized(
         self,
         lses: list[jax.Array],
         operands: Operands,
@@ -218,25 +254,38 @@ class _Merge(MergedRows):
         head: jax.Array,
         start: jax.Array,
         layout: Any,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns what is subtracted from the parts' log-sum-exps, and the row's log-sum-exp (base 2).
+    ) -> tuple[Callable[[int], jax.Array], list[jax.Array]]:
+        """Returns log2 of a part's share of the row, by its number, and what is saved, in base 2.
 
-        The former is infinity for rows without keys or sink, and for those past the query length.
+        The former is -infinity for rows without keys or sink, and for those past the query length.
         """
-        maximum = lses[0]
-        for lse in lses[1:]:
+        maxima, log_sums = lses[: self.splits], lses[self.splits :]
+
+        def above(i: int, base: jax.Array) -> jax.Array:
+            """Returns log2 of a part's sum of exponentials, less `base`."""
+            lse = maxima[i] - base
+            return lse + log_sums[i] if log_sums else lse
+
+        maximum = maxima[0]
+        for lse in maxima[1:]:
             maximum = jnp.maximum(maximum, lse)
         if operands.sinks is not None:
             sink = operands.sinks[head] * LOG2E
             maximum = jnp.maximum(maximum, sink)
         total: Any = 0.0
-        for lse in lses:
-            total += jnp.exp2(lse - maximum)
+        for i in range(self.splits):
+            total += jnp.exp2(above(i, maximum))
         if operands.sinks is not None:
             total += jnp.exp2(sink - maximum)
         empty = maximum <= EMPTY_LSE
         if operands.query_lengths is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (WARPS,), 0, layout=layout)
             empty = empty | (start + row >= operands.query_lengths[batch])
-        lse2 = maximum + jnp.log2(total)
-        return jnp.where(empty, jnp.inf, lse2), jnp.where(empty, EMPTY_LSE, lse2)
+        log_sum = jnp.log2(total)
+        if log_sums:
+            whole = jnp.where(empty, jnp.inf, log_sum)
+            saved = [jnp.where(empty, EMPTY_LSE, maximum), jnp.where(empty, 0.0, log_sum)]
+            return lambda i: above(i, maximum) - whole, saved
+        lse2 = maximum + log_sum
+        whole = jnp.where(empty, jnp.inf, lse2)
+        return lambda i: above(i, whole), [jnp.where(empty, EMPTY_LSE, lse2)]

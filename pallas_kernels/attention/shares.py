@@ -36,34 +36,42 @@ def store_share(gmem: Any, place: tuple[Any, ...], blocks: Sequence[jax.Array]) 
 
 def with_shares(
     out: jax.Array,
-    lse: jax.Array,
+    saved: jax.Array,
     share_outs: jax.Array,
-    share_lses: jax.Array,
+    of_shares: Sequence[jax.Array],
     starts: Sequence[int],
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [B, T, N, V], lse [B, N, R]) with the rows of divided tiles filled in.
+    """Returns (out [B, T, N, V], saved [B, N, R or 2 R]) with the rows of divided tiles filled in.
 
     Args:
       out: output; rows of divided tiles are undefined.
-      lse: log-sum-exp, likewise.
+      saved: log-sum-exp, or its two parts (`Logits.saves_apart`), likewise.
       share_outs: output of each share; columns from V on are padding.
-      share_lses: log-sum-exp of each share.
+      of_shares: log-sum-exp of each share, or its two parts in an array each.
       starts: first row of each divided tile.
     """
     batch, heads, _, rows, value_size = share_outs.shape
     share_outs = share_outs.reshape(batch, heads, len(starts), -1, rows, value_size)
-    share_lses = share_lses.reshape(batch, heads, len(starts), -1, rows)
+    of_shares = [x.reshape(batch, heads, len(starts), -1, rows) for x in of_shares]
     # Without the barrier XLA joins the kernel and the updates of its own output, which is a cycle.
-    out, lse, share_outs, share_lses = lax.optimization_barrier((out, lse, share_outs, share_lses))
-    highest = jnp.max(share_lses, axis=3, keepdims=True)
-    weights = jnp.exp(share_lses - highest)
+    out, saved, share_outs, *of_shares = lax.optimization_barrier(
+        (out, saved, share_outs, *of_shares)
+    )
+    highest = jnp.max(of_shares[0], axis=3, keepdims=True)
+    weights = of_shares[0] - highest
+    weights = jnp.exp(weights) if len(of_shares) == 1 else jnp.exp2(weights + of_shares[1])
     total = jnp.sum(weights, axis=3)
     merged = jnp.einsum("bntsr,bntsrv->bntrv", weights, share_outs) / total[..., None]
-    merged_lse = highest[:, :, :, 0] + jnp.log(total)
+    merged_rows = [highest[:, :, :, 0], jnp.log2(total)]
+    if len(of_shares) == 1:
+        merged_rows = [highest[:, :, :, 0] + jnp.log(total)]
+    length = saved.shape[2] // len(merged_rows)
     for i, start in enumerate(starts):
-        count = min(rows, lse.shape[2] - start)
-        lse = lax.dynamic_update_slice_in_dim(lse, merged_lse[:, :, i, :count], start, axis=2)
-    return _filled(out, merged, starts), lse
+        count = min(rows, length - start)
+        for first, numbers in zip((0, length), merged_rows, strict=False):
+            numbers = numbers[:, :, i, :count]
+            saved = lax.dynamic_update_slice_in_dim(saved, numbers, first + start, axis=2)
+    return _filled(out, merged, starts), saved
 
 
 def with_sums(gradient: jax.Array, shares: Sequence[jax.Array], starts: Sequence[int]) -> jax.Array:

@@ -21,7 +21,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import store
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
+from pallas_kernels.attention.logits import (
+    EMPTY_LSE,
+    LOG2E,
+    Logits,
+    Operands,
+    TransposedTile,
+    saved_length,
+)
 from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.shape import Shape
@@ -167,7 +174,8 @@ def _run(
     bias = operands.bias
     dbias, dsinks = None, None
     if bias is not None or operands.sinks is not None:
-        dbias, dsinks = row_gradients(operands, *row_statistics(out, lse, dout, dlse), dlse)
+        rows = row_statistics(out, lse, dout, dlse, logits)
+        dbias, dsinks = row_gradients(operands, *rows, dlse)
     dlogits_dtype = None
     if bias is not None and dbias is None:
         dlogits_dtype = dbias_dtype if bias.shape == shape.logits else jnp.float32
@@ -184,7 +192,8 @@ def _run(
     optional, tree = jax.tree.flatten(operands)
     inputs = [*arrays, out, lse, dout]
     if dlse is not None:
-        inputs.append(jnp.pad(dlse, ((0, 0), (0, 0), (0, lse.shape[-1] - dlse.shape[-1]))))
+        missing = saved_length(shape.query_count) - dlse.shape[-1]
+        inputs.append(jnp.pad(dlse, ((0, 0), (0, 0), (0, missing))))
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
     if dlogits_dtype is not None:
         results.append(kernel.logits_gradient())
@@ -323,7 +332,8 @@ class _ShortBackward:
         config, dtype, head, value = self.config, self.dtype, self.head, self.value
         warpgroups, tiles = config.warpgroups, config.tiles
         key_slots, query_slots = config.key_slots, config.query_slots
-        copies = head.count + 2 * value.count + (2 if self.has_dlse else 1)
+        copies = head.count + 2 * value.count + self.logits.row_numbers + self.has_dlse
+        row_vectors = 4 + self.logits.saves_apart
         return dict(
             q_smem=head.memory((query_slots,), WGMMA_ROWS, dtype),
             k_smem=head.memory((key_slots, tiles), WGMMA_ROWS, dtype),
@@ -332,7 +342,7 @@ class _ShortBackward:
             do_smem=value.memory((query_slots,), WGMMA_ROWS, dtype),
             ds_smem=memory.tiled((tiles,), WGMMA_ROWS, WGMMA_ROWS, dtype),
             dq_smem=head.memory((), WGMMA_ROWS, dtype),
-            rows_smem=[plgpu.SMEM((query_slots, WGMMA_ROWS), jnp.float32)] * 4,
+            rows_smem=[plgpu.SMEM((query_slots, WGMMA_ROWS), jnp.float32)] * row_vectors,
             query_full=plgpu.Barrier(num_arrivals=copies, num_barriers=query_slots),
             query_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=query_slots),
             key_full=plgpu.Barrier(
@@ -416,11 +426,14 @@ class _ShortBackward:
         full = cta.shared["query_full"].at[slot]
         for name, heads in (("q", cta.heads[0]), ("do", cta.dout), ("o", cta.out)):
             cta.matrix(name, slot).fill(heads, batch_idx, start, head_idx, full)
-        lse_smem, dlse_smem, _, _ = cta.shared["rows_smem"]
+        lse_smem, dlse_smem, _, _, *log_sum_smem = cta.shared["rows_smem"]
         for smem, gmem in ((lse_smem, cta.lse), (dlse_smem, cta.dlse)):
             if gmem is not None:
                 rows = pl.ds(start, WGMMA_ROWS)
                 plgpu.copy_gmem_to_smem(gmem.at[batch_idx, head_idx, rows], smem.at[slot], full)
+        for smem in log_sum_smem:
+            rows = pl.ds(start + saved_length(self.shape.query_count), WGMMA_ROWS)
+            plgpu.copy_gmem_to_smem(cta.lse.at[batch_idx, head_idx, rows], smem.at[slot], full)
 
     def copy_keys(self, cta: _Cta, item: Any) -> None:
         """Copies the keys and values of an item."""
@@ -437,7 +450,7 @@ class _ShortBackward:
         """Computes delta = sum(out * dout) - dlse and the base-2 log-sum-exp of a step's queries."""
         slot = self.query_slot(step)
         rows = plgpu.Layout.WGMMA.reduce(1)
-        lse_smem, dlse_smem, delta_smem, lse2_smem = cta.shared["rows_smem"]
+        lse_smem, dlse_smem, delta_smem, lse2_smem, *_ = cta.shared["rows_smem"]
         cta.wait("query_full", slot)
         parts = []
         out, dout = cta.matrix("o", slot), cta.matrix("do", slot)
@@ -455,7 +468,7 @@ class _ShortBackward:
             start = self.place(cta, step).start
             row = start + plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=rows)
             is_empty = is_empty | (row >= self.shape.query_count)
-        lse2 = jnp.where(is_empty, jnp.inf, lse * LOG2E)
+        lse2 = jnp.where(is_empty, jnp.inf, lse if self.logits.saves_apart else lse * LOG2E)
         store.store_registers(lse2_smem.at[slot], lse2, rows)
         plgpu.commit_smem()
         cta.arrive("rows_full", slot)
@@ -591,7 +604,7 @@ class _ShortBackward:
         slot, logits, operands = self.query_slot(step), self.logits, cta.operands
         q, do = cta.matrix("q", slot), cta.matrix("do", slot)
         k, v = (cta.matrix(name, key_slot, tile) for name in ("k", "v"))
-        _, _, delta_smem, lse2_smem = cta.shared["rows_smem"]
+        _, _, delta_smem, lse2_smem, *log_sum_smem = cta.shared["rows_smem"]
         square = (WGMMA_ROWS, WGMMA_ROWS)
         logits_tile = TransposedTile(
             batch_idx, head_idx, start, tile * WGMMA_ROWS, square, transposed=True
@@ -607,7 +620,10 @@ class _ShortBackward:
         masked = not logits.mask.is_always_full(WGMMA_ROWS, self.config.keys)
         lse2 = logits_tile.along_queries(lse2_smem.at[slot])
         x = logits.logits(s, logits_tile, operands, extent, masked)
-        p = jnp.exp2(x * logits.multiplier - lse2)
+        log_sum = None
+        if log_sum_smem:
+            log_sum = logits_tile.along_queries(log_sum_smem[0].at[slot])
+        p = logits.probabilities(x, lse2, log_sum)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
         # From here on P is rounded, unless a bias needs its gradient. Without the barrier the compiler
         # would keep P in float32, and for lack of registers all products would wait for each other.

@@ -18,12 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import (
-    EMPTY_LSE,
     LOG2E,
     Logits,
     Operands,
     Tile,
     forward_results,
+    saved_length,
 )
 from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import (
@@ -148,7 +148,7 @@ def _run(
 
     out, lse = plgpu.kernel(
         run,
-        out_type=forward_results(kernel.shape, kernel.dtype),
+        out_type=forward_results(kernel.shape, kernel.dtype, logits),
         scratch_types=kernel.memory(),
         grid=(kernel.ctas,),
         grid_names=("cta",),
@@ -254,7 +254,7 @@ class _ShortForward:
             k_smem=head.memory((workers,), self.key_rows, dtype),
             v_smem=value.memory((workers,), value_rows, dtype),
             out_smem=[] if head == value else value.memory((workers,), WGMMA_ROWS, dtype),
-            lse_smem=plgpu.SMEM((workers, WGMMA_ROWS), jnp.float32),
+            rows_smem=[plgpu.SMEM((workers, WGMMA_ROWS), jnp.float32)] * self.logits.row_numbers,
             q_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=workers),
             k_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=workers),
             v_full=plgpu.Barrier(num_arrivals=value.count, num_barriers=workers),
@@ -415,22 +415,25 @@ class _ShortForward:
             empty = empty | (at.start + row >= query_length)
         # The copies of the previous step's results have had this whole step to finish.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        lse_smem = worker.shared["lse_smem"].at[worker.wg_idx]
-        lse = (maximum + jnp.log2(total)) * (1 / LOG2E)
-        lse_smem[...] = jnp.where(empty, EMPTY_LSE, lse)
+        rows_smem = [smem.at[worker.wg_idx] for smem in worker.shared["rows_smem"]]
+        saved = self.logits.saved_rows(empty, maximum, total)
+        for smem, numbers in zip(rows_smem, saved, strict=True):
+            smem[...] = numbers
         total = jnp.where(empty, 1.0, total)
         inverse = jnp.where(empty, 0.0, (1.0 / self.logits.keep_probability) / total)
         output = worker.output(step)
         output.store([block * _across(inverse, block.shape) for block in out])
-        out_gmem, lse_gmem = worker.results
+        out_gmem, saved_gmem = worker.results
         output.write(Heads(out_gmem), at.batch_idx, at.start, at.head_idx)
 
         # A part of the queries may end with a tile that begins beyond the last query. The copy of its
         # log-sum-exp would not be clipped at the end of the head, and would overwrite the next head's.
         @pl.when(at.start < self.shape.query_count)
         def _():
-            rows = pl.ds(at.start, WGMMA_ROWS)
-            plgpu.copy_smem_to_gmem(lse_smem, lse_gmem.at[at.batch_idx, at.head_idx, rows])
+            for i, smem in enumerate(rows_smem):
+                start = at.start if i == 0 else at.start + i * saved_length(self.shape.query_count)
+                rows = pl.ds(start, WGMMA_ROWS)
+                plgpu.copy_smem_to_gmem(smem, saved_gmem.at[at.batch_idx, at.head_idx, rows])
 
 
 def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

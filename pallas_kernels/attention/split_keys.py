@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
-from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
+from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import Extent, Index
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
 from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge, only_part
@@ -170,10 +170,10 @@ def forward(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(packing.queries(query), key, value, *optional)
     outs, lses = parts
-    outs = outs.reshape(*lses.shape[:2], packing.rows, shape.value_size)
+    outs = outs.reshape(-1, config.splits, packing.rows, shape.value_size)
     if config.splits == 1:
-        return only_part(outs, lses, operands, shape, query.dtype)
-    return merge(outs, lses, operands, shape, query.dtype)
+        return only_part(outs, lses, operands, shape, query.dtype, logits)
+    return merge(outs, lses, operands, shape, query.dtype, logits)
 
 
 class Cta(NamedTuple):
@@ -246,7 +246,9 @@ class SplitForward:
         rows = self.packing.rows
         return (
             jax.ShapeDtypeStruct((pairs * splits, rows, 1, self.shape.value_size), jnp.float32),
-            jax.ShapeDtypeStruct((pairs, splits, ceil_to(rows, WGMMA_ROWS)), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (pairs, splits * self.logits.row_numbers, ceil_to(rows, WGMMA_ROWS)), jnp.float32
+            ),
         )
 
     def part(self, cta: Cta) -> Part:
@@ -375,20 +377,26 @@ class SplitForward:
     # --- results ----------------------------------------------------------------------------------
 
     def write(self, cta: Cta, part: Part, out: list[jax.Array], softmax: Softmax) -> None:
-        """Stores the output over this part of the keys, and its log-sum-exp in base 2."""
+        """Stores the output over this part of the keys, and its log-sum-exp in base 2 or its parts."""
         total = jnp.sum(softmax.total, axis=1)
         empty = total == 0.0
-        lse = jnp.where(empty, EMPTY_LSE, softmax.maximum + jnp.log2(total))
+        saved = self.logits.saved_rows(empty, softmax.maximum, total, factor=1.0)
         numerator = 1.0 / self.logits.keep_probability
         inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
         out_gmem, lse_gmem = cta.results
         pair = part.batch_idx * self.shape.key_heads + part.key_head
-        lse_gmem[pair, part.split, pl.ds(part.start, WGMMA_ROWS)] = lse
+        self.write_saved(lse_gmem, pair, part, saved)
         staged = Matrix.of(cta.shared["out_smem"])
         staged.store(self.pieces([block * across(inverse, block.shape) for block in out]))
         number = pair * self.config.splits + part.split
         staged.write(Heads(out_gmem), number, part.start, pair * 0)
         plgpu.wait_smem_to_gmem(0)
+
+    def write_saved(self, gmem: Any, pair: Any, part: Part, saved: list[jax.Array]) -> None:
+        """Stores what is saved of the rows: first numbers of all parts, then their second numbers."""
+        for i, numbers in enumerate(saved):
+            split = part.split if i == 0 else part.split + i * self.config.splits
+            gmem[pair, split, pl.ds(part.start, WGMMA_ROWS)] = numbers
 
     def pieces(self, blocks: list[jax.Array]) -> list[jax.Array]:
         """Cuts a product's blocks of columns into the narrower blocks of the output's memory."""

@@ -141,7 +141,7 @@ def backward(
     keys = backward_dkv.default_config(shape, logits, multiprocessors)
     blocks = () if is_fused(shape) else (keys.query_block,)
     lse2, delta, dbias, dsinks = prepare(
-        operands, out, lse, dout, dlse, blocks=blocks, dbias_dtype=dbias_dtype
+        operands, out, lse, dout, dlse, logits=logits, blocks=blocks, dbias_dtype=dbias_dtype
     )
     arrays = (query, key, value, operands, lse2, delta, dout)
     if operands.bias is not None and dbias is None:
@@ -172,7 +172,13 @@ def _split(
     shape = Shape.of(query, key, value)
     packing = Packing.of(shape)
     queries = slice(0, shape.query_count)
-    lse2 = packing.padded(packing.of_queries(lse2[..., queries]), jnp.inf)
+    parts = jnp.split(lse2, logits.row_numbers, axis=2)
+    fills = (jnp.inf, 0.0)
+    parts = [
+        packing.padded(packing.of_queries(part[..., queries]), fill)
+        for part, fill in zip(parts, fills, strict=False)
+    ]
+    lse2 = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
     delta = packing.padded(packing.of_queries(delta[..., queries]))
     kernel = _SplitBackward(shape, query.dtype, logits, config, packing)
     packed = packing.operands(operands).padded(WGMMA_ROWS, _KEY_BLOCK).transposed()
@@ -275,6 +281,7 @@ class _SplitBackward:
 
     def memory(self) -> dict[str, Any]:
         stages, dtype = self.config.stages, self.dtype
+        of_rows = plgpu.SMEM((WGMMA_ROWS,), jnp.float32)
         return dict(
             q_smem=self.head.memory((), WGMMA_ROWS, dtype),
             do_smem=self.value.memory((), WGMMA_ROWS, dtype),
@@ -286,9 +293,12 @@ class _SplitBackward:
             ],
             v_smem=self.value.memory((stages,), _KEY_BLOCK, dtype),
             ds_smem=memory.tiled((), _KEY_BLOCK, WGMMA_ROWS, dtype),
-            lse_smem=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
-            delta_smem=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
-            q_full=plgpu.Barrier(num_arrivals=self.head.count + self.value.count + 2),
+            lse_smem=of_rows,
+            **(dict(log_sum_smem=of_rows) if self.logits.saves_apart else {}),
+            delta_smem=of_rows,
+            q_full=plgpu.Barrier(
+                num_arrivals=self.head.count + self.value.count + 1 + self.logits.row_numbers
+            ),
             k_full=plgpu.Barrier(num_arrivals=self.head.count, num_barriers=stages),
             v_full=plgpu.Barrier(num_arrivals=self.value.count, num_barriers=stages),
         )
@@ -362,8 +372,11 @@ class _SplitBackward:
             Matrix.of(cta.shared[f"{name}_smem"]).fill(
                 Heads(gmem), batch_idx, part.start, head_idx, full
             )
-        for name, gmem in (("lse", lse_gmem), ("delta", delta_gmem)):
-            rows = gmem.at[part.batch_idx, part.key_head, pl.ds(part.start, WGMMA_ROWS)]
+        vectors = [("lse", lse_gmem, part.start), ("delta", delta_gmem, part.start)]
+        if self.logits.saves_apart:
+            vectors.append(("log_sum", lse_gmem, part.start + delta_gmem.shape[2]))
+        for name, gmem, first in vectors:
+            rows = gmem.at[part.batch_idx, part.key_head, pl.ds(first, WGMMA_ROWS)]
             plgpu.copy_gmem_to_smem(rows, cta.shared[f"{name}_smem"], full)
         for i in range(self.config.stages):
             self.copy_block(cta, part, i)
@@ -463,7 +476,10 @@ class _SplitBackward:
             is_partial = (number < full_start) | (number >= full_stop)
         x = logits.logits_if_masked(products, tile, cta.operands, part.extent, is_partial)
         lse2 = tile.along_queries(cta.shared["lse_smem"])
-        p = jnp.exp2(x * logits.multiplier - lse2)
+        log_sum = None
+        if logits.saves_apart:
+            log_sum = tile.along_queries(cta.shared["log_sum_smem"])
+        p = logits.probabilities(x, lse2, log_sum)
         derivative = None
         if logits.soft_cap is not None:
             derivative = logits.derivative_of_capped(products)

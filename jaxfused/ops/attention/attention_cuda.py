@@ -172,11 +172,14 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array,
     options: Options,
+    *,
+    is_apart: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what `forward` returned.
 
-    lse is [B, N, R] with any R of at least T, and dlse is [B, N, T]. dbias has the shape of the bias and
-    dsinks is [N]; both are float32, and each is None without its operand.
+    lse is [B, N, R] with any R of at least T, and dlse is [B, N, T]. If lse `is_apart`, it is
+    [B, N, 2 R], two parts of the log-sum-exp in base 2. dbias has the shape of the bias and dsinks is
+    [N]; both are float32, and each is None without its operand.
     """
     cuda_library.register()
     query_count = query.shape[1]
@@ -187,12 +190,17 @@ def backward(
     delta = jnp.sum(factor * out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse
     # A row with lse = inf gets weights of 2^-inf = 0: an empty row, or one that pads the last block.
+    if is_apart:
+        lse = jnp.add(*jnp.split(lse, 2, axis=2))
     lse = lse[:, :, :query_count]
     lse = jnp.where(lse < -1e38, jnp.inf, lse)
+    lse2 = lse if is_apart else lse * _LOG2E
+    if is_apart:
+        lse = lse * (1 / _LOG2E)
     sink_weight = 0.0 if operands.sinks is None else jnp.exp(operands.sinks[:, None] - lse)
     missing = delta * (1.0 - sink_weight) - dlse
     padding = [(0, 0), (0, 0), (0, -query_count % _STATISTICS_BLOCK)]
-    lse2 = jnp.pad(lse * _LOG2E, padding, constant_values=jnp.inf)
+    lse2 = jnp.pad(lse2, padding, constant_values=jnp.inf)
     statistics = jnp.stack([lse2, jnp.pad(delta, padding)], axis=-1)
     bias = operands.bias
     call = jax.ffi.ffi_call(

@@ -20,7 +20,7 @@ from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.attention import attention as pallas_attention
 from pallas_kernels.attention.block_lists import as_explicit
-from pallas_kernels.attention.logits import Logits, Operands, saved_length
+from pallas_kernels.attention.logits import Logits, Operands, apart, saved_length
 from pallas_kernels.attention.mask import BlockMask, segment_blocks
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tile_function import TileFunction
@@ -113,6 +113,10 @@ class Options:
         if self.window is not None:
             keys = min(keys, queries + sum(self.window))
         return keys
+
+    def saves_apart(self, arrays: "Arrays") -> bool:
+        """Returns whether the forward saves the log-sum-exp in two parts; see `Logits.saves_apart`."""
+        return self.logits(arrays.query, arrays.key, arrays).saves_apart
 
     def logits(self, query: Any, key: Any, operands: "Operands | Arrays") -> Logits:
         """Returns the options in the form that the Pallas kernels take."""
@@ -290,7 +294,10 @@ def within(mask: Mask, query_count: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Forward:
-    """Computes (output [B, T, K, G, V], log-sum-exp [B, K, G, R]); R is T padded, `saved_length(T)`."""
+    """Computes (output [B, T, K, G, V], log-sum-exp [B, K, G, R]); R is T padded, `saved_length(T)`.
+
+    If `Options.saves_apart`, the second result is [B, K, G, 2 R], the log-sum-exp in two parts.
+    """
 
     options: Options
 
@@ -327,7 +334,8 @@ class Forward:
         query, key, value, optional = arrays.ungrouped()
         if implementation == "xla":
             given = (query, key, value, optional.bias, optional.sinks, *optional.reads)
-            return _in_xla(self.options, arrays)(*given)
+            output, lse = _in_xla(self.options, arrays)(*given)
+            return output, apart(lse) if self.options.saves_apart(arrays) else lse
         logits = self.options.logits(query, key, optional)
         if implementation == "cuda":
             output, lse = cuda_attention.forward(
@@ -337,6 +345,7 @@ class Forward:
                 *_for_cuda(logits, optional),
                 saved_length=saved_length(query.shape[1]),
             )
+            lse = apart(lse) if logits.saves_apart else lse
         else:
             output, lse = pallas_attention.forward(
                 query,
@@ -443,7 +452,8 @@ class Backward:
         if implementation == "cuda":
             cuda_operands, cuda_options = _for_cuda(logits, optional)
             gradients: Results = cuda_attention.backward(
-                query, key, value, cuda_operands, *saved, cuda_options
+                *(query, key, value, cuda_operands, *saved, cuda_options),
+                is_apart=logits.saves_apart,
             )
         else:
             # Keys and values beyond the lengths are ignored by the forward kernels, but not by these.

@@ -27,6 +27,7 @@ from pallas_kernels.attention.logits import (
     LOG2E,
     Logits,
     Operands,
+    apart,
     saved_length,
 )
 from pallas_kernels.attention.mask import BlockMask
@@ -178,7 +179,7 @@ def test_bias_and_mask_are_not_padded_where_multiples_of_64_meet(queries, keys, 
             query, key, key, operands, *saved, dbias_dtype=jnp.bfloat16, **options
         )
 
-    lse = jax.ShapeDtypeStruct((batch, heads, saved_length(queries)), jnp.float32)
+    lse = jax.ShapeDtypeStruct((batch, heads, 2 * saved_length(queries)), jnp.float32)
     programs = [lowered(forward, query, key, operands)]
     if keys > 256:
         programs.append(lowered(gradients, query, key, operands, query, lse))
@@ -211,6 +212,7 @@ def _lower(mask, operands, logits, head_size, value_size, dtype, config=None):
 
     queries, keys, heads, key_heads = mask.query_count, mask.key_count, 4, 2
     rows = shape(2, heads, queries, dtype=jnp.float32)
+    saved = shape(2, heads, logits.row_numbers * queries, dtype=jnp.float32)
     f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132, config=config)
     launched = kernels(
         f,
@@ -219,7 +221,7 @@ def _lower(mask, operands, logits, head_size, value_size, dtype, config=None):
         shape(2, keys, key_heads, value_size),
         operands,
         shape(2, queries, heads, value_size),
-        rows,
+        saved,
         shape(2, queries, heads, value_size),
         rows,
     )
@@ -383,6 +385,8 @@ def backward_problem(shape, names, dtype=jnp.float16):
         lse = np.where(within, lse, np.float32(EMPTY_LSE))
     missing = saved_length(counts[0]) - counts[0]
     lse = np.pad(lse, ((0, 0), (0, 0), (0, missing)))
+    if logits.saves_apart:
+        lse = np.asarray(apart(lse))
     args = (query, key, value, operands, np.asarray(out, dtype), lse, dout, None)
     return args, logits, expected
 
@@ -498,8 +502,10 @@ def test_the_gradient_of_a_bias_of_its_own_for_each_logit(
 
     @jax.jit
     def gradients(operands, out, lse):
-        saved = (out, lse, dout, None)
-        lse2, delta, _, _ = attention_bwd.prepare(operands, *saved, blocks=(config.query_block,))
+        saved = (out, apart(lse), dout, None)
+        lse2, delta, _, _ = attention_bwd.prepare(
+            operands, *saved, logits=logits, blocks=(config.query_block,)
+        )
         return backward_dq.query_gradient(
             *(query, key, value, operands, lse2, delta, dout),
             logits=logits,

@@ -17,6 +17,7 @@ from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import (
     Logits,
     Operands,
+    joined,
     saved_length,
 )
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, segment_blocks
@@ -276,9 +277,10 @@ def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None, forward=att
         arrays = operands._replace(
             bias=matrix(bias), sinks=None if sinks is None else sinks.astype(jnp.float32)
         )
-        return forward(
+        output, saved = forward(
             query, key, value, arrays, logits=logits, multiprocessors=multiprocessors, config=config
         )
+        return output, joined(saved) if logits.saves_apart else saved
 
     return jax.jit(f)
 
@@ -584,6 +586,56 @@ def test_the_gradient_of_a_bias_alike_for_all_keys(interpreted_hopper, monkeypat
 
     args = case.arrays(jnp.float16)
     assert_values_and_gradients(output("pallas"), output("xla"), *args, cotangents=1)
+
+
+def assert_right_where_a_row_is_low(implementation, low, queries, keys):
+    """Compares gradients with those of plain float32, in which a row of `low` has equal weights."""
+    random = np.random.default_rng(0)
+    shapes = ((1, n, 1, 64) for n in (queries, keys, keys, queries))
+    *args, dout = (random.normal(size=shape).astype(np.float32) for shape in shapes)
+    bias = random.normal(size=(queries, keys)).astype(np.float32)
+    bias[1] = low
+
+    def plain(query, key, value, bias):
+        logits = jnp.einsum("btnh,bsnh->bnts", query, key) / 8 + bias
+        return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(logits), value)
+
+    def kernels(*args):
+        return jaxfused.dot_product_attention(*args, implementation=implementation)
+
+    def results(f, dtype):
+        given = (*(x.astype(dtype) for x in args), bias)
+        output, vjp = jax.vjp(f, *given)
+        return output, *vjp(dout.astype(output.dtype))
+
+    pairs = zip(
+        jax.jit(results, static_argnums=(0, 1))(kernels, jnp.float16),
+        jax.jit(results, static_argnums=(0, 1))(plain, jnp.float32),
+        strict=True,
+    )
+    for actual, expected in pairs:
+        atol = 2.0**-8 * float(abs(expected).max())
+        np.testing.assert_allclose(np.float32(actual), expected, rtol=0, atol=atol)
+
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+@parametrize(
+    ("implementation", "low", "queries"),
+    [("xla", -1e9, 3), ("pallas", LOWEST, 3), ("pallas", -1e9, 70), ("pallas", -12345.5, 3)],
+    quick=(0, 1, 2),
+)
+def test_a_row_of_low_biases(interpreted_hopper, monkeypatch, implementation, low, queries):
+    mosaic_interpreter.complete(monkeypatch)
+    assert_right_where_a_row_is_low(implementation, low, queries, 300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [LOWEST, -1e9, -1e5])
+@pytest.mark.parametrize(("queries", "keys"), [(3, 300), (70, 80), (300, 300)])
+def test_a_row_of_low_biases_on_a_gpu(low, queries, keys):
+    assert_right_where_a_row_is_low("pallas", low, queries, keys)
 
 
 @pytest.mark.gpu

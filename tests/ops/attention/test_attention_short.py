@@ -13,7 +13,7 @@ from jaxfused.ops.attention import attention_xla
 from jaxfused.ops.attention.mask import Mask
 from jaxfused.runtime.dropout import dropout_seeds
 from pallas_kernels.attention import short as attention_short
-from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
+from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands, joined
 from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
 from pallas_kernels.attention.short_forward import ShortForwardConfig
@@ -185,7 +185,8 @@ def kernels(
         output, lse = attention_short.forward(
             query, key, value, operands(bias, sinks), config=forward_config, **shared
         )
-        shown = lse[..., : case.queries].swapaxes(1, 2)
+        shown = lse if bias is None else joined(lse)
+        shown = shown[..., : case.queries].swapaxes(1, 2)
         shown = jnp.where(shown < -1e30, 0.0, shown).astype(query.dtype)
         return (output, shown), (query, key, value, bias, sinks, output, lse)
 
