@@ -93,7 +93,8 @@ def dot_product_attention(
       value: [B, S, K, V] or [S, K, V], of the query's dtype.
       bias: is added to the logits; up to 4 axes that broadcast to [B, N, T, S]. Any float dtype.
         Its gradient has its shape. Pass `mask` for keys that must not be seen: a query whose logits are
-        all lowered by 1e9 is not one without keys, but attends to all of them alike.
+        all lowered by 1e9 is not one without keys, but attends to all of them alike. Its gradients are
+        wrong in "cuda", where the digits of its log-sum-exp are lost from 1e5 on.
       mask: bool, True where a query may attend to a key; broadcasts to [B, N, T, S] too. Or a mask of
         `jaxfused.masks` of shape (T, S), or (N, T, S) of a `MultiHeadMask`.
       scale: of the logits, finite; by default 1 / sqrt(H). An array that broadcasts to [B, N, T, S],
