@@ -12,9 +12,12 @@
 #include "common/rows.cuh"
 
 constexpr int kMaxClusterBlocks = 8;
-// Vectors of a thread that one group of async copies brings, and groups in flight.
+// Turns whose vectors one group of async copies brings, and groups in flight. Bulk copies are all
+// in flight at once, and each group has a barrier.
 constexpr int kGroup = 4;
 constexpr int kGroups = 3;
+constexpr int kBulkGroup = 2;
+constexpr int kMostBulkGroups = 32;
 constexpr int kMinBlockThreads = 256;
 constexpr int kMaxBlockThreads = 1024;
 constexpr int kMaxBlockWarps = kMaxBlockThreads / kWarpSize;
@@ -40,8 +43,13 @@ struct RowSpread {
 template <typename T, int kVec>
 class RowSlice {
   using Pack = Vector<T, kVec>;
+  static constexpr bool kBulk = kHasBulkCopies && sizeof(Pack) == 16;
 
  public:
+  // Shared memory before the vectors.
+  static constexpr int kSharedBytes = kMostBulkGroups * int{sizeof(uint64_t)};
+
+  // Starts the copies to shared memory. All threads of the block must synchronise before they read.
   __device__ RowSlice(const void* logits, int64_t row, int features, int rank,
                       const RowSpread& spread, void* shared)
       : vectors_(row, features),
@@ -50,30 +58,56 @@ class RowSlice {
         first_(rank * spread.threads + static_cast<int>(threadIdx.x)),
         begin_(vectors_.inner == 0 ? 0 : 1),
         data_(static_cast<const T*>(logits) + vectors_.first * kVec),
-        shared_(static_cast<Pack*>(shared) + threadIdx.x) {
+        barriers_(static_cast<uint64_t*>(shared)),
+        shared_(reinterpret_cast<Pack*>(static_cast<unsigned char*>(shared) + kSharedBytes) +
+                threadIdx.x) {
     const int whole = (vectors_.inner + static_cast<int>(vectors_.inners)) / threads_;
     end_ = max(min(whole, begin_ + spread.kept), begin_);
     turns_ = (vectors_.count + threads_ - 1) / threads_;
+    if constexpr (kBulk) {
+      if (threadIdx.x == 0) copy_all();
+    } else {
+#pragma unroll 1
+      for (int g = 0; g < kGroups; ++g) copy(begin_ + g * kGroup);
+    }
+  }
+
+  __device__ __forceinline__ int features() const { return features_; }
+
+  // Number of columns of the first turn in shared memory; 0 if there is none.
+  __device__ __forceinline__ int first_columns() const {
+    return end_ > begin_ ? threads_ * kVec : 0;
+  }
+
+  // Waits for the thread's vector of that turn, and returns its values.
+  __device__ __forceinline__ void read_first(float (&values)[kVec]) const {
+    if constexpr (kBulk) {
+      mbarrier_wait(barriers_, 0);
+    } else {
+      async_copies_wait(kGroups - 1);
+    }
+    unpack(*shared_, values);
   }
 
   // Calls use(column, values) for each of the thread's vectors, in the order of columns, except
   // that the first comes last if it holds values of another row. A value beyond the row is -inf.
-  // The first pass must set kFirst, to fill shared memory.
+  // The first pass must set kFirst, to wait for shared memory.
   template <bool kFirst, typename Use>
   __device__ __forceinline__ void for_each(const Use& use) const {
-    if constexpr (kFirst) {
-#pragma unroll 1
-      for (int g = 0; g < kGroups; ++g) copy(begin_ + g * kGroup);
-    }
     Pack next = load(end_), after_next = load(end_ + 1);
     const Pack* from = shared_;
     int column = vectors_.column(place_of(begin_));
     for (int turn = begin_; turn < end_;) {
       int stop = end_;
       if constexpr (kFirst) {
-        copy(turn + kGroups * kGroup);
-        async_copies_wait(kGroups);
-        stop = min(turn + kGroup, end_);
+        if constexpr (kBulk) {
+          mbarrier_wait(barriers_ + (turn - begin_) / kBulkGroup, 0);
+          stop = min(turn + kBulkGroup, end_);
+        } else {
+          copy(turn + kGroups * kGroup);
+          async_copies_wait(kGroups);
+          stop = min(turn + kGroup, end_);
+        }
       }
 #pragma unroll 1
       for (; turn < stop; ++turn) {
@@ -108,6 +142,24 @@ class RowSlice {
 
  private:
   __device__ __forceinline__ int place_of(int turn) const { return turn * threads_ + first_; }
+
+  // Starts bulk copies of the block's vectors of all turns; one thread calls it.
+  __device__ __forceinline__ void copy_all() const {
+    const uint32_t bytes = blockDim.x * sizeof(Pack);
+    const int groups = (end_ - begin_ + kBulkGroup - 1) / kBulkGroup;
+#pragma unroll 1
+    for (int g = 0; g < groups; ++g) mbarrier_init(barriers_ + g);
+    mbarrier_init_fence();
+#pragma unroll 1
+    for (int turn = begin_; turn < end_; ++turn) {
+      uint64_t* const barrier = barriers_ + (turn - begin_) / kBulkGroup;
+      if ((turn - begin_) % kBulkGroup == 0) {
+        mbarrier_arrive_expect(barrier, min(end_ - turn, kBulkGroup) * bytes);
+      }
+      bulk_copy(shared_ + (turn - begin_) * blockDim.x,
+                data_ + static_cast<int64_t>(place_of(turn)) * kVec, bytes, barrier);
+    }
+  }
 
   // Starts async copies of the thread's vectors of kGroup turns.
   __device__ __forceinline__ void copy(int turn) const {
@@ -150,6 +202,7 @@ class RowSlice {
   int begin_;  // first turn and end of those in shared memory
   int end_;
   const T* data_;
+  uint64_t* barriers_;
   Pack* shared_;
 };
 
@@ -172,6 +225,7 @@ class ClusterJoin {
     static_assert(kWords <= kMostWords);
     over_lanes(found, join);
     const int warps = blockDim.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int log2_warps = 31 - __clz(warps);  // blocks have a power of two of them
     float* const own = places_ + turn_ * kMostWords * kMaxBlockWarps;
     turn_ ^= 1;
     if (lane == 0) {
@@ -184,10 +238,10 @@ class ClusterJoin {
     for (int place = lane; place < warps * cluster_; place += kWarpSize) {
       Found other;
       auto& words = reinterpret_cast<float (&)[kWords]>(other);
-      const float* const from = own + place % warps * kWords;
+      const float* const from = own + (place & (warps - 1)) * kWords;
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        words[i] = read(from + i, place / warps);
+        words[i] = read(from + i, place >> log2_warps);
       }
       join(all, other);
     }
@@ -272,7 +326,8 @@ inline RowSpread spread_rows(int64_t rows, int64_t features, int vec, int vector
                          : std::max(kMaxBlockThreads / spread.threads, 1);
   const int room = (device.shared_bytes + kReserved) / blocks - kReserved - other_bytes;
   const int row_bytes = spread.threads * vector_bytes;
-  spread.kept = std::min(divide_up(vectors, threads), std::max(room / row_bytes, 0));
+  spread.kept = std::min(
+      {divide_up(vectors, threads), std::max(room / row_bytes, 0), kBulkGroup * kMostBulkGroups});
   spread.shared_bytes = other_bytes + spread.kept * row_bytes;
   return spread;
 }
@@ -281,8 +336,8 @@ template <typename Kernel, typename T, int kVec, typename Args>
 ffi::Error launch_in_vectors(Args args, int64_t rows, cudaStream_t stream) {
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  args.spread =
-      spread_rows(rows, args.features, kVec, sizeof(Vector<T, kVec>), Kernel::kSharedBytes, device);
+  args.spread = spread_rows(rows, args.features, kVec, sizeof(Vector<T, kVec>),
+                            Kernel::kSharedBytes + RowSlice<T, kVec>::kSharedBytes, device);
   const auto kernel = Kernel::template of<T, kVec>();
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   return launch_kernel(kernel, args, args.spread.launch(rows), stream);

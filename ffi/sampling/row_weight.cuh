@@ -22,15 +22,18 @@ struct RowWeight {
     maximum = to;
   }
 
-  // Adds logits. An infinite one makes the weight infinite, unless kClips.
+  // Adds logits, and sets their weights. An infinite one has an infinite weight, unless kClips.
   template <bool kClips, int kVec>
-  __device__ __forceinline__ void add(const float (&logits)[kVec], float scale) {
+  __device__ __forceinline__ void add(const float (&logits)[kVec], float scale,
+                                      float (&weights)[kVec]) {
     const float most = largest_of(logits);
     if (most > maximum) raise(finite(most), scale);  // a NaN leaves the maximum unchanged
 #pragma unroll
-    for (const float z : logits) {
+    for (int i = 0; i < kVec; ++i) {
+      const float z = logits[i];
       const float logit = kClips && z > FLT_MAX ? FLT_MAX : z;  // NaN stays NaN
-      weight += exp2_fast((logit - maximum) * scale);
+      weights[i] = exp2_fast((logit - maximum) * scale);
+      weight += weights[i];
     }
   }
 
@@ -42,17 +45,24 @@ struct RowWeight {
   }
 };
 
-// Makes the first pass over a row, which yields its maximum and weight.
-template <typename T, int kVec>
+// Makes the first pass over a row, which yields its maximum and weight. Calls use(column, logits,
+// weights, maximum) for each vector; the weights are relative to that maximum, at least `least`.
+template <typename T, int kVec, typename Use>
 __device__ __forceinline__ RowWeight weight_of_row(const RowSlice<T, kVec>& slice,
-                                                   ClusterJoin& join, float scale) {
+                                                   ClusterJoin& join, float scale, float least,
+                                                   const Use& use) {
   const auto add = [&](RowWeight& mine, const RowWeight& other) { mine.join(other, scale); };
-  RowWeight sum;
-  slice.template for_each<true>([&](int, const float (&z)[kVec]) { sum.add<false>(z, scale); });
+  float weights[kVec];
+  RowWeight sum = {least};
+  slice.template for_each<true>([&](int column, const float (&z)[kVec]) {
+    sum.add<false>(z, scale, weights);
+    use(column, z, weights, sum.maximum);
+  });
   sum = join(sum, add);
   if (sum.weight == INFINITY) {
     sum = {};
-    slice.template for_each<false>([&](int, const float (&z)[kVec]) { sum.add<true>(z, scale); });
+    slice.template for_each<false>(
+        [&](int, const float (&z)[kVec]) { sum.add<true>(z, scale, weights); });
     sum = join(sum, add);
   }
   return sum;

@@ -1,12 +1,14 @@
 // Draws a token from each row of logits, as jaxfused/ops/sampling/sample_xla.py states it.
 //
-// A cluster of blocks reads a row once from memory and keeps it in shared memory. The first pass
-// finds the largest logit and the sum of the weights, while the row arrives. From the sum follows a
-// score that about kExpected words (columns of the row) exceed: the second pass lists them. The
-// best of them is the token unless a filter leaves it out; then it is the best of those before it,
-// in the order of falling logits, and so on. So the list gives the next words that may have to be
-// tested. The third pass tests several of them at once: it finds how many words are before each and
-// what they weigh. Nothing is sorted, and the row's words are never stored again.
+// A cluster of blocks reads a row once from memory and keeps it in shared memory. From the first
+// words that arrive follows a score that about kExpected words (columns) of the whole row exceed.
+// The first pass lists them, while the row arrives, and finds the largest logit and the sum of the
+// weights. The best of the list is the token unless a filter leaves it out; then it is the best of
+// those before it, in the order of falling logits, and so on. So the list gives the next words that
+// may have to be tested. The second pass tests several of them at once: it finds how many words are
+// before each and what they weigh. If the list is too long, or has no word that is wanted, another
+// pass makes a new one. So the token does not depend on the list, nor on the order of its words.
+// Nothing is sorted, and the row's words are never stored again.
 #include <cfloat>
 #include <climits>
 #include <cmath>
@@ -24,7 +26,12 @@ constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kNone = -1;  // token of a row whose logits are all -inf or include NaN
 // Expected number of words in a list, which is Poisson distributed, and a list's capacity.
 constexpr float kExpected = 24.0f;
-constexpr int kMostListed = 64;
+constexpr int kMostListed = 128;
+// Factor that makes up for rounding in weights and scores, where words are listed.
+constexpr float kReachMargin = 1.0f + 0x1p-10f;
+// Largest distance, in powers of two, between a row's largest weight and that of its first words,
+// from which the first list's lowest score is computed.
+constexpr float kMostRise = 1024.0f;
 // Number of words that a pass tests, and of pivots that a counting pass compares logits with.
 constexpr int kPivots = 3;
 
@@ -139,11 +146,35 @@ class Row {
         scale_(fminf(inverse_temperature * kLog2e, FLT_MAX)) {}
 
   // Makes the first pass; returns the sum of the weights: 0 if all logits are -inf, NaN if one is
-  // NaN.
+  // NaN. With kLists, it lists words too.
+  template <bool kLists>
   __device__ __forceinline__ float begin() {
-    const RowWeight sum = weight_of_row(slice_, join_, scale_);
+    RowWeight first;
+    float reach = 0.0f;
+    if constexpr (kLists) {
+      first = weight_of_first();
+      const float share = first.weight * (static_cast<float>(slice_.features()) /
+                                          static_cast<float>(slice_.first_columns()));
+      if (share > 0.0f && share < INFINITY) reach = kExpected / share;
+    }
+    float reach_maximum = first.maximum, own_reach = reach * kReachMargin;
+    const RowWeight sum = weight_of_row(
+        slice_, join_, scale_, first.maximum,
+        [&](int column, const float (&z)[kVec], const float (&weights)[kVec], float maximum) {
+          if constexpr (kLists) {
+            if (maximum > reach_maximum) {
+              reach_maximum = maximum;
+              own_reach = reach * kReachMargin * exp2_fast((maximum - first.maximum) * scale_);
+            }
+            list_vector(column, z, weights, own_reach);
+          }
+        });
     maximum_ = sum.maximum;
     weight_ = sum.weight;
+    const float rise = maximum_ - first.maximum;
+    if (reach > 0.0f && rise * scale_ < kMostRise) {
+      lowest_ = -logf(reach) - rise * inverse_temperature_;
+    }
     return weight_;
   }
 
@@ -208,19 +239,27 @@ class Row {
   }
 
  private:
+  // Returns the weight of the words of the first turn, or of none if it is not in shared memory.
+  __device__ __forceinline__ RowWeight weight_of_first() {
+    RowWeight sum;
+    if (slice_.first_columns() == 0) return sum;
+    float z[kVec], weights[kVec];
+    slice_.read_first(z);
+    sum.add<false>(z, scale_, weights);
+    return join_(sum, [&](RowWeight& mine, const RowWeight& other) { mine.join(other, scale_); });
+  }
+
   // Finds the word before `end` with the highest score (words[0]), the best one before that one
   // (words[1]), and so on, as far as the list has them; words[0] always exists. The words before
   // `end` weigh `weight_before`. Only words whose exponents are at least `least` count.
   template <int kBests>
   __device__ __forceinline__ void find_best(Place end, float weight_before, float least,
                                             Best (&words)[kBests]) {
-    const float lowest = logf(weight_before * (1.0f / kExpected));
-    if (end.word == INT_MAX && least == -INFINITY) {
-      list_words<true>(-INFINITY, lowest);
-    } else {
-      list_words<false>(fmaxf(least_logit(least), end.logit), lowest);
-    }
-    best_of_list(end, lowest, least, words);
+    best_of_list(end, lowest_, least, words);
+    if (words[0].exists()) return;
+    lowest_ = logf(weight_before * (1.0f / kExpected));
+    list_words(fmaxf(least_logit(least), end.logit));
+    best_of_list(end, lowest_, least, words);
     if (words[0].exists()) return;
     words[0] = best_before(end, least);
 #pragma unroll
@@ -233,40 +272,46 @@ class Row {
     return fmaf(fabsf(logit), -0x1p-22f, logit);
   }
 
-  // Lists all words whose scores exceed `lowest`, and some others. Words with logits below
-  // `least_logit` are left out, unless kAll.
-  template <bool kAll>
-  __device__ __forceinline__ void list_words(float least_logit, float lowest) {
-    if (is_listed_) {
-      join_.wait();  // until all blocks have read the previous list
-      if (threadIdx.x == 0) list_->count = 0;
-      __syncthreads();
-    }
-    is_listed_ = true;
-    // A word of weight w exceeds a score s only if its noise has v < -log(1 - v) < w exp(-s). The
-    // random bits are v in units of 2^-32; the bound is rounded up.
-    const float log2_reach = fmaf(lowest, -kLog2e, 32.0f + 0x1p-10f);
+  // Lists all words with logits of at least `least_logit` whose scores exceed `lowest_`, and some
+  // others.
+  __device__ __forceinline__ void list_words(float least_logit) {
+    join_.wait();  // until all blocks have read the previous list
+    if (threadIdx.x == 0) list_->count = 0;
+    __syncthreads();
+    const float reach = kReachMargin * expf(-lowest_);
     slice_.template for_each<false>([&](int column, const float (&z)[kVec]) {
-      if (!kAll && largest_of(z) < least_logit) return;
-      uint32_t halves[kVec];
-      random_upper_halves(seeds_, static_cast<uint32_t>(column), halves);
-      bool are_listed[kVec];
-      bool any = false;
+      if (largest_of(z) < least_logit) return;
+      float weights[kVec];
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float bound = exp2_fast(fmaf(z[i] - maximum_, scale_, log2_reach));
-        are_listed[i] = static_cast<float>(halves[i]) - 0x1p16f < bound;
-        any = any || are_listed[i];
-      }
-      if (!any) return;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (!are_listed[i] || (!kAll && z[i] < least_logit)) continue;
-        const int place = atomicAdd(&list_->count, 1);
-        if (place < kMostListed) list_->words[place] = {finite(z[i]), column + i};
-      }
+      for (int i = 0; i < kVec; ++i) weights[i] = z[i] < least_logit ? 0.0f : weight(z[i]);
+      list_vector(column, z, weights, reach);
     });
     join_.wait();
+  }
+
+  // Lists the words of a vector whose scores can exceed log(weight / score's weight), and seldom
+  // others. A word of weight w exceeds a score s only if its noise has v < -log(1 - v) < w exp(-s),
+  // where w exp(-s) is its weight here times `reach`.
+  __device__ __forceinline__ void list_vector(int column, const float (&z)[kVec],
+                                              const float (&weights)[kVec], float reach) {
+    uint32_t halves[kVec];
+    random_upper_halves(seeds_, static_cast<uint32_t>(column), halves);
+    bool are_listed[kVec];
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      // The upper bits are a mantissa: 1 + v, of which the lower half of the bits is wrong.
+      const float shifted = __uint_as_float(0x3f800000u + (halves[i] >> 9));
+      are_listed[i] = shifted < fmaf(weights[i], reach, 1.0f + 0x1p-16f + 0x1p-22f);
+      any = any || are_listed[i];
+    }
+    if (!any) return;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      if (!are_listed[i] || !(weights[i] > 0.0f)) continue;
+      const int place = atomicAdd(&list_->count, 1);
+      if (place < kMostListed) list_->words[place] = {finite(z[i]), column + i};
+    }
   }
 
   // Returns the word with the highest score of those before `end`, with exponents of at least
@@ -472,8 +517,8 @@ class Row {
 
   const RowSlice<T, kVec>& slice_;
   ClusterJoin& join_;
-  List* list_;
-  bool is_listed_ = false;
+  List* list_;  // of all words whose scores exceed lowest_, unless it has overflowed
+  float lowest_ = INFINITY;
   uint2 seeds_;
   float inverse_temperature_;
   float scale_;
@@ -499,10 +544,12 @@ __global__ void __launch_bounds__(kMaxBlockThreads) sample_rows(SampleArgs args)
   const float inverse_temperature = filters[kInverseTemperature];
   const bool draws = inverse_temperature > 0.0f;
   if (threadIdx.x == 0) shared->list.count = 0;
+  __syncthreads();
   Row<T, kVec> of_row(slice, join, &shared->list, args.seeds[row],
                       draws ? inverse_temperature : 1.0f);
   int token = kNone;
-  if (of_row.begin() > 0.0f) {  // false if the weight is NaN
+  const float weight = draws ? of_row.template begin<true>() : of_row.template begin<false>();
+  if (weight > 0.0f) {  // false if the weight is NaN
     if (!draws) {
       token = of_row.largest();
     } else if (args.is_filtered) {

@@ -45,7 +45,9 @@ __global__ void __launch_bounds__(kMaxBlockThreads) top_log_probs_rows(TopArgs a
   ClusterJoin join(shared, cluster);
   const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread,
                                 shared + ClusterJoin::kFloats);
-  const RowWeight sum = weight_of_row(slice, join, kLog2e);
+  __syncthreads();
+  const auto nothing = [](int, const float (&)[kVec], const float (&)[kVec], float) {};
+  const RowWeight sum = weight_of_row(slice, join, kLog2e, RowWeight{}.maximum, nothing);
   const bool exists = sum.weight > 0.0f;  // false if the weight is NaN
   const float log_weight = exists ? logf(sum.weight) : NAN;
   if (writes) {

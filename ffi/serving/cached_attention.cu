@@ -1,8 +1,8 @@
 // Attention of a few new tokens of each sequence to a contiguous or paged cache of keys and values,
 // of 16 or 8 bits.
 //
-// A warp reads a tile of 16 keys of a head straight from memory into the registers that tensor
-// cores take as operands, and the next tile while it computes. Nothing passes through shared
+// A warp reads tiles of 16 keys of a head straight from memory into the registers that tensor
+// cores take as operands, and the next ones while it computes. Nothing passes through shared
 // memory and no warp waits for another, so the size of the pages does not matter, and bytes are
 // widened in registers right before they are multiplied. A second kernel merges the parts of each
 // sequence in a fixed order.
@@ -178,6 +178,11 @@ struct Output {
   }
 };
 
+// Tiles that a warp has at a time. Loads of 8 kB for each of 12 warps keep an SM's share of the
+// memory busy, so tiles of 8 bits come in pairs.
+template <typename V, int kTiles>
+constexpr int kTaken = kKeptBytes<V> == 1 && kTiles == 1 ? 2 : 1;
+
 // Page, and place within it, of each of a tile's two groups of 8 keys, which lie in one page each.
 struct TilePlace {
   int page[2];
@@ -186,6 +191,8 @@ struct TilePlace {
 
 template <typename V, int kHead, int kTiles, bool kScaled>
 class Unit {
+  static constexpr int kCount = kTaken<V, kTiles>;
+
  public:
   __device__ __forceinline__ Unit(const CacheArgs& args, int unit)
       : args_(args),
@@ -211,7 +218,7 @@ class Unit {
   // Computes part `number`: attention of a sequence to its tiles of keys from `begin` to `stop`.
   __device__ __forceinline__ void part(int sequence, int begin, int stop, int number) {
     sequence_ = sequence;
-    length_ = args_.sequences.lengths[sequence];
+    length_ = min(args_.sequences.lengths[sequence], stop * kTileKeys);
     Queries<V, kHead, kTiles> queries;
     float factors[kTiles][2];
     queries.load(args_, sequence, head_, first_row_, factors);
@@ -237,62 +244,82 @@ class Unit {
               last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
     const int safe_start = window == 0 ? 0 : offset + last / args_.group + 1 - window;
 
-    KeyTile<V, kHead> keys;
-    ValueTile<V, kHead> values;
-    TilePlace next = place_of(begin);
-    uint32_t rows[2];
-    set_rows(next, rows);
-    load(keys, rows, begin);
-    load(values, rows, begin);
-    float scale = 0.0f, next_scale = 0.0f;
-    if constexpr (kScaled) scale = load_scale(next, begin);
-    if (begin + 1 < stop) next = place_of(begin + 1);
-    for (int tile = begin; tile < stop; ++tile) {
-      const bool has_next = tile + 1 < stop;
-      // Products of keys g and g + 8 with rows 2 q and 2 q + 1 of each tile (g = lane / 4, q = lane
-      // % 4), in two accumulators that do not wait for each other.
-      float logits[kTiles][4] = {}, others[kTiles][4] = {};
+    KeyTile<V, kHead> keys[kCount];
+    ValueTile<V, kHead> values[kCount];
+    TilePlace next[kCount];
+    uint32_t rows[kCount][2];
+    float scale[kCount] = {};
 #pragma unroll
-      for (int c = 0; c < KeyTile<V, kHead>::kChunks; ++c) {
+    for (int t = 0; t < kCount; ++t) {
+      next[t] = place_of(begin + t);
+      set_rows(next[t], rows[t]);
+      load(keys[t], rows[t], begin + t);
+      load(values[t], rows[t], begin + t);
+      if constexpr (kScaled) scale[t] = load_scale(next[t], begin + t);
+      if (begin + kCount < stop) next[t] = place_of(begin + kCount + t);
+    }
+    for (int tile = begin; tile < stop; tile += kCount) {
+      const int next_tile = tile + kCount;
+      const bool has_next = next_tile < stop;
+      // Products of keys g and g + 8 of a tile with rows 2 q and 2 q + 1 of each tile of rows (g =
+      // lane / 4, q = lane % 4), in accumulators of which at least two do not wait for each other.
+      float logits[kCount][kTiles][4] = {}, others[kTiles][4] = {};
 #pragma unroll
-        for (int s = 0; s < KeyTile<V, kHead>::kSteps; ++s) {
-          uint32_t a[4];
-          keys.operands(c, s, a);
+      for (int t = 0; t < kCount; ++t) {
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            const auto& b = queries.operands[n][c * KeyTile<V, kHead>::kSteps + s];
-            multiply_add<Multiplied<V>>(s % 2 == 0 ? logits[n] : others[n], a, b[0], b[1]);
+        for (int c = 0; c < KeyTile<V, kHead>::kChunks; ++c) {
+#pragma unroll
+          for (int s = 0; s < KeyTile<V, kHead>::kSteps; ++s) {
+            uint32_t a[4];
+            keys[t].operands(c, s, a);
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+              const auto& b = queries.operands[n][c * KeyTile<V, kHead>::kSteps + s];
+              auto& sum_of = kCount == 1 && s % 2 == 1 ? others[n] : logits[t][n];
+              multiply_add<Multiplied<V>>(sum_of, a, b[0], b[1]);
+            }
           }
         }
-      }
-      if (has_next) {
-        set_rows(next, rows);
-        load(keys, rows, tile + 1);
-        if constexpr (kScaled) next_scale = load_scale(next, tile + 1);
-        if (tile + 2 < stop) next = place_of(tile + 2);
+        if (has_next) {
+          set_rows(next[t], rows[t]);
+          load(keys[t], rows[t], next_tile + t);
+        }
       }
 
-      float rescaling = 1.0f, key_scale[2], value_scale[2];
+      float rescaling = 1.0f, key_scale[kCount][2], value_scale[kCount][2];
       if constexpr (kScaled) {
-        // The output's unit, a power of two, is at least the largest scale of the tile's values,
+        // The output's unit, a power of two, is at least the largest scale of the tiles' values,
         // which lanes with q >= 2 hold.
-        const uint32_t own = q_ < 2 ? 0u : __float_as_uint(scale) & 0x7fffffffu;
-        const uint32_t most = __reduce_max_sync(kAllLanes, own);
+        uint32_t own = 0;
+#pragma unroll
+        for (const float x : scale) own = max(own, __float_as_uint(x) & 0x7fffffffu);
+        const uint32_t most = __reduce_max_sync(kAllLanes, q_ < 2 ? 0u : own);
         const uint32_t bits = min((most + 0x7fffffu) & 0x7f800000u, 0x7e800000u);
         if (bits > unit_bits) {
           rescaling = __uint_as_float(unit_bits) * inverse(bits);
           unit_bits = bits;
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          key_scale[i] = __shfl_sync(kAllLanes, scale, 4 * g_ + i);
-          value_scale[i] = __shfl_sync(kAllLanes, scale, 4 * g_ + 2 + i) * inverse(unit_bits);
+        for (int t = 0; t < kCount; ++t) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            key_scale[t][i] = __shfl_sync(kAllLanes, scale[t], 4 * g_ + i);
+            value_scale[t][i] =
+                __shfl_sync(kAllLanes, scale[t], 4 * g_ + 2 + i) * inverse(unit_bits);
+          }
         }
       }
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) {
+        if constexpr (kScaled) {
+          if (has_next) scale[t] = load_scale(next[t], next_tile + t);
+        }
+        if (next_tile + kCount < stop) next[t] = place_of(next_tile + kCount + t);
+      }
       const int first_key = tile * kTileKeys;
-      const bool is_edge = first_key + kTileKeys > safe_end || first_key < safe_start;
+      const bool is_edge = first_key + kCount * kTileKeys > safe_end || first_key < safe_start;
       float rescale[kTiles][2];
-      uint32_t weights[kTiles][2];
+      uint32_t weights[kCount][kTiles][2];
       bool changes = false;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -300,13 +327,18 @@ class Unit {
         for (int e = 0; e < 2; ++e) {
           float highest = maximum[n][e];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = logits[n][2 * i + e];
-            x = (x + others[n][2 * i + e]) * factors[n][e];
-            if constexpr (kScaled) x *= key_scale[i];
-            if (args_.cap > 0.0f) x = capped(x);
-            if (is_edge && !is_seen(first_key + 8 * i + g_, end[n][e])) x = -INFINITY;
-            highest = fmaxf(highest, x);
+          for (int t = 0; t < kCount; ++t) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float& x = logits[t][n][2 * i + e];
+              if constexpr (kCount == 1) x += others[n][2 * i + e];
+              x *= factors[n][e];
+              if constexpr (kScaled) x *= key_scale[t][i];
+              if (args_.cap > 0.0f) x = capped(x);
+              const int key = first_key + t * kTileKeys + 8 * i + g_;
+              if (is_edge && !is_seen(key, end[n][e])) x = -INFINITY;
+              highest = fmaxf(highest, x);
+            }
           }
 #pragma unroll
           for (int lanes = 4; lanes < 32; lanes *= 2) {
@@ -316,25 +348,34 @@ class Unit {
           maximum[n][e] = highest;
           sum[n][e] *= decay;
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = logits[n][2 * i + e];
-            x = exp2_fast(x - highest);
-            sum[n][e] += x;
-            if constexpr (kScaled) x *= value_scale[i];
+          for (int t = 0; t < kCount; ++t) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float& x = logits[t][n][2 * i + e];
+              x = exp2_fast(x - highest);
+              sum[n][e] += x;
+              if constexpr (kScaled) x *= value_scale[t][i];
+            }
           }
           rescale[n][e] = decay * rescaling;
           changes = changes || rescale[n][e] != 1.0f;
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          weights[n][i] =
-              transposed(rounded_pair<Multiplied<V>>(logits[n][2 * i], logits[n][2 * i + 1]));
+        for (int t = 0; t < kCount; ++t) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const auto& of_tile = logits[t][n];
+            weights[t][n][i] =
+                transposed(rounded_pair<Multiplied<V>>(of_tile[2 * i], of_tile[2 * i + 1]));
+          }
         }
       }
       if (__any_sync(kAllLanes, changes)) output.scale(rescale);
-      output.add(weights, values);
-      if (has_next) load(values, rows, tile + 1);
-      scale = next_scale;
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) {
+        output.add(weights[t], values[t]);
+        if (has_next) load(values[t], rows[t], next_tile + t);
+      }
     }
 
     const float unit = kScaled ? __uint_as_float(unit_bits) : 1.0f;
@@ -470,16 +511,15 @@ class Unit {
 };
 
 // Warps of a block, and resident blocks of an SM, limited by the registers that a warp needs.
+constexpr int kWarps = 4;
 template <typename V, int kTiles>
-constexpr int kWarps = kKeptBytes<V> == 1 && kTiles == 1 ? 8 : 4;
-template <typename V, int kTiles>
-constexpr int kBlocks = kTiles == 1 ? (kKeptBytes<V> == 1 ? 2 : 3) : (kKeptBytes<V> == 1 ? 3 : 2);
+constexpr int kBlocks = kTiles == 1 || kKeptBytes<V> == 1 ? 3 : 2;
 
 template <typename V, int kHead, int kTiles, bool kScaled>
-__global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
+__global__ void __launch_bounds__(32 * kWarps, kBlocks<V, kTiles>)
     attend_to_cache(const __grid_constant__ CacheArgs args) {
   if constexpr (kHasProducts<__nv_bfloat16>) {
-    const int warp = blockIdx.x * kWarps<V, kTiles> + static_cast<int>(threadIdx.x) / 32;
+    const int warp = blockIdx.x * kWarps + static_cast<int>(threadIdx.x) / 32;
     const int slot = warp / args.units();
     if (slot >= args.sequences.slots) return;
     const TileList list(args.sequences);
@@ -536,16 +576,15 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
     merge_cached_parts(const __grid_constant__ CacheArgs args) {
   constexpr int kColumns = Merged<kHead>::kColumns;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kRowWarps;
-  const int64_t number =
-      blockIdx.x * static_cast<int64_t>(blockDim.x / 32 / kRowWarps) + threadIdx.x / 32 / kRowWarps;
-  const int row_of_unit = static_cast<int>(number % args.unit_rows);
-  const int64_t of_unit = number / args.unit_rows;
-  const int unit = static_cast<int>(of_unit % args.units());
-  const int64_t of_batch = of_unit / args.units();
+  const unsigned number = blockIdx.x * (blockDim.x / 32 / kRowWarps) + threadIdx.x / 32 / kRowWarps;
+  const unsigned unit_rows = args.unit_rows, units = args.units();
+  const unsigned of_unit = number / unit_rows, of_batch = of_unit / units;
+  const int row_of_unit = static_cast<int>(number - of_unit * unit_rows);
+  const int unit = static_cast<int>(of_unit - of_batch * units);
   const int row = unit % args.row_tiles * args.unit_rows + row_of_unit;
   const int head = unit / args.row_tiles;
   // If several warps share a row, the block has no other row, so all its threads return here.
-  if (of_batch >= args.sequences.batch || row >= args.rows()) return;
+  if (of_batch >= static_cast<unsigned>(args.sequences.batch) || row >= args.rows()) return;
   const int sequence = static_cast<int>(of_batch);
   const TileList list(args.sequences);
   const int before = list.before(args.sequences, sequence);
@@ -623,7 +662,7 @@ template <typename V, int kHead, int kTiles>
 ffi::Error launch(CacheArgs args, int most_slots, cudaStream_t stream) {
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  constexpr int kBlockWarps = kWarps<V, kTiles>;
+  constexpr int kBlockWarps = kWarps;
   const int units = args.key_heads * args.row_tiles;
   const int warps = device.multiprocessors * kBlocks<V, kTiles> * kBlockWarps;
   args.sequences.slots = std::min(std::max(warps / units, 1), most_slots);
