@@ -61,9 +61,10 @@ class RowSlice {
         barriers_(static_cast<uint64_t*>(shared)),
         shared_(reinterpret_cast<Pack*>(static_cast<unsigned char*>(shared) + kSharedBytes) +
                 threadIdx.x) {
-    const int whole = (vectors_.inner + static_cast<int>(vectors_.inners)) / threads_;
+    log2_threads_ = 31 - __clz(threads_);
+    const int whole = (vectors_.inner + static_cast<int>(vectors_.inners)) >> log2_threads_;
     end_ = max(min(whole, begin_ + spread.kept), begin_);
-    turns_ = (vectors_.count + threads_ - 1) / threads_;
+    turns_ = (vectors_.count + threads_ - 1) >> log2_threads_;
     if constexpr (kBulk) {
       if (threadIdx.x == 0) copy_all();
     } else {
@@ -133,9 +134,10 @@ class RowSlice {
 
   // Whether this thread has the vector that holds `column`; sets its first column and values.
   __device__ __forceinline__ bool find(int column, int* first, float (&values)[kVec]) const {
-    const int j = (column + vectors_.shift) / kVec;
-    if (j % threads_ != first_) return false;
-    read(j, load_vector<T, kVec>(data_ + static_cast<int64_t>(j) * kVec), values);
+    const int j = (column + vectors_.shift) / kVec, turn = j >> log2_threads_;
+    if ((j & (threads_ - 1)) != first_) return false;
+    const bool is_kept = turn >= begin_ && turn < end_;
+    read(j, is_kept ? shared_[(turn - begin_) * blockDim.x] : load(turn), values);
     *first = vectors_.column(j);
     return true;
   }
@@ -196,7 +198,8 @@ class RowSlice {
 
   RowVectors<kVec> vectors_;
   int features_;
-  int threads_;
+  int threads_;  // of the row, a power of two
+  int log2_threads_;
   int first_;
   int turns_;
   int begin_;  // first turn and end of those in shared memory
@@ -235,6 +238,7 @@ class ClusterJoin {
     }
     wait();
     Found all;
+#pragma unroll 1
     for (int place = lane; place < warps * cluster_; place += kWarpSize) {
       Found other;
       auto& words = reinterpret_cast<float (&)[kWords]>(other);
@@ -274,7 +278,7 @@ class ClusterJoin {
   template <typename Found, typename Join>
   static __device__ __forceinline__ void over_lanes(Found& found, const Join& join) {
     constexpr int kWords = sizeof(Found) / sizeof(float);
-#pragma unroll
+#pragma unroll 1  // because most of the time code that runs once is being fetched
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
       Found other;
       const auto& mine = reinterpret_cast<const float (&)[kWords]>(found);

@@ -25,8 +25,8 @@ namespace {
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kNone = -1;  // token of a row whose logits are all -inf or include NaN
 // Expected number of words in a list, which is Poisson distributed, and a list's capacity.
-constexpr float kExpected = 24.0f;
-constexpr int kMostListed = 128;
+constexpr float kExpected = 16.0f;
+constexpr int kMostListed = 64;
 // Factor that makes up for rounding in weights and scores, where words are listed.
 constexpr float kReachMargin = 1.0f + 0x1p-10f;
 // Largest distance, in powers of two, between a row's largest weight and that of its first words,
@@ -348,6 +348,7 @@ class Row {
     constexpr int kEach = kMostListed / kWarpSize;
     Best own[kEach];
     int total = 0;
+#pragma unroll 1
     for (int rank = 0; rank < join_.blocks(); ++rank) {
       const int count =
           __float_as_int(join_.read(reinterpret_cast<const float*>(&list_->count), rank));
