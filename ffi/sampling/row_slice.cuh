@@ -98,37 +98,24 @@ class RowSlice {
     Pack next = load(end_), after_next = load(end_ + 1);
     const Pack* from = shared_;
     int column = vectors_.column(place_of(begin_));
-    for (int turn = begin_; turn < end_;) {
-      int stop = end_;
-      if constexpr (kFirst) {
-        if constexpr (kBulk) {
-          mbarrier_wait(barriers_ + (turn - begin_) / kBulkGroup, 0);
-          stop = min(turn + kBulkGroup, end_);
-        } else {
-          copy(turn + kGroups * kGroup);
-          async_copies_wait(kGroups);
-          stop = min(turn + kGroup, end_);
-        }
-      }
 #pragma unroll 1
-      for (; turn < stop; ++turn) {
-        float values[kVec];
-        unpack(*from, values);
-        use(column, values);
-        from += blockDim.x;
-        column += threads_ * kVec;
-      }
-    }
-#pragma unroll 1
-    for (int turn = end_; turn < turns_ + begin_; ++turn) {
-      const Pack packed = next;
-      next = after_next;
-      after_next = load(turn + 2);
-      const int j = turn_place(turn);
-      if (j >= vectors_.count) continue;
+    for (int turn = begin_; turn < turns_ + begin_; ++turn) {
+      if constexpr (kFirst) wait_for(turn);
       float values[kVec];
-      read(j, packed, values);
-      use(vectors_.column(j), values);
+      if (turn < end_) {
+        unpack(*from, values);
+        from += blockDim.x;
+      } else {
+        const Pack packed = next;
+        next = after_next;
+        after_next = load(turn + 2);
+        const int j = turn_place(turn);
+        if (j >= vectors_.count) continue;
+        read(j, packed, values);
+        column = vectors_.column(j);
+      }
+      use(column, values);
+      column += threads_ * kVec;
     }
   }
 
@@ -143,6 +130,18 @@ class RowSlice {
   }
 
  private:
+  // Waits for the thread's vector of a turn, if its group is the next one that shared memory gets.
+  __device__ __forceinline__ void wait_for(int turn) const {
+    constexpr int kTurns = kBulk ? kBulkGroup : kGroup;
+    if (turn >= end_ || (turn - begin_) % kTurns != 0) return;
+    if constexpr (kBulk) {
+      mbarrier_wait(barriers_ + (turn - begin_) / kTurns, 0);
+    } else {
+      copy(turn + kGroups * kGroup);
+      async_copies_wait(kGroups);
+    }
+  }
+
   __device__ __forceinline__ int place_of(int turn) const { return turn * threads_ + first_; }
 
   // Starts bulk copies of the block's vectors of all turns; one thread calls it.
