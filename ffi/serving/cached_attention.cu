@@ -178,10 +178,12 @@ struct Output {
   }
 };
 
-// Tiles that a warp has at a time. Loads of 8 kB for each of 12 warps keep an SM's share of the
-// memory busy, so tiles of 8 bits come in pairs.
+// Tiles of keys that a warp has at a time. With 8 warps of 255 registers on an SM, loads of 12 or
+// 16 kB a warp keep the SM's share of the memory busy.
 template <typename V, int kTiles>
-constexpr int kTaken = kKeptBytes<V> == 1 && kTiles == 1 ? 2 : 1;
+constexpr int kTaken = kTiles > 1           ? 1
+                       : kKeptBytes<V> == 1 ? 3
+                                            : 2;
 
 // Page, and place within it, of each of a tile's two groups of 8 keys, which lie in one page each.
 struct TilePlace {
@@ -513,7 +515,7 @@ class Unit {
 // Warps of a block, and resident blocks of an SM, limited by the registers that a warp needs.
 constexpr int kWarps = 4;
 template <typename V, int kTiles>
-constexpr int kBlocks = kTiles == 1 || kKeptBytes<V> == 1 ? 3 : 2;
+constexpr int kBlocks = kTiles > 1 && kKeptBytes<V> == 1 ? 3 : 2;
 
 template <typename V, int kHead, int kTiles, bool kScaled>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks<V, kTiles>)
