@@ -12,12 +12,13 @@
 #include "common/rows.cuh"
 
 constexpr int kMaxClusterBlocks = 8;
-// Turns whose vectors one group of async copies brings, and groups in flight. Bulk copies are all
-// in flight at once, and each group has a barrier.
+// Turns whose vectors one group of async copies brings, and groups in flight. Bulk copies bring a
+// turn each, and as many turns are in flight as fill kBytesInFlight: of all that are in flight at
+// once none arrives much before the others, and then no pass hides behind the copies.
 constexpr int kGroup = 4;
 constexpr int kGroups = 3;
-constexpr int kBulkGroup = 2;
-constexpr int kMostBulkGroups = 32;
+constexpr int kMostBulkTurns = 64;
+constexpr int kBytesInFlight = 64 * 1024;
 constexpr int kMinBlockThreads = 256;
 constexpr int kMaxBlockThreads = 1024;
 constexpr int kMaxBlockWarps = kMaxBlockThreads / kWarpSize;
@@ -47,7 +48,7 @@ class RowSlice {
 
  public:
   // Shared memory before the vectors.
-  static constexpr int kSharedBytes = kMostBulkGroups * int{sizeof(uint64_t)};
+  static constexpr int kSharedBytes = kMostBulkTurns * int{sizeof(uint64_t)};
 
   // Starts the copies to shared memory. All threads of the block must synchronise before they read.
   __device__ RowSlice(const void* logits, int64_t row, int features, int rank,
@@ -66,7 +67,7 @@ class RowSlice {
     end_ = max(min(whole, begin_ + spread.kept), begin_);
     turns_ = (vectors_.count + threads_ - 1) >> log2_threads_;
     if constexpr (kBulk) {
-      if (threadIdx.x == 0) copy_all();
+      if (threadIdx.x == 0) start_copies();
     } else {
 #pragma unroll 1
       for (int g = 0; g < kGroups; ++g) copy(begin_ + g * kGroup);
@@ -98,24 +99,38 @@ class RowSlice {
     Pack next = load(end_), after_next = load(end_ + 1);
     const Pack* from = shared_;
     int column = vectors_.column(place_of(begin_));
-#pragma unroll 1
-    for (int turn = begin_; turn < turns_ + begin_; ++turn) {
-      if constexpr (kFirst) wait_for(turn);
-      float values[kVec];
-      if (turn < end_) {
-        unpack(*from, values);
-        from += blockDim.x;
-      } else {
-        const Pack packed = next;
-        next = after_next;
-        after_next = load(turn + 2);
-        const int j = turn_place(turn);
-        if (j >= vectors_.count) continue;
-        read(j, packed, values);
-        column = vectors_.column(j);
+    for (int turn = begin_; turn < end_;) {
+      int stop = end_;
+      if constexpr (kFirst) {
+        if constexpr (kBulk) {
+          mbarrier_wait(barriers_ + (turn - begin_), 0);
+          if (threadIdx.x == 0 && turn + ahead() < end_) copy_turn(turn + ahead());
+          stop = turn + 1;
+        } else {
+          copy(turn + kGroups * kGroup);
+          async_copies_wait(kGroups);
+          stop = min(turn + kGroup, end_);
+        }
       }
-      use(column, values);
-      column += threads_ * kVec;
+#pragma unroll 1
+      for (; turn < stop; ++turn) {
+        float values[kVec];
+        unpack(*from, values);
+        use(column, values);
+        from += blockDim.x;
+        column += threads_ * kVec;
+      }
+    }
+#pragma unroll 1
+    for (int turn = end_; turn < turns_ + begin_; ++turn) {
+      const Pack packed = next;
+      next = after_next;
+      after_next = load(turn + 2);
+      const int j = turn_place(turn);
+      if (j >= vectors_.count) continue;
+      float values[kVec];
+      read(j, packed, values);
+      use(vectors_.column(j), values);
     }
   }
 
@@ -130,36 +145,29 @@ class RowSlice {
   }
 
  private:
-  // Waits for the thread's vector of a turn, if its group is the next one that shared memory gets.
-  __device__ __forceinline__ void wait_for(int turn) const {
-    constexpr int kTurns = kBulk ? kBulkGroup : kGroup;
-    if (turn >= end_ || (turn - begin_) % kTurns != 0) return;
-    if constexpr (kBulk) {
-      mbarrier_wait(barriers_ + (turn - begin_) / kTurns, 0);
-    } else {
-      copy(turn + kGroups * kGroup);
-      async_copies_wait(kGroups);
-    }
-  }
-
   __device__ __forceinline__ int place_of(int turn) const { return turn * threads_ + first_; }
 
-  // Starts bulk copies of the block's vectors of all turns; one thread calls it.
-  __device__ __forceinline__ void copy_all() const {
-    const uint32_t bytes = blockDim.x * sizeof(Pack);
-    const int groups = (end_ - begin_ + kBulkGroup - 1) / kBulkGroup;
+  // Number of turns whose bulk copies are in flight.
+  __device__ __forceinline__ int ahead() const {
+    return kBytesInFlight / (static_cast<int>(blockDim.x) * int{sizeof(Pack)});
+  }
+
+  // Initialises the barriers and starts the first bulk copies; one thread calls it.
+  __device__ __forceinline__ void start_copies() const {
 #pragma unroll 1
-    for (int g = 0; g < groups; ++g) mbarrier_init(barriers_ + g);
+    for (int turn = begin_; turn < end_; ++turn) mbarrier_init(barriers_ + (turn - begin_));
     mbarrier_init_fence();
 #pragma unroll 1
-    for (int turn = begin_; turn < end_; ++turn) {
-      uint64_t* const barrier = barriers_ + (turn - begin_) / kBulkGroup;
-      if ((turn - begin_) % kBulkGroup == 0) {
-        mbarrier_arrive_expect(barrier, min(end_ - turn, kBulkGroup) * bytes);
-      }
-      bulk_copy(shared_ + (turn - begin_) * blockDim.x,
-                data_ + static_cast<int64_t>(place_of(turn)) * kVec, bytes, barrier);
-    }
+    for (int turn = begin_; turn < min(begin_ + ahead(), end_); ++turn) copy_turn(turn);
+  }
+
+  // Starts the bulk copy of the block's vectors of a turn.
+  __device__ __forceinline__ void copy_turn(int turn) const {
+    const uint32_t bytes = blockDim.x * sizeof(Pack);
+    mbarrier_arrive_expect(barriers_ + (turn - begin_), bytes);
+    bulk_copy(shared_ + (turn - begin_) * blockDim.x,
+              data_ + static_cast<int64_t>(place_of(turn)) * kVec, bytes,
+              barriers_ + (turn - begin_));
   }
 
   // Starts async copies of the thread's vectors of kGroup turns.
@@ -329,8 +337,8 @@ inline RowSpread spread_rows(int64_t rows, int64_t features, int vec, int vector
                          : std::max(kMaxBlockThreads / spread.threads, 1);
   const int room = (device.shared_bytes + kReserved) / blocks - kReserved - other_bytes;
   const int row_bytes = spread.threads * vector_bytes;
-  spread.kept = std::min(
-      {divide_up(vectors, threads), std::max(room / row_bytes, 0), kBulkGroup * kMostBulkGroups});
+  spread.kept =
+      std::min({divide_up(vectors, threads), std::max(room / row_bytes, 0), kMostBulkTurns});
   spread.shared_bytes = other_bytes + spread.kept * row_bytes;
   return spread;
 }

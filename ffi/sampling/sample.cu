@@ -26,7 +26,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kNone = -1;  // token of a row whose logits are all -inf or include NaN
 // Expected number of words in a list, which is Poisson distributed, and a list's capacity.
 constexpr float kExpected = 16.0f;
-constexpr int kMostListed = 64;
+constexpr int kMostListed = 128;
 // Factor that makes up for rounding in weights and scores, where words are listed.
 constexpr float kReachMargin = 1.0f + 0x1p-10f;
 // Largest distance, in powers of two, between a row's largest weight and that of its first words,
