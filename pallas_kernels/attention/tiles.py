@@ -150,7 +150,7 @@ class OwnVisits(NamedTuple):
 
 
 _MANY = 4
-"""Fewest tiles per SM for which the schedule is computed on the device, from the segments.
+"""Fewest tiles per SM for which the schedule is computed on the device, from segments and lengths.
 
 With fewer tiles, better balance saves less time than XLA's kernels take to compute the schedule.
 """
@@ -208,7 +208,7 @@ class QueryTiles:
         Work is balanced by the number of blocks of keys that a tile visits.
         """
         count = batch * self.heads * self.count
-        if tables.bounds is not None and count >= _MANY * multiprocessors:
+        if _is_uneven(self.mask, tables) and count >= _MANY * multiprocessors:
             start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
             return schedule_of(stop - start, self.heads, multiprocessors)
         return self.planned(batch, heads_together, multiprocessors)
@@ -492,7 +492,7 @@ class KeyTiles:
         Work is balanced by the number of blocks of queries that a tile visits.
         """
         heads = self.key_heads * self.shares
-        if tables.bounds is not None and batch * heads * self.count >= _MANY * multiprocessors:
+        if _is_uneven(self.mask, tables) and batch * heads * self.count >= _MANY * multiprocessors:
             start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
             return schedule_of(stop - start, heads, multiprocessors)
         return self.planned(batch, heads_together, multiprocessors)
@@ -567,6 +567,12 @@ class KeyTiles:
         most = lax.div(visits + (self.query_shares - 1), jnp.int32(self.query_shares))
         first = lax.min(start + share * most, start + visits)
         return first, lax.min(first + most, start + visits)
+
+
+def _is_uneven(mask: BlockMask, tables: Tables) -> bool:
+    """Returns whether the tiles' work depends on a call's segments or lengths."""
+    has_lengths = mask.has_query_lengths or mask.has_key_lengths
+    return tables.bounds is not None or (has_lengths and mask.pattern is None)
 
 
 def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks | None:
