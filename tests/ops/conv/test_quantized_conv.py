@@ -390,7 +390,7 @@ def test_configs_fit(hopper):
     )
     configs = fitting(call, written_bytes=2)
     assert configs and all(config.turns_weights for config in configs)
-    assert "channels contiguous" in call.why_not(replace(SMALL, turns_weights=False))
+    assert "channels must be contiguous" in call.why_not(replace(SMALL, turns_weights=False))
 
 
 @pytest.mark.gpu

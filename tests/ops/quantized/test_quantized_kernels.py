@@ -615,7 +615,7 @@ def test_what_kernels_of_codes_and_of_many_rows_leave_to_xla(hopper):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"k": 64, "dtype": "int8"}, "sums of at least 128 numbers, and they have 64"),
+        ({"k": 64, "dtype": "int8"}, r"sums of at least 128 numbers \(K\), and they have 64"),
         ({"k": 200, "dtype": "int8"}, "whole multiples of 16 bytes, and a row has 200"),
         (
             {"options": {"group_size": 16}},
