@@ -236,7 +236,7 @@ def _traced_anew() -> Iterator[None]:
 
 
 def _is_split_by_xla(*trees: Any) -> bool:
-    """Whether an array is sharded over Auto axes, whose shards are known only when XLA compiles."""
+    """True if an array is sharded over Auto axes, whose shards are known only when XLA compiles."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(trees)]
     return any(
         isinstance(sharding, jax.sharding.NamedSharding)

@@ -14,7 +14,7 @@ import jaxfused
 from benchmarks.run.case import BARE, MIXED, Arrays, Bar, Case
 
 ON_REQUEST = True
-"""Whether the cases are measured only where their name is given: they take minutes."""
+"""True: the cases take minutes and are measured only where their name is given."""
 
 Shape = tuple[int, int, int]
 """Sizes (rows, features, out features)."""

@@ -1,4 +1,4 @@
-"""What the sweep's operators share: `Programs`, the functions of one case, and random operands."""
+"""Parts that the sweep's operators share: `Programs`, the functions of one case, random operands."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

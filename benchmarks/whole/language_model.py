@@ -100,7 +100,7 @@ class _Flax(jaxfused.KVCache):
 class _Row:
     cache: type[jaxfused.KVCache]
     many: bool = False
-    """Whether 16 texts of 8,192 tokens are continued, or one of 1,024."""
+    """True if 16 texts of 8,192 tokens are continued, False if one of 1,024 is."""
     format: str = "float"
 
 

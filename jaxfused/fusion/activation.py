@@ -106,7 +106,7 @@ def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
 
 
 def _is_function(node: Node, made: set[Value]) -> bool:
-    """Whether the operation is elementwise, on values in `made` (computed from `z`) or on numbers."""
+    """True if the operation is elementwise, on values in `made` (computed from `z`) or on numbers."""
     if len(node.outs) != 1 or node.name == "stop_gradient":
         return False
     if not node.out.is_floating and node.out.dtype != np.bool_:

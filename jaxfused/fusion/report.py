@@ -23,7 +23,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Report:
-    """What `fuse` replaces in a program, and the near misses."""
+    """The parts of a program that `fuse` replaces, and those that it nearly matches."""
 
     name: str
     """Name of the function that `fuse` was given."""

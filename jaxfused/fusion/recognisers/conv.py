@@ -39,7 +39,7 @@ def find(book: Book) -> None:
 
 
 def _is_dense(node: Node) -> bool:
-    """Whether the operation convolves images with a spatial axis or more, in one floating dtype."""
+    """True if the operation convolves images of one or more spatial axes, in one floating dtype."""
     x, w = node.ins
     return x.is_floating and x.ndim >= 3 and x.dtype == w.dtype == node.out.dtype
 

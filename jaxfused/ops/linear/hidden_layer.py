@@ -124,7 +124,7 @@ class Options:
         return self.save != "inputs"
 
     def saves_slope(self, run: Runner) -> bool:
-        """Whether the forward saves activation(z) and activation'(z) [..., F] instead of z.
+        """True if the forward saves activation(z) and activation'(z) [..., F] instead of z.
 
         CUDA C has no kernel that computes both.
         """
