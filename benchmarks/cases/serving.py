@@ -57,8 +57,9 @@ def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) ->
 def _case(sizes: Sizes) -> Case:
     columns = sizes.head_size + (sizes.value_size or sizes.head_size)
     size = 2 * sizes.batch * (sizes.length * sizes.key_heads + sizes.heads) * columns
-    peers: dict[str, Any] = {name: partial(_jax_nn, name) for name in ("xla", "cudnn")}
-    peers["flash_attn3"] = _flash_attn3
+    peers: dict[str, Any] = {"flash_attn3": _flash_attn3}
+    if not sizes.value_size:  # jax.nn's attention refuses values of another size.
+        peers |= {name: partial(_jax_nn, name) for name in ("xla", "cudnn")}
     if sizes.page_size:
         peers["jax_pages"] = _jax_pages
     backends = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
@@ -101,7 +102,7 @@ def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
     order = jnp.argsort(place)
 
     def pool(array: jax.Array) -> jax.Array:
-        pages = array.reshape(batch * number, page, key_heads, head_size)[order]
+        pages = array.reshape(batch * number, page, key_heads, array.shape[-1])[order]
         return pages.transpose(2, 0, 1, 3)
 
     table = place.reshape(batch, number)
