@@ -39,7 +39,7 @@ def draw_conv(draw: Draw) -> Options:
 
 def _draw_layer(draw: Draw) -> Options:
     return _draw_window(draw) | dict(
-        hand_on=draw.chance(0.3), rectified=draw.chance(0.3), statistics=draw.chance(0.2)
+        return_input=draw.chance(0.3), rectified=draw.chance(0.3), statistics=draw.chance(0.2)
     )
 
 
@@ -151,12 +151,12 @@ def conv(options: Options) -> Problem:
                 window=geometry,
                 activation=o["activation"],
                 residual=operands.get("residual"),
-                hand_on=o.get("hand_on", False),
+                return_input=o.get("return_input", False),
                 statistics=o.get("statistics", False),
                 implementation=how.implementation,
             )
-        handed_on = (x,) * o.get("hand_on", False)
-        return (y, *handed_on, *(_statistics(y, statistics) if o.get("statistics") else ()))
+        returned_input = (x,) * o.get("return_input", False)
+        return (y, *returned_input, *(_statistics(y, statistics) if o.get("statistics") else ()))
 
     y = jax.eval_shape(
         lambda x, w: jaxfused.conv(x, w, **geometry),

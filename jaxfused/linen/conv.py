@@ -77,10 +77,10 @@ class Conv(linen.Conv):
         inputs: ConvInput,
         *,
         residual: jax.Array | None = None,
-        hand_on: bool = False,
+        return_input: bool = False,
         statistics: bool = False,
     ) -> Convolved:
-        """Implements `__call__`; blocks ask for the input (`hand_on`) and y's `statistics` with y."""
+        """Implements `__call__`; blocks also ask for x (`return_input`) and y's `statistics`."""
         inputs = as_input(inputs)
         reason = (
             why_intercepted()
@@ -125,7 +125,7 @@ class Conv(linen.Conv):
             feature_group_count=self.feature_group_count,
             dtype=self.dtype,
             precision=self.precision,
-            hand_on=hand_on,
+            return_input=return_input,
             statistics=statistics,
             activation=self.activation,
             residual=residual,

@@ -107,7 +107,7 @@ class ConvNormAct(linen.Module):
 
         The convolution's backward adds the gradient of the returned x to its own.
         """
-        return self._apply(x, None, use_running_average, hand_on=True)
+        return self._apply(x, None, use_running_average, return_input=True)
 
     def _rectified(
         self,
@@ -128,7 +128,7 @@ class ConvNormAct(linen.Module):
         residual: jax.Array | None,
         use_running_average: bool | None,
         *,
-        hand_on: bool = False,
+        return_input: bool = False,
         mask_gradient: bool = True,
     ) -> tuple[jax.Array, jax.Array]:
         check_norm(self.norm)
@@ -161,7 +161,7 @@ class ConvNormAct(linen.Module):
             if watched:
                 inputs = as_array(x)
                 return GroupNorm(self.num_groups, **after)(conv(inputs), residual=residual), inputs
-            y, x, _ = conv._run(x, hand_on=hand_on)
+            y, x, _ = conv._run(x, return_input=return_input)
             return GroupNorm(self.num_groups, **after)(y, residual=residual), x
         use_running_average = linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
@@ -174,7 +174,9 @@ class ConvNormAct(linen.Module):
                 inputs = as_array(x)
                 return norm(conv(inputs), residual=residual), inputs
             y, x, statistics = conv._run(
-                x, hand_on=hand_on, statistics=self.axis_name is None and not use_running_average
+                x,
+                return_input=return_input,
+                statistics=self.axis_name is None and not use_running_average,
             )
             y = norm._run(y, residual=residual, mask_gradient=mask_gradient, statistics=statistics)
             return y, x
@@ -196,6 +198,6 @@ class ConvNormAct(linen.Module):
             activation=self.activation,
             residual=residual,
             dtype=promoted(as_array(x), kernel, dtype=self.dtype).dtype,
-            hand_on=hand_on,
+            return_input=return_input,
             **geometry,
         )[:2]

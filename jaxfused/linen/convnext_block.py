@@ -97,7 +97,7 @@ class ConvNeXtBlock(linen.Module):
             **shared,
             name="conv",
         )
-        y, x, _ = conv._run(x, hand_on=True)
+        y, x, _ = conv._run(x, return_input=True)
         normalised = LayerNorm(epsilon=self.epsilon, **shared, name="norm")(y)
         hidden = 4 * features if self.hidden_features is None else self.hidden_features
         scale = None

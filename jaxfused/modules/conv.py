@@ -47,12 +47,12 @@ def convolve(
     implementation: Implementation | None,
     dtype: Any,
     precision: jax.lax.PrecisionLike = None,
-    hand_on: bool = False,
+    return_input: bool = False,
     statistics: bool = False,
 ) -> Convolved:
     """Runs `jaxfused.conv` with any number of batch axes; strides or dilations of None mean 1.
 
-    With `hand_on` the operator returns the inputs if it reads them unchanged.
+    With `return_input` the operator returns the inputs if it reads them unchanged.
     """
     x = promoted(as_array(inputs), kernel, bias, dtype=dtype)
     size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
@@ -98,18 +98,18 @@ def convolve(
     array = floating(jnp.asarray(kernel), x.dtype)
     as_it_is = x.dtype == inputs.dtype
     images: ConvInput = jax.tree.map(fold, inputs) if as_it_is else fold(x)
-    hands_on = hand_on and as_it_is
+    returns_input = return_input and as_it_is
     result = conv.run(
         images,
         array,
         bias,
         window=window,
         precision=precision,
-        hand_on=hands_on,
+        return_input=returns_input,
         statistics=statistics,
         **rest,
     )
-    x = result.x.reshape(inputs.shape) if hands_on else as_array(inputs)
+    x = result.x.reshape(inputs.shape) if returns_input else as_array(inputs)
     return Convolved(result.y.reshape(*batch, *result.y.shape[1:]), x, result.statistics)
 
 

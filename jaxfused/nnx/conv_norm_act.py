@@ -148,7 +148,7 @@ class ConvNormAct(nnx.Module):
 
         The convolution's backward adds the gradient of the returned x to its own.
         """
-        return self._apply(x, None, use_running_average, hand_on=True)
+        return self._apply(x, None, use_running_average, return_input=True)
 
     def _rectified(
         self,
@@ -168,7 +168,7 @@ class ConvNormAct(nnx.Module):
         residual: jax.Array | None,
         use_running_average: bool | None,
         *,
-        hand_on: bool = False,
+        return_input: bool = False,
         mask_gradient: bool = True,
     ) -> tuple[jax.Array, jax.Array]:
         conv, norm = self.conv, self.norm
@@ -180,14 +180,14 @@ class ConvNormAct(nnx.Module):
                 use_running_average = norm.use_running_average
             if use_running_average:
                 folded = _folded(conv.kernel.get_value(), norm)
-                return self._convolve(x, *folded, residual, hand_on)
+                return self._convolve(x, *folded, residual, return_input)
             after["use_running_average"] = use_running_average
         if norm is None:
             assert conv.bias is not None
             kernel = conv.kernel.get_value()
-            return self._convolve(x, kernel, conv.bias[...], residual, hand_on)
+            return self._convolve(x, kernel, conv.bias[...], residual, return_input)
         wanted = isinstance(norm, BatchNorm) and norm.axis_name is None
-        y, x, statistics = conv._run(x, hand_on=hand_on, statistics=wanted)
+        y, x, statistics = conv._run(x, return_input=return_input, statistics=wanted)
         if statistics is not None:
             after["statistics"] = statistics
         return norm._run(y, **after), x
@@ -224,7 +224,7 @@ class ConvNormAct(nnx.Module):
         kernel: Any,
         bias: jax.Array,
         residual: jax.Array | None,
-        hand_on: bool,
+        return_input: bool,
     ) -> tuple[jax.Array, jax.Array]:
         conv = self.conv
         return convolve(
@@ -241,7 +241,7 @@ class ConvNormAct(nnx.Module):
             residual=residual,
             implementation=conv.implementation,
             dtype=promoted(as_array(x), kernel, dtype=conv.dtype).dtype,
-            hand_on=hand_on,
+            return_input=return_input,
         )[:2]
 
 

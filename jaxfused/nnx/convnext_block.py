@@ -116,7 +116,7 @@ class ConvNeXtBlock(nnx.Module):
         if self.drop_path.rate > 0 and not deterministic:
             drop = functools.partial(self.drop_path, deterministic=False, rngs=rngs)
         mlp = self.mlp
-        y, x, _ = self.conv._run(x, hand_on=True)
+        y, x, _ = self.conv._run(x, return_input=True)
         return scaled_mlp(
             self.norm(y),
             affine(mlp.up),

@@ -1547,7 +1547,7 @@ def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, 
                 w,
                 window=dict(feature_group_count=16),
                 activation="relu",
-                hand_on=True,
+                return_input=True,
                 implementation=implementation,
             )
             y = jaxfused.max_pool(y, 2, strides=2, implementation=implementation)
@@ -1658,7 +1658,7 @@ def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
                 bias,
                 window={},
                 activation="relu",
-                hand_on=True,
+                return_input=True,
                 implementation=implementation,
             )[:2]
 

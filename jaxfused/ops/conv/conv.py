@@ -42,8 +42,7 @@ class Convolved(NamedTuple):
     y: jax.Array
     """Result [B, *spatial', O] of x's dtype."""
     x: jax.Array
-    """The input x, for a shortcut. With `hand_on`, the dgrad kernel adds this result's cotangent to dx.
-    """
+    """The input x, for a shortcut. With `return_input`, dgrad adds this result's cotangent to dx."""
     statistics: Statistics | None
     """Mean and variance of y per channel, in float32, if a kernel computed them."""
 
@@ -161,7 +160,7 @@ def run(
     window: Mapping[str, Any],
     activation: str | None = None,
     residual: jax.Array | None = None,
-    hand_on: bool = False,
+    return_input: bool = False,
     statistics: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
@@ -175,8 +174,8 @@ def run(
       window: options of `geometry` by name.
       activation: after everything else.
       residual: is added before the activation.
-      hand_on: whether another operation, such as a shortcut, reads the returned x. The kernel of x's
-          gradient then adds that operation's gradient, which would otherwise take XLA a pass over both.
+      return_input: whether another operation, such as a shortcut, reads the returned x. The dgrad kernel
+          then adds that operation's gradient, which would otherwise take XLA a pass over both.
       statistics: True to return mean and variance of y for the batch norm that follows. They have no
         gradient here: the norm's dx already includes y's effect on them.
       precision: of the products.
@@ -199,7 +198,7 @@ def run(
         options=geometry(op, x, w.shape[:-2], **window),
         activation=activation,
         residual=residual,
-        hand_on=hand_on,
+        return_input=return_input,
         statistics=statistics,
         precision=precision,
         implementation=implementation,
@@ -215,7 +214,7 @@ def convolved(
     options: dict[str, Any],
     activation: str | None,
     residual: jax.Array | None,
-    hand_on: bool = False,
+    return_input: bool = False,
     statistics: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None,
@@ -248,7 +247,7 @@ def convolved(
         options,
         activation,
         precision,
-        hand_on,
+        return_input,
         statistics,
     )
     if residual is not None:
@@ -278,7 +277,7 @@ class _Call:
     options: dict[str, Any]
     activation: str | None
     precision: jax.lax.PrecisionLike
-    hand_on: bool
+    return_input: bool
     statistics: bool
 
     @property
@@ -357,7 +356,7 @@ class _Call:
         convolve: Any = depthwise_conv.depthwise_conv
         if of_one_axis:
             convolve = depthwise_conv1d.depthwise_conv1d
-        y, handed_on = convolve(
+        y, returned_input = convolve(
             self.run,
             values,
             w,
@@ -365,9 +364,9 @@ class _Call:
             residual,
             window=window,
             activation=self.activation,
-            hands_on=self._hands_on(w),
+            returns_input=self._returns_input(w),
         )
-        return Convolved(y, values if handed_on is None else handed_on, None)
+        return Convolved(y, values if returned_input is None else returned_input, None)
 
     def dense(self, w: jax.Array, bias: Any, residual: Any, why_not_depthwise: str) -> Convolved:
         values = self.values
@@ -384,8 +383,10 @@ class _Call:
             options = dense_conv_forward.Options(dense, self.activation, self.precision)
             operands = like_x, like_w, bias, residual
             left = functools.partial(dense_conv.left_to_xla, self.run, window, options, *operands)
-        takes_xla, hands_on = self._takes_xla(w, missing, left), self._hands_on(w)
-        masks = isinstance(self.x, Rectified) and not takes_xla and hands_on == self.hand_on
+        takes_xla, returns_input = self._takes_xla(w, missing, left), self._returns_input(w)
+        masks = (
+            isinstance(self.x, Rectified) and not takes_xla and returns_input == self.return_input
+        )
         values = values if masks else self.array()
         if takes_xla:
             return Convolved(self.in_xla(values, w, bias, residual), values, None)
@@ -394,18 +395,18 @@ class _Call:
         if dense.taps < window.taps and not dense.is_pointwise:
             why = "XLA's convolution does not gain from space-to-depth"
             run = Runner("pallas", self.device, None if self.implementation == "pallas" else why)
-        y, handed_on, taken = dense_conv.dense_conv(
+        y, returned_input, taken = dense_conv.dense_conv(
             run,
             self.x if isinstance(self.x, Concatenated) else values,
             w,
             bias,
             residual,
-            request=dense_conv.Request(simplify, hands_on, masks, self.statistics),
+            request=dense_conv.Request(simplify, returns_input, masks, self.statistics),
             window=dense,
             activation=self.activation,
             precision=self.precision,
         )
-        return Convolved(y, values if handed_on is None else handed_on, taken)
+        return Convolved(y, values if returned_input is None else returned_input, taken)
 
     def _takes_xla(
         self, w: jax.Array, missing: dict[str, str], left: Callable[[], LeftToXla | None] | None
@@ -420,9 +421,9 @@ class _Call:
             why_xla=None if self._is_explicit(w) else left,
         )
 
-    def _hands_on(self, w: jax.Array) -> bool:
+    def _returns_input(self, w: jax.Array) -> bool:
         """Returns whether the kernel's call returns x too; Explicit axes may reshard x, so not there."""
-        return self.hand_on and not self._is_explicit(w)
+        return self.return_input and not self._is_explicit(w)
 
     def _is_explicit(self, w: jax.Array) -> bool:
         return sharding.is_explicit(self.values) or sharding.is_explicit(w)

@@ -214,10 +214,10 @@ def dense_conv(
     )
     if request.statistics and not _takes_statistics(run, options, request, *operands):
         request = replace(request, statistics=False)
-    y, handed_on, statistics = _conv(run, options, request, *operands)
+    y, returned_input, statistics = _conv(run, options, request, *operands)
     if x.ndim == 3:
-        y, handed_on = y[:, 0], None if handed_on is None else handed_on[:, 0]
-    return Convolved(y, handed_on, jax.lax.stop_gradient(statistics))
+        y, returned_input = y[:, 0], None if returned_input is None else returned_input[:, 0]
+    return Convolved(y, returned_input, jax.lax.stop_gradient(statistics))
 
 
 def _dense_conv_of_two(run: Runner, options: "Options", x: Concatenated, w, bias, residual):
@@ -236,7 +236,7 @@ class Convolved(NamedTuple):
 
     y: jax.Array
     x: jax.Array | None
-    """The input x if `Request.hands_on`, else None."""
+    """The input x if `Request.returns_input`, else None."""
     statistics: tuple[jax.Array, jax.Array] | None
     """Mean and variance [F] of y if the convolution's kernel computed them, else None."""
 
@@ -246,7 +246,7 @@ class Request:
     """Static arguments that say how a call reads x and which results it returns besides y."""
 
     simplify: Simplification = AsItIs()
-    hands_on: bool = False
+    returns_input: bool = False
     """True to return x as a second result, whose cotangent is added to x's gradient."""
     rectified: bool = False
     """True if x is a relu's result (`Rectified`), whose mask the kernel of x's gradient applies."""
@@ -270,7 +270,7 @@ class Residuals(NamedTuple):
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
 def _conv(run: Runner, options: Options, request: Request, x, w, bias, residual):
     y, _, statistics = _forward(run, options, request, x, w, bias, residual, saves=False)
-    return y, x if request.hands_on else None, statistics
+    return y, x if request.returns_input else None, statistics
 
 
 def _forward(run: Runner, options: Options, request: Request, x, w, bias, residual, *, saves: bool):
@@ -286,7 +286,7 @@ def _forward(run: Runner, options: Options, request: Request, x, w, bias, residu
 def _conv_fwd(run: Runner, options: Options, request: Request, x, w, bias, residual):
     saves = options.keeps_preactivation
     y, z, statistics = _forward(run, options, request, x, w, bias, residual, saves=saves)
-    results = (y, x if request.hands_on else None, statistics)
+    results = (y, x if request.returns_input else None, statistics)
     return results, saved_of(options, x, w, bias, residual, y, z)
 
 

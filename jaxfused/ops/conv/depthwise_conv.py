@@ -113,16 +113,16 @@ def depthwise_conv(
     *,
     window: Window,
     activation: str | None,
-    hands_on: bool,
+    returns_input: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Convolves x [B, *spatial, C] with w [*kernel, 1, C]; returns y, and x if `hands_on`, else None."""
+    """Convolves x [B, *spatial, C] with w [*kernel, 1, C]; returns y, and x if `returns_input`."""
     images, weights, residual = _as_images(window, x, w, residual)
     letters = (_IMAGES, _WEIGHTS, "c", _RESULT)
     operands = sharding.align((images, weights, bias, residual), operand_axes=letters, whole=_WHOLE)
-    y, handed_on = _conv(run, _Options(window, activation), hands_on, *operands)
+    y, returned_input = _conv(run, _Options(window, activation), returns_input, *operands)
     if x.ndim == 3:
-        return y[:, 0], None if handed_on is None else handed_on[:, 0]
-    return y, handed_on
+        return y[:, 0], None if returned_input is None else returned_input[:, 0]
+    return y, returned_input
 
 
 # --- gradient -------------------------------------------------------------------------------------
@@ -145,20 +145,20 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
-def _conv(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
+def _conv(run: Runner, options: _Options, returns_input: bool, x, w, bias, residual):
     y, _ = run(_Forward(options, save_preactivation=False), x, w, bias, residual)
-    return y, x if hands_on else None
+    return y, x if returns_input else None
 
 
-def _conv_fwd(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
+def _conv_fwd(run: Runner, options: _Options, returns_input: bool, x, w, bias, residual):
     save = options.activation is not None
     y, z = run(_Forward(options, save_preactivation=save), x, w, bias, residual)
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
-    return (y, x if hands_on else None), _Residuals(x, w, bias, like, z)
+    return (y, x if returns_input else None), _Residuals(x, w, bias, like, z)
 
 
-def _conv_bwd(run: Runner, options: _Options, hands_on: bool, saved: _Residuals, cotangents):
-    del hands_on
+def _conv_bwd(run: Runner, options: _Options, returns_input: bool, saved: _Residuals, cotangents):
+    del returns_input
     dy, handed_back = cotangents
     dz = dy
     if saved.z is not None:

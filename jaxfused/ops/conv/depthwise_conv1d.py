@@ -40,9 +40,9 @@ def depthwise_conv1d(
     *,
     window: Window,
     activation: str | None,
-    hands_on: bool,
+    returns_input: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Convolves x [B, *spatial, C] with w [*kernel, 1, C]; returns y, and x if `hands_on`, else None."""
+    """Convolves x [B, *spatial, C] with w [*kernel, 1, C]; returns y, and x if `returns_input`."""
     # Each row of an image becomes a sequence of its own.
     lines = [a if a is None else a.reshape(-1, *a.shape[-2:]) for a in (x, residual)]
     weights = w.astype(x.dtype).reshape(-1, w.shape[-1])
@@ -50,9 +50,9 @@ def depthwise_conv1d(
         (lines[0], weights, bias, lines[1]), operand_axes=_OPERANDS, whole=_WHOLE
     )
     options = _Options(len(weights), window.padding[1], activation)
-    y, handed_on = _conv(run, options, hands_on, *operands)
+    y, returned_input = _conv(run, options, returns_input, *operands)
     y = y.reshape(*x.shape[:-2], *y.shape[-2:])
-    return y, None if handed_on is None else handed_on.reshape(x.shape)
+    return y, None if returned_input is None else returned_input.reshape(x.shape)
 
 
 # --- gradient -------------------------------------------------------------------------------------
@@ -74,17 +74,19 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
-def _conv(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
+def _conv(run: Runner, options: _Options, returns_input: bool, x, w, bias, residual):
     (y,) = run(_Forward(options), x, w, bias, residual)
-    return y, x if hands_on else None
+    return y, x if returns_input else None
 
 
-def _conv_fwd(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
-    return _conv(run, options, hands_on, x, w, bias, residual), _Residuals(x, w, bias, residual)
+def _conv_fwd(run: Runner, options: _Options, returns_input: bool, x, w, bias, residual):
+    return _conv(run, options, returns_input, x, w, bias, residual), _Residuals(
+        x, w, bias, residual
+    )
 
 
-def _conv_bwd(run: Runner, options: _Options, hands_on: bool, saved: _Residuals, cotangents):
-    del hands_on
+def _conv_bwd(run: Runner, options: _Options, returns_input: bool, saved: _Residuals, cotangents):
+    del returns_input
     dx, dw, dbias, dresidual = run(_Backward(options), *saved, *cotangents)
     return (
         dx,

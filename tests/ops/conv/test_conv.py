@@ -181,7 +181,9 @@ def test_padding_with_values_of_the_input(padding, pairs, mode):
 
     def ours(x, w):
         window = dict(padding=padding, padding_mode=mode)
-        y, shortcut, _ = conv_operator.run(x, w, window=window, residual=residual, hand_on=True)
+        y, shortcut, _ = conv_operator.run(
+            x, w, window=window, residual=residual, return_input=True
+        )
         return y, 2.0 * shortcut
 
     def plain(x, w):

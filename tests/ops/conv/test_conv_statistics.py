@@ -139,7 +139,7 @@ def test_a_norm_with_the_statistics_of_the_convolution(residual, all_stand_ins):
 
     def ours(x, w, scale, bias, added):
         y, x, statistics = conv_operator.run(
-            x, w, window={}, hand_on=True, statistics=True, implementation="pallas"
+            x, w, window={}, return_input=True, statistics=True, implementation="pallas"
         )
         assert statistics is not None
         results = batch_norm.run(
@@ -169,8 +169,10 @@ def test_under_vmap_each_entry_has_its_own(all_stand_ins):
 
 def test_who_has_none_says_so():
     x, w = jnp.ones((2, 5, 5, 8)), jnp.ones((3, 3, 8, 8))
-    y, handed_on, statistics = conv_operator.run(x, w, window={}, statistics=True, hand_on=True)
-    assert statistics is None and y.shape == handed_on.shape
+    y, returned_input, statistics = conv_operator.run(
+        x, w, window={}, statistics=True, return_input=True
+    )
+    assert statistics is None and y.shape == returned_input.shape
     scale = jnp.ones(8)
     taken = jnp.zeros(8), jnp.zeros(8)
     # The plain operator computes its own statistics, so that JAX can differentiate them.

@@ -84,7 +84,7 @@ def test_what_is_launched(with_library):
     assert kernels(gradient, x, w, bias, residual) == [FORWARD, BACKWARD]
 
 
-def test_what_is_handed_on_joins_the_gradient(stand_ins):
+def test_the_returned_input_joins_the_gradient(stand_ins):
     case = CONV1D_CASES[0]
     x, w, bias, _ = case.arguments(jnp.float32)
 
@@ -95,7 +95,7 @@ def test_what_is_handed_on_joins_the_gradient(stand_ins):
             bias,
             window=dict(padding="CAUSAL", feature_group_count=8),
             activation="silu",
-            hand_on=True,
+            return_input=True,
             implementation=implementation,
         )
         return (y**2).sum() + (x**3).sum()

@@ -78,9 +78,11 @@ def test_transformations(transforms):
 def test_what_stands_beside_the_result(transforms):
     x, w, _, _ = arguments(CASES[0], "float32")
     window = dict(feature_group_count=3)
-    y, handed_on, statistics = conv_operator.run(x, w, window=window, statistics=True, hand_on=True)
+    y, returned_input, statistics = conv_operator.run(
+        x, w, window=window, statistics=True, return_input=True
+    )
     assert statistics is None
-    np.testing.assert_array_equal(handed_on, x)
+    np.testing.assert_array_equal(returned_input, x)
     rectified = conv_operator.run(Rectified(jax.nn.relu(x)), w, window=window).y
     np.testing.assert_array_equal(
         rectified, jaxfused.conv(jax.nn.relu(x), w, feature_group_count=3)

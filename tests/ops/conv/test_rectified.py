@@ -61,7 +61,7 @@ def forked(case, implementation, *, rectified=True):
             activation=window.pop("activation", None),
             window=window,
             residual=residual,
-            hand_on=True,
+            return_input=True,
             implementation=implementation,
         )[:2]
 
@@ -257,9 +257,9 @@ def test_a_block_without_relu_has_nothing_to_mask():
 def test_what_is_handed_on_keeps_its_dtype(dtype):
     layer = jaxfused.nnx.Conv(4, 4, (1, 1), dtype=dtype, rngs=flax.nnx.Rngs(0))
     x = normal(0, 2, 3, 5, 5, 4)
-    y, handed_on, _ = layer._run(x, hand_on=True)
+    y, returned_input, _ = layer._run(x, return_input=True)
     assert y.shape == x.shape and y.dtype == (dtype or jnp.float32)
-    np.testing.assert_array_equal(handed_on, x)
+    np.testing.assert_array_equal(returned_input, x)
 
 
 def saved_bytes(f, *args):
