@@ -181,8 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             chart = chart_path(options.results, gpu, name)
             if name == end_to_end_report.NAME:
                 end_to_end_report.draw(gpu, section, chart)
-            else:
+            elif section.get("cases"):
                 draw(gpu, name, section, chart)
+            else:
+                continue
             print(chart)
     write_tables(options.results, options.readme, options.page)
     print(options.readme, options.page, sep="\n")

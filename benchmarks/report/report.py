@@ -262,10 +262,13 @@ def page(
     """Returns the lines of the page of results: a chart and a table for each GPU and benchmark.
 
     `images` maps (gpu, benchmark) to a path, and `tables` a benchmark without cases to its lines.
+    Other benchmarks without cases, such as `pipeline`, are left out: they print their figures.
     """
     lines = []
     for result in results:
         for name, section in result["benchmarks"].items():
+            if name not in tables and not section.get("cases"):
+                continue
             lines += ["", f"## {name} on {result['gpu']}", ""]
             if (result["gpu"], name) in images:
                 lines += [f"![{name} on {result['gpu']}]({images[result['gpu'], name]})", ""]

@@ -279,13 +279,18 @@ def test_a_last_logit_that_stands_for_no_key_is_a_sink(is_shifted):
     assert_left_alone(first, *args, because="some keys alone")
 
 
-def test_logits_with_a_bias_are_masked_by_a_number_far_below():
+@pytest.mark.parametrize("is_added", [False, True])
+def test_logits_with_a_bias_are_masked_by_a_number_far_below(is_added):
     """As in T5, where the mask is an argument."""
 
     def f(q, k, v, table, padding):
         places = jnp.clip(jnp.arange(S)[None] - jnp.arange(T)[:, None] + 4, 0, 7)
         logits = jnp.einsum("bthd,bshd->bhts", q, k) + table[places].transpose(2, 0, 1)[None]
-        logits = jnp.where(padding[:, None, None, :], logits, -1e9)
+        allowed = padding[:, None, None, :]
+        if is_added:
+            logits = logits + jnp.where(allowed, 0.0, jnp.finfo(jnp.float32).min)
+        else:
+            logits = jnp.where(allowed, logits, -1e9)
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
 
     args = (*qkv("float32"), normal(4, 8, N))

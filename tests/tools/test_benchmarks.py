@@ -450,11 +450,13 @@ def pages_of(directory):
 def test_chart_and_page_come_from_the_file_alone(tmp_path):
     directory = tmp_path / "results"
     results.save_section(directory, "Some GPU", "layer_norm", SECTION)
+    results.save_section(directory, "Some GPU", "pipeline", {"row": {"share": 0.9}})
     arguments, _, page = pages_of(directory)
     plot.main(arguments)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     assert "old" not in text
+    assert "pipeline" not in text
     assert "(some-gpu-layer_norm.png)" in text
     rate = f"{FORWARD['bytes'] / 2e3:.0f} GB/s"
     assert f"| layer_norm forward | 1 | {rate} | 1.50x | 1.25x |" in text

@@ -58,11 +58,11 @@ def make_site(
     # A query without keys gives all its probability to the sink: its result is 0, as in the
     # operator.
     always = sinks is not None or (constant.always_has_key and not dynamic)
-    if always and _is_mask_a_bias(logits):
+    if _is_mask_a_bias(logits, always):
         logits.biases += [
             masking.as_bias for masking in logits.masks if masking.as_bias is not None
         ]
-        logits.masks, parts = [], []
+        logits.masks, parts, dynamic, always = [], [], [], True
         constant = mask.known(layout, parts)
     if not always:
         _check_queries_without_keys(logits)
@@ -173,15 +173,22 @@ def _sum_of_biases(
     return bias
 
 
-def _is_mask_a_bias(logits: Logits) -> bool:
-    """Returns whether a bias may outweigh the number of the only mask, such as -1e9.
+def _is_mask_a_bias(logits: Logits, always: bool) -> bool:
+    """Returns whether the only mask is passed to the operator as one more bias.
 
-    If each query has an unmasked key, such a mask is then passed to the operator as one more bias.
+    It is where each query has an unmasked key (`always`) and a bias may outweigh the mask's number, such
+    as -1e9. Where a query may have none it is if the number absorbs every bias and logit: the softmax of
+    such a query is uniform, and a bias gets its gradient.
     """
     if not logits.biases or len(logits.masks) != 1:
         return False
     (masking,) = logits.masks
-    return masking.as_bias is not None and ABSORBING < masking.number < 0
+    if masking.as_bias is None:
+        return False
+    if always:
+        return ABSORBING < masking.number < 0
+    # The sum of two such numbers may be -inf.
+    return -np.inf < masking.number <= ABSORBING and not any(_may_mask(*b) for b in logits.biases)
 
 
 def _check_biases(logits: Logits) -> None:

@@ -47,6 +47,9 @@ class Case(NamedTuple):
             return jnp.asarray(random.normal(size=shape), dtype)
 
         query = normal(batch, self.queries, self.heads, self.head_size)
+        if self.counts is not None:
+            is_query = np.arange(self.queries) < np.array(self.counts)[:, None]
+            query = jnp.where(is_query[..., None, None], query, jnp.nan)
         places = (pages, self.page_size, self.key_heads)
         key, value = normal(*places, self.head_size), normal(*places, self.value_size)
         table = random.permutation(pages)[: batch * self.pages_each].reshape(batch, -1)
