@@ -597,8 +597,10 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   }
   const int token = row / args.group;
   const bool is_real = args.sequences.counts == nullptr || token < args.sequences.counts[sequence];
+  // A query beyond the count may be NaN, which a factor of 0 would not cancel.
+  if (!is_real) merged = {};
   // The sum is 0 for a row that attends to no key.
-  const float inverse = is_real && merged.sum != 0.0f ? __fdividef(1.0f, merged.sum) : 0.0f;
+  const float inverse = merged.sum != 0.0f ? __fdividef(1.0f, merged.sum) : 0.0f;
   const int64_t place = args.place_of(sequence, head, row) * kHead + lane * kColumns;
 #pragma unroll
   for (int i = 0; i < kColumns; i += 2) {

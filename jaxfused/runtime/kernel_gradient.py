@@ -73,7 +73,9 @@ class kernel_gradient:
 
         The operands are not copied, so that a loop whose steps all save them saves them once.
         """
-        if self.once and any(isinstance(a, Runner) and a.device.platform == "gpu" for a in static):
+        on_gpu = any(isinstance(a, Runner) and a.device.platform == "gpu" for a in static)
+        # JAX would round cotangents of float8 numbers to float8 without a scale, up to infinity.
+        if self.once and (on_gpu or self.in_float8):
             leaves, places = _inexact(operands)
             refusal = self._refusal(static, "second derivative")
             _not_at_all.bind(*(leaves[i] for i in places), refusal=refusal)

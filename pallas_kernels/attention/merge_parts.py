@@ -179,7 +179,11 @@ class _Merge(MergedRows):
         )
         maximum, total, out = cast(*lax.fori_loop(0, copies, add, carry))
         inverse = self.inverse(maximum, total, operands, sequence, unit, start, row_layout)
-        out_smem[...] = (out * lax.broadcast_in_dim(inverse, out.shape, [0])).astype(self.dtype)
+        inverse = lax.broadcast_in_dim(inverse, out.shape, [0])
+        if operands.query_lengths is not None:
+            # A query beyond the length may be NaN, which a factor of 0 would not cancel.
+            out = jnp.where(inverse == 0.0, 0.0, out)
+        out_smem[...] = (out * inverse).astype(self.dtype)
         plgpu.commit_smem()
         self.write(out_smem, out_gmem.at[number], start, chunk)
         plgpu.wait_smem_to_gmem(0)

@@ -52,8 +52,18 @@ def test_sentences_of_operators(hopper, name):
 
 def test_float8_has_reverse_mode_alone():
     x, w = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 16), jnp.bfloat16)
+
+    def f(x):
+        return jnp.sum(jnp.sin(jaxfused.linear(x, w, precision="fp8").astype(jnp.float32)))
+
     with pytest.raises(TypeError, match=r"linear in float8 has no forward mode.*than 'fp8'"):
-        jax.jvp(lambda x: jaxfused.linear(x, w, precision="fp8"), (x,), (x,))
+        jax.jvp(f, (x,), (x,))
+    for second in (
+        lambda x: jax.jvp(jax.grad(f), (x,), (x,)),
+        jax.grad(lambda x: jnp.sum(jax.grad(f)(x))),
+    ):
+        with pytest.raises(TypeError, match=r"linear in float8 has no second deriv.*than 'fp8'"):
+            second(x)
 
 
 # --- the decorator by itself ----------------------------------------------------------------------
