@@ -59,9 +59,10 @@ __device__ __forceinline__ float gray(const float (&v)[kChannels]) {
   }
 }
 
-// Computes a power. It is not inlined, because it is rare and takes many registers.
+// Computes a power, 0 for values below 0. It is not inlined, because it is rare and takes many
+// registers.
 static __device__ __noinline__ float power(float value, float exponent) {
-  return powf(value, exponent);
+  return value <= 0.0f ? 0.0f : powf(value, exponent);
 }
 
 // Rotates a pixel's hue, as in HSV; the saturation cancels and is not computed.

@@ -410,7 +410,8 @@ class _State:
         if batch.sizes is not None:
             sizes = self.sizes if self.frames is None else self.sizes[:: self.frames]
             # The sizes may become larger than the 8-bit dtype of the given sizes can hold.
-            dtype = np.promote_types(batch.sizes.dtype, np.int32)
+            of_32_bits = np.int32 if jnp.issubdtype(batch.sizes.dtype, jnp.integer) else np.float32
+            dtype = np.promote_types(batch.sizes.dtype, of_32_bits)
             batch = batch._replace(sizes=sizes.astype(dtype))
         if self.frames is None:
             return batch

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxfused.optim.options import checked_options
+from jaxfused.runtime.checks import check_count
 
 
 class PruningState(NamedTuple):
@@ -66,9 +67,8 @@ def magnitude_pruning(
     Compression", 2017, https://arxiv.org/abs/1710.01878
     """
     op = "magnitude_pruning"
-    for name, value in dict(every=every, block_size=block_size).items():
-        if value < 1:
-            raise ValueError(f"{op}: {name} is {value}, but it counts something; pass 1 or more.")
+    check_count(op, "every", every)
+    check_count(op, "block_size", block_size)
     is_known = not callable(sparsity) and not isinstance(sparsity, jax.core.Tracer)
     if is_known and not 0 <= float(sparsity) <= 1:
         raise ValueError(

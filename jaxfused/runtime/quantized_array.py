@@ -118,7 +118,8 @@ class QuantizedArray:
       offset: floats of the scale's shape, which are added last; None for none. XLA reads it.
       codebook: the 16 or 4 numbers that the values are codes of, such as
         `jaxfused.quantization.CODEBOOKS["nf4"]`; values are then uint8 with two or four codes each, or
-        uint4. None where the values are the numbers. XLA reads it.
+        uint4. None where the values are the numbers. Kernels read 16 numbers in layout "columns", XLA
+        all.
 
     Raises:
       ValueError: parts that are arrays do not belong to each other, or have dtypes that are not read.

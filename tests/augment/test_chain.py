@@ -230,6 +230,15 @@ def test_gradients():
     check_grads(jax.jit(functools.partial(chain.apply, draws)), (x,), order=1, eps=1e-3)
 
 
+def test_gamma_of_values_at_0_and_below():
+    x = np.zeros((1, 2, 2, 3), np.float32)
+    left_out = augment.Chain(augment.RandomGamma((0.5, 0.5), p=0.0))
+    dx = jax.jit(jax.grad(lambda x: left_out(KEY, x).sum()))(x)
+    np.testing.assert_array_equal(dx, 1)
+    y = jax.jit(augment.Chain(augment.RandomGamma((0.5, 0.5))))(KEY, x - 0.25)
+    np.testing.assert_array_equal(y, 0)
+
+
 def test_bare_images_and_empty_batches():
     chain = augment.Chain(augment.RandomResizedCrop(4), dtype=jnp.float32)
     assert jax.eval_shape(chain, KEY, images()[0]).shape == (4, 4, 3)

@@ -68,7 +68,7 @@ def test_pruned_parameters_are_zero_in_every_dtype(dtypes):
     [
         (dict(sparsity=1.5), "a number from 0 to 1"),
         (dict(sparsity=0.5, every=0), "every is 0"),
-        (dict(sparsity=0.5, block_size=0), "block_size is 0"),
+        (dict(sparsity=0.5, block_size=2.5), "block_size is 2.5"),
     ],
 )
 def test_messages(options, words):

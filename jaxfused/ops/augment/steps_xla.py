@@ -196,7 +196,11 @@ def _hue(x, values, statistics):
 
 @_on_colours
 def _gamma(x, values, statistics):
-    return jnp.clip(values[1] * x ** values[0], 0, 1)
+    # Bicubic interpolation leads below 0, where a power is NaN. At 0 its derivative may be infinite,
+    # which an image without this step would get as a gradient of NaN.
+    below = x <= 0
+    power = jnp.where(below, 0, jnp.where(below, 1, x) ** values[0])
+    return jnp.clip(values[1] * power, 0, 1)
 
 
 @_on_colours

@@ -38,10 +38,12 @@ def quantize_codes(
         or size % group
         or (form.is_fixed and group != form[1])
     ):
-        wanted = f"{form.group_size}" if form.is_fixed else "an integer that divides it"
+        remedy = f"pad x to a multiple of {form.group_size}, and leave group_size out"
+        if not form.is_fixed:
+            remedy = "pass a group_size that divides them, or pad x"
         raise ValueError(
-            f"{op}: group_size is {group_size} with dtype {name!r}, and x has {size} values along axis"
-            f" {axis}; {name} has groups of {wanted}: pass another one, or pad x."
+            f"{op}: dtype {name!r} has groups of {form.group_size if form.is_fixed else group}, but"
+            f" group_size is {group_size} and x has {size} values along axis {axis}; {remedy}."
         )
     wide = x.astype(jnp.float32)
     at = axis % x.ndim

@@ -63,9 +63,10 @@ def check_sparse(op: str, name: str, matrix: Any) -> None:
                 f"{op}: {name} is a traced dense array; pass a BCOO or BCSR of jax.experimental.sparse,"
                 " outside of its `sparsify`, which shows dense arrays to functions."
             )
+        dense = f"{name}.todense()" if hasattr(matrix, "todense") else name
         raise ValueError(
             f"{op}: {name} is a {type(matrix).__name__}; pass a BCOO or BCSR of jax.experimental.sparse,"
-            f" as BCOO.fromdense({name})."
+            f" as BCOO.fromdense({dense})."
         )
     if matrix.ndim != 2 or matrix.n_batch or matrix.n_dense:
         raise ValueError(

@@ -141,8 +141,8 @@ def _written(name: str, layer: QuantizedLayer) -> tuple[Tensors, str, dict[str, 
 
 def _fail(name: str, why: str) -> NoReturn:
     raise ValueError(
-        f"save: layer {name!r} cannot be written in compressed-tensors' format: {why}; quantise it as"
-        " jaxfused.quantize does, or save the array by Orbax."
+        f"save: layer {name!r} cannot be written in compressed-tensors' format: {why}; quantise a"
+        " matrix [D, F] by jaxfused.quantize to int8, int4, float8 or mxfp4, or save the array by Orbax."
     )
 
 

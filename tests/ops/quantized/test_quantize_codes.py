@@ -81,8 +81,14 @@ def test_what_is_not_finite_makes_its_group_nan(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(dtype="mxfp4", group_size=64), "group_size is 64 with dtype 'mxfp4'.*groups of 32"),
-        (dict(dtype="nf4", group_size=48), "group_size is 48 with dtype 'nf4'.*pad x"),
+        (
+            dict(dtype="mxfp4", group_size=64),
+            "'mxfp4' has groups of 32, but group_size is 64.*leave group_size out",
+        ),
+        (
+            dict(dtype="nf4", group_size=48),
+            "groups of 48, but group_size is 48 .*divides them, or pad x",
+        ),
         (dict(dtype="nf4", scale=1.0), "chooses its scales.*leave"),
         (dict(dtype="nvfp4", symmetric=False), "chooses its scales.*leave"),
         (dict(dtype="nf5"), "'nf5' is not known; pass one of 'int8', .*'nf4'"),

@@ -308,6 +308,10 @@ A = BCOO.fromdense(jnp.ones((2, 3)))
     "call, words",
     [
         (lambda: jaxfused.sparse_matmul(jnp.ones((2, 3)), jnp.ones((3, 1))), "pass a BCOO or BCSR"),
+        (
+            lambda: jaxfused.sparse_matmul(sparse.CSR.fromdense(jnp.eye(3)), jnp.ones(3)),
+            r"BCOO.fromdense\(a.todense\(\)\)",
+        ),
         (lambda: jaxfused.sparse_matmul(A, jnp.ones((2, 1))), r"pass b of shape \(3, columns\)"),
         (lambda: jaxfused.sparse_matmul(A, jnp.ones((3, 1), int)), "floating-point b"),
         (
