@@ -200,58 +200,6 @@ def _linear_cross_entropy(tokens: int, features: int, classes: int):
     )
 
 
-def _grouped(
-    groups: int,
-    rows: int,
-    features: int,
-    out_features: int,
-    *,
-    skewed: bool = False,
-    forward: bool = False,
-):
-    sizes = group_sizes(groups, rows, skewed)
-
-    def inputs(key: jax.Array) -> tuple[Any, ...]:
-        keys = jax.random.split(key, 3)
-        x = jax.random.normal(keys[0], (rows, features), jnp.bfloat16)
-        w = jax.random.normal(keys[1], (groups, features, out_features), jnp.bfloat16)
-        dy = jax.random.normal(keys[2], (rows, out_features), jnp.bfloat16)
-        scaled = w * jnp.asarray(features**-0.5, w.dtype)
-        return x, scaled, jnp.asarray(sizes, jnp.int32), dy
-
-    def theirs(x, w, sizes):
-        from jla.ops.mosaic_gpu.ragged_dot import ragged_dot
-
-        return ragged_dot(x, w, sizes, full_groups=True)
-
-    def alone(f: Program) -> Program:
-        return lambda x, w, sizes, dy: (f(x, w, sizes),)
-
-    forwards = {"ours": jaxfused.ragged_dot, "jla": theirs, "xla": jax.lax.ragged_dot}
-    what = "skewed " * skewed + ("forward" if forward else "with gradients")
-    return Problem(
-        f"grouped {groups} x [{rows}, {features}] to {out_features}, {what}",
-        inputs,
-        {n: alone(f) if forward else with_gradients(f, (0, 1)) for n, f in forwards.items()},
-    )
-
-
-def group_sizes(groups: int, rows: int, skewed: bool) -> np.ndarray:
-    """Returns group sizes that add up to `rows`: equal, or random and uneven if `skewed`."""
-    if not skewed:
-        return np.full(groups, rows // groups)
-    shares = np.random.default_rng(0).dirichlet(np.full(groups, 2.0))
-    ends = np.round(np.cumsum(shares) * rows).astype(np.int64)
-    return np.diff(ends, prepend=0)
-
-
-GROUPED = (
-    (8, 4096, 768, 2048),
-    (64, 8192, 2048, 1408),
-    (8, 16384, 4096, 14336),
-    (128, 16384, 2048, 768),
-)
-
 PROBLEMS = {
     "attention": [
         _attention(4, 4096, 16, 16, 128),
@@ -266,12 +214,6 @@ PROBLEMS = {
         _gated_mlp(16384, 2048, 5632),
         _gated_mlp(8192, 4096, 14336),
         _gated_mlp(16384, 4096, 11008),
-    ],
-    "grouped": [
-        _grouped(*shape, skewed=skewed, forward=forward)
-        for shape in GROUPED
-        for skewed in (False, True)
-        for forward in (True, False)
     ],
     "loss": [
         _linear_cross_entropy(16384, 2048, 128256),

@@ -1,6 +1,7 @@
 """quantized_matmul by rows of float x, for each format of weights, beside the product in bfloat16.
 
-The numbers of rows at which quantised weights pay least come first, since `--seconds` may end the run.
+Cases with bars, and the numbers of rows at which quantised weights pay least, come first, since
+`--seconds` may end the run.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ Shape = tuple[int, int, int]
 """Sizes (rows, features, out features)."""
 
 _MATRICES = ((5120, 13824), (3584, 18944), (8192, 8192), (2880, 5760))
-_ROWS = (256, 128, 512, 96, 1024, 2048, 1, 16, 64, 4096)
+_ROWS = (256, 128, 512, 1, 16, 96, 1024, 2048, 4096, 64)
 SHAPES: tuple[Shape, ...] = tuple((m, *matrix) for m in _ROWS for matrix in _MATRICES)
 QUICK_SHAPES: tuple[Shape, ...] = ((256, 5120, 13824), (16, 8192, 8192))
 _CODE_ROWS = (1, 16, 512)
@@ -52,12 +53,13 @@ FORMATS = {
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
     """Returns the formats that each shape can have, in the order in which they are measured."""
     chosen = shapes or (QUICK_SHAPES if quick else SHAPES)
-    return [
+    found = [
         _case(name, shape)
         for shape in chosen
         for name, form in FORMATS.items()
         if _fits(form, shape) and (shape[0] in _CODE_ROWS or not form.codebook)
     ]
+    return sorted(found, key=lambda case: not case.bars)
 
 
 def _fits(form: _Format, shape: Shape) -> bool:

@@ -1,6 +1,6 @@
-"""One decode step's attention to a contiguous cache, and to pages of a pool in any order.
+"""One decode step's attention to a contiguous cache of 16 or 8 bits, and to pages in any order.
 
-All peers but JAX's own kernel for pages read the contiguous cache.
+All peers but FlashAttention 3 and JAX's own kernel for pages read the contiguous cache.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,15 @@ import jax.numpy as jnp
 
 import jaxfused
 from benchmarks.cases.attention import in_torch
-from benchmarks.run.case import BEST_PEER, Arrays, Bar, Case, functions
+from benchmarks.run.case import (
+    BEST_PEER,
+    CONTIGUOUS,
+    FLOAT_CACHE,
+    Arrays,
+    Bar,
+    Case,
+    functions,
+)
 
 
 class Sizes(NamedTuple):
@@ -29,16 +37,24 @@ class Sizes(NamedTuple):
     """Tokens of a page; 0 for a contiguous cache."""
     value_size: int = 0
     """Columns of a value; 0 for the head size."""
+    kept: str = "bfloat16"
+    """dtype of keys and values; those of 8 bits have a scale of each token and head."""
 
 
 _LLAMA = (32, 8, 128)
 _WIDE = (Sizes(16, 8192, 128, 1, 576, 0, 512), Sizes(16, 8192, 16, 4, 512, 0))
+_EIGHT_BITS = tuple(
+    Sizes(batch, length, *_LLAMA, 0, 0, kept)
+    for batch, length in ((16, 8192), (1, 32768))
+    for kept in ("int8", "float8_e4m3fn")
+)
 SHAPES: tuple[Sizes, ...] = (
     *(
         Sizes(batch, length, *_LLAMA, page)
         for batch, length in ((16, 8192), (64, 1024), (1, 32768), (1, 1024))
         for page in (0, 64, 16)
     ),
+    *_EIGHT_BITS,
     *_WIDE,
 )
 _LARGEST_HEAD = 256
@@ -51,26 +67,32 @@ _LARGE, _SMALL = 128e6, 32e6
 
 def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) -> list[Case]:
     chosen = shapes or (QUICK_SHAPES if quick else SHAPES)
-    return [_case(Sizes(*shape)) for shape in chosen]
+    sizes = [Sizes(*shape) for shape in chosen]
+    return [_case(s) if s.kept == "bfloat16" else _eight_bit_case(s) for s in sizes]
 
 
 def _case(sizes: Sizes) -> Case:
     columns = sizes.head_size + (sizes.value_size or sizes.head_size)
     size = 2 * sizes.batch * (sizes.length * sizes.key_heads + sizes.heads) * columns
-    peers: dict[str, Any] = {"flash_attn3": _flash_attn3}
+    peers: dict[str, Any] = {}
+    if sizes.head_size <= _LARGEST_HEAD:
+        peers["flash_attn3"] = _flash_attn3
     if not sizes.value_size:  # jax.nn's attention refuses values of another size.
         peers |= {name: partial(_jax_nn, name) for name in ("xla", "cudnn")}
     if sizes.page_size:
-        peers["jax_pages"] = _jax_pages
+        peers |= {"jax_pages": _jax_pages, CONTIGUOUS: _contiguous}
     backends = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
     bars = [Bar(BEST_PEER, must=0.98 if size >= _LARGE else 1.0)] if not sizes.page_size else []
     if not sizes.page_size and size < _SMALL:
         bars.append(Bar(BEST_PEER, aim=1.3))
+    if sizes.page_size:
+        bars = [Bar(CONTIGUOUS, must=1 / (1.03 if sizes.page_size >= 64 else 1.12))]
+        bars.append(Bar("flash_attn3", must=1.0))
     if sizes.head_size > _LARGEST_HEAD:
         bars = [Bar("reference", must=1.0, ours="pallas")]
     return Case(
         name="decode over pages" if sizes.page_size else "decode",
-        shape=tuple(sizes) if sizes.value_size else sizes[:-1],
+        shape=sizes[:7] if sizes.value_size else sizes[:6],
         make_inputs=partial(_make_inputs, sizes),
         bytes=size,
         bars=tuple(bars),
@@ -84,9 +106,32 @@ def _case(sizes: Sizes) -> Case:
     )
 
 
+def _eight_bit_case(sizes: Sizes) -> Case:
+    """Returns decode over keys and values of 8 bits, beside the same over bfloat16."""
+    rows = sizes.batch * sizes.length * sizes.key_heads
+    share = 0.58 if sizes.batch >= 16 else 0.8
+    return Case(
+        name=f"decode, {sizes.kept} cache",
+        shape=sizes[:6],
+        make_inputs=partial(_make_eight_bit_inputs, sizes),
+        bytes=2 * rows * (sizes.head_size + 4) + 4 * sizes.batch * sizes.heads * sizes.head_size,
+        bars=(Bar(FLOAT_CACHE, must=1 / share),),
+        **functions(
+            _ours_of_eight_bits,
+            {FLOAT_CACHE: _of_float_cache},
+            {},
+            differentiable=0,
+            cotangents=0,
+        ),
+    )
+
+
 def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
-    """Returns (query, key, value, lengths), and with pages (key pages, value pages, page table) too."""
-    batch, length, heads, key_heads, head_size, page, value_size = sizes
+    """Returns (query, key, value, lengths), and with pages (keys, values, table, keys, values).
+
+    The first pages are [K, P, S, H], and the last are the same as [P, S, K, H].
+    """
+    batch, length, heads, key_heads, head_size, page, value_size, _ = sizes
     keys = jax.random.split(key, 4)
     columns = (head_size, value_size or head_size)
     query = jax.random.normal(keys[0], (batch, 1, heads, head_size), jnp.bfloat16)
@@ -101,12 +146,28 @@ def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
     place = jax.random.permutation(keys[3], batch * number).astype(jnp.int32)
     order = jnp.argsort(place)
 
-    def pool(array: jax.Array) -> jax.Array:
-        pages = array.reshape(batch * number, page, key_heads, array.shape[-1])[order]
-        return pages.transpose(2, 0, 1, 3)
+    pages = [a.reshape(batch * number, page, key_heads, -1)[order] for a in (key, value)]
+    pools = [a.transpose(2, 0, 1, 3) for a in pages]
+    return query, key, value, lengths, *pools, place.reshape(batch, number), *pages
 
-    table = place.reshape(batch, number)
-    return query, key, value, lengths, pool(key), pool(value), table
+
+def _make_eight_bit_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
+    """Returns (query, lengths, key, value, their scales), and another key and value in bfloat16.
+
+    Float8 numbers are their bits, uint8, as in the cache.
+    """
+    draws = jax.random.split(key, 5)
+    query, wide_key, wide_value, lengths = _make_inputs(sizes, draws[0])
+
+    def kept(key: jax.Array) -> jax.Array:
+        numbers = (32 * jax.random.normal(key, wide_key.shape)).clip(-127, 127).astype(sizes.kept)
+        is_int = sizes.kept == "int8"
+        return numbers if is_int else jax.lax.bitcast_convert_type(numbers, jnp.uint8)
+
+    scales = [
+        jax.random.uniform(k, wide_key.shape[:-1], minval=1 / 64, maxval=1 / 32) for k in draws[3:]
+    ]
+    return query, lengths, kept(draws[1]), kept(draws[2]), *scales, wide_key, wide_value
 
 
 # --- ours and the peers ---------------------------------------------------------------------------
@@ -128,9 +189,23 @@ def _ours(query, key, value, lengths, *, implementation):
     return cache.attend(query, implementation=implementation)
 
 
+def _contiguous(query, key, value, lengths, *pages):
+    return _ours(query, key, value, lengths, implementation=None)
+
+
+def _ours_of_eight_bits(query, lengths, key, value, *arrays, implementation):
+    float8 = None if key.dtype == jnp.int8 else "float8_e4m3fn"
+    cache = jaxfused.KVCache(key, value, lengths - 1, None, *arrays[:2], float8=float8)
+    return cache.attend(query, implementation=implementation)
+
+
+def _of_float_cache(query, lengths, *arrays):
+    return _contiguous(query, *arrays[-2:], lengths)
+
+
 def _ours_in_pages(query, key, value, lengths, *pages, implementation):
     del key, value
-    key_pages, value_pages, table = pages
+    key_pages, value_pages, table, *_ = pages
     scale = query.shape[-1] ** -0.5
     return jaxfused.paged_attention(
         query, key_pages, value_pages, lengths, table, scale=scale, implementation=implementation
@@ -146,7 +221,7 @@ def _jax_nn(implementation, query, key, value, lengths, *pages):
 def _jax_pages(query, key, value, lengths, *pages):
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-    key_pages, value_pages, table = pages
+    key_pages, value_pages, table, *_ = pages
     query = query[:, 0] * query.shape[-1] ** -0.5
     return paged_attention(query, key_pages, value_pages, table, lengths)[:, None]
 
@@ -156,7 +231,11 @@ def _flash_attn3(query, key, value, lengths, *pages):
 
     # flash_attn3 does not split a head's keys by default; with this many splits CTAs fill 132 SMs.
     parts = max(1, min(_MOST_SPLITS, 132 // (key.shape[0] * key.shape[2])))
-    return flash_mha_with_kvcache(query, key, value, cache_seqlens=lengths, num_splits=parts)
+    options = dict(cache_seqlens=lengths, num_splits=parts)
+    if pages:
+        *_, table, key, value = pages
+        options["page_table"] = table
+    return flash_mha_with_kvcache(query, key, value, **options)
 
 
 def _torch(backend, query, key, value, lengths, *pages):

@@ -25,8 +25,13 @@ UNROTATED = "unrotated"
 ONE_DRAW = "torchvision"
 """Name of torchvision's transforms of a batch, which draw once for all of its images."""
 
-LESS = (BARE, UNROTATED, ONE_DRAW)
-"""Names of programs that compute less than the operator; their results are not compared."""
+CONTIGUOUS = "contiguous"
+"""Name of decode with our default implementation over a contiguous cache, beside pages."""
+FLOAT_CACHE = "float_cache"
+"""Name of decode with our default implementation over a bfloat16 cache, beside one of 8 bits."""
+
+LESS = (BARE, UNROTATED, ONE_DRAW, CONTIGUOUS, FLOAT_CACHE)
+"""Names of programs that compute less or something else; their results are not compared."""
 
 LABELS = {
     MIXED: "jaxfused",
@@ -46,8 +51,13 @@ LABELS = {
     ONE_DRAW: "torchvision, one draw",
     "tokamax": "tokamax",
     "tokamax_triton": "tokamax Triton",
+    "tokamax_tiles": "tokamax 128 x 64",
+    "torch_grouped": "torch grouped",
+    "jla": "jax-linear-attention",
     BARE: "bare product",
     UNROTATED: "without rope",
+    CONTIGUOUS: "contiguous cache",
+    FLOAT_CACHE: "bfloat16 cache",
 }
 
 BEST_PEER = "best peer"

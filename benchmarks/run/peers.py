@@ -34,6 +34,10 @@ def _flash_attn3() -> None:
     importlib.import_module("flash_attn3_jax")
 
 
+def _jla() -> None:
+    importlib.import_module("jla.ops")
+
+
 def _nothing() -> None:
     """Does nothing: XLA and cuDNN come with JAX."""
 
@@ -47,11 +51,14 @@ PROBES: dict[str, Callable[[], object]] = {
     "torch_compile": _torch,
     "torch_cudnn": _torch,
     "torch_flash": _torch,
+    "torch_grouped": _torch,
     "torchvision": _torchvision,
     "kornia": _kornia,
     "liger": _liger,
     "tokamax": _tokamax,
     "tokamax_triton": _tokamax,
+    "tokamax_tiles": _tokamax,
+    "jla": _jla,
 }
 
 

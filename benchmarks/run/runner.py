@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -83,24 +83,39 @@ def _summary(rows: dict[str, _Row]) -> str:
 
 
 def compile_all(cases: Sequence[Case], chosen: Collection[str]) -> list[dict[str, Future[Any]]]:
-    """Compiles each case's JAX functions and its "truth" in parallel.
+    """Compiles each case's JAX functions, its "truth" and its "inputs" in parallel.
 
-    Tracing runs in this thread, and compiling, which takes most of a run's time, in others.
+    Tracing runs in this thread, and compiling, which takes most of a run's time, in others. Programs of
+    the same text are compiled after each other, so that XLA tunes their products once.
     """
     result = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    first: dict[str, Future[Any]] = {}
+    # Some of the threads only wait for the program with the same text.
+    with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
+        submit = partial(_submit, pool, first)
         for case in cases:
-            shapes = jax.eval_shape(case.make_inputs, jax.random.key(0))
+            key = jax.random.key(0)
+            shapes = jax.eval_shape(case.make_inputs, key)
             names = {*chosen} - {*case.skipped}
             functions = {n: f for n, f in case.jax.items() if n in names}
-            futures = {n: _submit(pool, f, shapes, x64=False) for n, f in functions.items()}
-            futures["truth"] = _submit(pool, in_float64(case.truth), shapes, x64=True)
+            futures = {n: submit(f, shapes, x64=False) for n, f in functions.items()}
+            futures["truth"] = submit(in_float64(case.truth), shapes, x64=True)
+            futures["inputs"] = submit(case.make_inputs, (key,), x64=False)
             result.append(futures)
     return result
 
 
-def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) -> Future[Any]:
-    def compile_in_thread(lowered: Any) -> Any:
+def _submit(
+    pool: ThreadPoolExecutor,
+    first: dict[str, Future[Any]],
+    f: Function,
+    shapes: Any,
+    *,
+    x64: bool,
+) -> Future[Any]:
+    def compile_in_thread(lowered: Any, same: Future[Any] | None) -> Any:
+        if same is not None:
+            wait([same])
         with jax.enable_x64(x64):
             return lowered.compile()
 
@@ -112,7 +127,10 @@ def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) ->
         failed: Future[Any] = Future()
         failed.set_exception(error)
         return failed
-    return pool.submit(compile_in_thread, lowered)
+    text = lowered.as_text()
+    future = pool.submit(compile_in_thread, lowered, first.get(text))
+    first.setdefault(text, future)
+    return future
 
 
 def in_float64(f: Function) -> Function:
@@ -154,11 +172,11 @@ def distance(outputs: Any, truth: Any) -> float:
 # --- time -----------------------------------------------------------------------------------------
 
 
-def make_sets(case: Case) -> list[Arrays]:
+def make_sets(make_inputs: Callable[[jax.Array], Arrays]) -> list[Arrays]:
     """Returns enough sets of random inputs that none is still in the L2 when it is used again."""
-    first = case.make_inputs(jax.random.key(0))
+    first = make_inputs(jax.random.key(0))
     count = timing.input_sets(sum(a.nbytes for a in first))
-    more = [case.make_inputs(jax.random.key(seed)) for seed in range(1, count)]
+    more = [make_inputs(jax.random.key(seed)) for seed in range(1, count)]
     return jax.block_until_ready([first, *more])
 
 
@@ -169,7 +187,7 @@ def _run_case(
     skipped: dict[str, str],
 ) -> dict[str, _Row]:
     try:
-        sets = make_sets(case)
+        sets = make_sets(executables["inputs"].result())
         rows, clocks = _admit(case, chosen, executables, sets)
     except Exception as error:
         return {

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.report import results
+from benchmarks.run import budget
 from examples import training
 from examples.augmentation import NAMES
 from examples.images import Loader
@@ -42,22 +43,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--image-size", type=int, default=224, help="pixels (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="images (%(default)s)")
     parser.add_argument("--workers", type=int, help="processes that decode (the example's)")
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY)
+    parser.add_argument("--seconds", type=float, default=180.0, help="hard limit (%(default)s)")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "whole")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        row = measure(options, Path(directory))
-    section = {"date": results.now(), "machine": {"versions": results.versions()}, "row": row}
-    results.save_section(options.out, jax.devices()[0].device_kind, NAME, section)
-    print(
-        f"{options.model}, --augment {options.augment}, {row['workers']} workers, images/s: decoding"
-        f" alone {row['decoding']:,.0f}, step alone {row['step']:,.0f}, training {row['training']:,.0f}:"
-        f" {row['share']:.2f} of the slower (must be {MUST})"
-    )
-    return 0
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        budget.limited(options.seconds, remove=directory),
+    ):
+        rows = budget.Rows(f"{NAME} {options.model}", options.out, options.seconds)
+        return measure(rows, options, Path(directory))
 
 
-def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Returns images per second of decoding, of steps, and of the whole training."""
+def measure(rows: budget.Rows, options: argparse.Namespace, directory: Path) -> int:
+    """Adds rows of decoding, of steps and of the whole training; returns 1 if the bar is missed."""
     jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
     flags = ["--data", str(directory / "images"), "--model", options.model, "--epochs", "1"]
     flags += ["--augment", options.augment, "--image-size", str(options.image_size)]
@@ -71,13 +69,20 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     write_images(directory / "images", options.batch_size * max(workers, 1) * (_ROUNDS + 2))
     args = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags)
     data = vit.load_data(args)
-    row: dict[str, Any] = dict(workers=workers, batch_size=options.batch_size)
-    row["decoding"] = options.batch_size * _per_second(data.train_batch, workers)
-    row["step"] = options.batch_size * _steps_per_second(args, data)
+    of_batches = dict(workers=workers, batch_size=options.batch_size, augment=options.augment)
+    rates = {}
+
+    def add(name: str, images_per_second: float, **more: float) -> None:
+        rates[name] = images_per_second
+        rows.add(name, of_batches | dict(images_per_second=images_per_second) | more)
+
+    add("decoding", options.batch_size * _per_second(data.train_batch, workers))
+    add("step", options.batch_size * _steps_per_second(args, data))
     vit.main([*flags, *out])
-    trained = json.loads((directory / "run" / "metrics.json").read_text())
-    row["training"] = trained["images_per_second"]
-    return row | {"share": row["training"] / min(row["decoding"], row["step"])}
+    trained = json.loads((directory / "run" / "metrics.json").read_text())["images_per_second"]
+    share = trained / min(rates.values())
+    add("training", trained, share=share, must=MUST)
+    return int(share < MUST)
 
 
 def write_images(directory: Path, count: int) -> None:

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from benchmarks import __main__
-from benchmarks.cases import quantized_table
+from benchmarks.cases import quantized_table, ragged_dot
 from benchmarks.report import results
 from benchmarks.run import budget, runner, timing
 from benchmarks.run.case import BARE, MIXED
@@ -58,6 +58,33 @@ def test_table_agrees_with_its_truth(case):
     assert runner.distance(jax.jit(case.jax[MIXED])(*inputs), truth) <= case.error_limit
     assert case.bytes == sum(a.nbytes for a in inputs[:3]) + truth.size * 2
     assert case.jax[BARE](*inputs).shape == truth.shape
+
+
+@pytest.mark.parametrize(
+    "case",
+    ragged_dot.cases(
+        shapes=[(4, 48, 16, 24, "even"), (4, 48, 16, 24, "uneven"), (6, 12, 16, 24, 2)]
+    ),
+    ids=lambda c: c.name,
+)
+def test_grouped_products_agree_with_each_group_alone(case):
+    inputs = case.make_inputs(jax.random.key(0))
+    with jax.enable_x64(True):
+        truth = jax.jit(runner.in_float64(case.truth))(*inputs)
+    for name in {MIXED, "xla", BARE} & {*case.jax}:
+        outputs = jax.jit(case.jax[name])(*inputs)
+        assert runner.distance(outputs, truth) <= case.error_limit
+    assert inputs[2].sum() == len(inputs[0])
+
+
+def test_programs_of_one_text_and_inputs_are_compiled():
+    cases = quantized_table.cases(shapes=[(16, 256, 24)])[:2]
+    for case, found in zip(cases, runner.compile_all(cases, {BARE}), strict=True):
+        assert set(found) == {BARE, "truth", "inputs"}
+        inputs = found["inputs"].result()(jax.random.key(3))
+        for a, b in zip(inputs, case.make_inputs(jax.random.key(3)), strict=True):
+            assert (a == b).all()
+        assert found[BARE].result()(*inputs).shape == (16, 24)
 
 
 def test_table_has_the_formats_that_fit():
