@@ -222,6 +222,7 @@ def config(**changes):
         (header(lambda text: text.replace(b'"shape"', b'"shapf"')), "of shape None"),
         (header(lambda text: text.replace(b"[8, 16]", b"[8, 17]")), r"of 136 bytes, but at bytes"),
         (header(lambda text: text.replace(b"[8, 16]", b"[-8,-16]")), "which are no sizes"),
+        (header(lambda text: text.replace(b"[8, 16]", b"[0, %d]" % 2**62)), "than arrays have"),
         (header(lambda text: text.replace(b'"I8"', b'"I3"')), "of dtype 'I3', not one of"),
         (header(lambda text: b"[" * 100_000), "no JSON of distinct names"),
         (header(lambda text: text.replace(b"a.weight_scale", b"a.weight")), "a name occurs twice"),
@@ -360,6 +361,7 @@ def gptq(**changes):
         (int8(scale=np.nan), INT8, r"weight_scale is NaN at \(0, 0\)"),
         (int8() | dict(weight_scale=np.ones((4, 1), np.float32)), INT8, r"scales \(8, 1\)"),
         ({}, INT8, "those of 0 quantised layers"),
+        (int8(), {**INT8, "ignore": ["re:("]}, r"pattern '\(', which cannot be read"),
         (int8(), "int8", "config is a str; pass the quantization_config"),
     ],
 )
@@ -405,6 +407,36 @@ def test_saved_layers_are_loaded_again(options, tmp_path):
 def test_what_is_no_array_of_numbers_is_not_written(given, tmp_path):
     with pytest.raises(ValueError, match=r"save: .l. is a .* of dtype .*; pass one"):
         jaxfused.quantization.save(tmp_path, {"l": given})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", "[]", "is no JSON object"),
+        ("model.safetensors.index.json", "{}", "model.safetensors.index.json, which would be read"),
+    ],
+)
+def test_what_the_folder_has_must_fit(name, text, words, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"^save: .*{words}"):
+        jaxfused.quantization.save(tmp_path, {"l": jaxfused.quantize(jnp.ones((4, 4)))})
+    assert sorted(tmp_path.iterdir()) == [tmp_path / name]
+
+
+def test_no_tensor_replaces_another(tmp_path):
+    layers = {"l": jaxfused.quantize(jnp.ones((4, 4))), "l.weight": np.ones(2)}
+    with pytest.raises(ValueError, match=r"save: two arrays would be written as 'l\.weight'"):
+        jaxfused.quantization.save(tmp_path, layers)
+
+
+def test_what_is_mapped_from_a_folder_is_written_to_it_again(tmp_path):
+    jaxfused.quantization.save(tmp_path, {"norm": np.arange(10_000.0)})
+    stored = jaxfused.quantization.read_tensors(tmp_path)
+    jaxfused.quantization.save(tmp_path, {**stored, "more": np.ones(3)})
+    again = jaxfused.quantization.read_tensors(tmp_path)
+    assert again.keys() == {"norm", "more"}
+    for norm in (stored["norm"], again["norm"]):
+        np.testing.assert_array_equal(norm, np.arange(10_000.0))
 
 
 def test_what_has_no_format_is_not_written(tmp_path):

@@ -5,7 +5,6 @@ name, or "re:" followed by a pattern of names.
 """
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jaxfused.quantization.checkpoints.layer import (
     QuantizedLayer,
     groups_of,
     integer_weights,
+    is_matched,
     mapping,
     names,
     number,
@@ -68,13 +68,13 @@ def plan(parts: Parts, config: Config) -> Build | None:
 
 def _scheme(parts: Parts, config: Config) -> Config | None:
     """Returns the scheme of the config group that targets the layer; None if the layer is ignored."""
-    if any(_fits(target, parts.layer) for target in names(parts, config, "ignore")):
+    if any(_fits(parts, target) for target in names(parts, config, "ignore")):
         return None
     of_name = mapping(parts, config, "config_groups")
     groups = [mapping(parts, of_name, name) for name in of_name]
     targets = [names(parts, group, "targets") for group in groups]
     pairs = list(zip(groups, targets, strict=True))
-    by_name = [g for g, those in pairs if any(_fits(t, parts.layer) for t in those)]
+    by_name = [g for g, those in pairs if any(_fits(parts, t) for t in those)]
     by_class = [g for g, those in pairs if "Linear" in those]
     if not by_name + by_class:
         parts.fail(
@@ -84,10 +84,10 @@ def _scheme(parts: Parts, config: Config) -> Config | None:
     return (by_name + by_class)[0]
 
 
-def _fits(target: str, layer: str) -> bool:
+def _fits(parts: Parts, target: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target[3:], layer) is not None
-    return target == layer
+        return is_matched(parts, target[3:])
+    return target == parts.layer
 
 
 def _strategy(parts: Parts, args: Config, features: int) -> tuple[int, tuple[int, int] | None]:

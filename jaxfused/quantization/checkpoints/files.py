@@ -41,7 +41,7 @@ def tensors_of(op: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, st
 def config_of(op: str, path: Path) -> dict[str, Any]:
     """Returns the quantization config from the config files in the folder of a checkpoint's tensors."""
     folder = path if path.is_dir() else path.parent
-    config = _json(op, folder / "config.json") if (folder / "config.json").exists() else {}
+    config = json_of(op, folder / "config.json") if (folder / "config.json").exists() else {}
     candidates: list[Any] = [config, config.get("text_config")]
     found = [
         c.get(name)
@@ -50,14 +50,14 @@ def config_of(op: str, path: Path) -> dict[str, Any]:
         for name in ("quantization_config", "compression_config")
     ]
     if (folder / "hf_quant_config.json").exists():
-        modelopt = _json(op, folder / "hf_quant_config.json").get("quantization")
+        modelopt = json_of(op, folder / "hf_quant_config.json").get("quantization")
         found.append({"quant_method": "modelopt", **modelopt} if modelopt else None)
     if (folder / "quanto_qmap.json").exists():
-        quanto = _json(op, folder / "quanto_qmap.json")
+        quanto = json_of(op, folder / "quanto_qmap.json")
         found.append({"quant_method": "quanto", "quantization_map": quanto})
     for name, method in _OWN_CONFIGS.items():
         if (folder / name).exists():
-            found.append({"quant_method": method, **_json(op, folder / name)})
+            found.append({"quant_method": method, **json_of(op, folder / name)})
     result = next((c for c in found if isinstance(c, dict)), None)
     if result is None:
         raise ValueError(
@@ -80,7 +80,7 @@ def _files(op: str, path: Path) -> tuple[list[Path], dict[str, Path]]:
     if not path.is_dir():
         return [_regular(op, path.parent, path.name, ".safetensors")], {}
     if (path / _INDEX).exists():
-        weight_map = _json(op, path / _INDEX).get("weight_map")
+        weight_map = json_of(op, path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(name, str) for name in weight_map.values()
         ):
@@ -158,7 +158,8 @@ def _regular(op: str, folder: Path, name: str, suffix: str) -> Path:
     return file
 
 
-def _json(op: str, path: Path) -> dict[str, Any]:
+def json_of(op: str, path: Path) -> dict[str, Any]:
+    """Returns the object that a .json file holds, after checks of the file and its size."""
     path = _regular(op, path.parent, path.name, ".json")
     try:
         if path.stat().st_size > _MOST_CONFIG_BYTES:

@@ -1,7 +1,6 @@
 """Gemma's own checkpoints in Transformers: integers of 8, 4 or 2 bits with one scale a row."""
 
 import functools
-import re
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from jaxfused.quantization.checkpoints.layer import (
     Parts,
     QuantizedLayer,
     integer_weights,
+    is_matched,
     mapping,
     number,
     on_device,
@@ -27,7 +27,7 @@ def plan(parts: Parts, config: Config) -> Build:
     """Checks a layer's tensors `parts`, and returns the function that builds the layer."""
     options = {"num_bits": config.get("num_bits", 4)}
     for pattern, changes in mapping(parts, config, "module_quant_configs").items():
-        if re.search(pattern, parts.layer):
+        if is_matched(parts, pattern, anywhere=True):
             if not isinstance(changes, dict):
                 parts.fail(f"the config has options {changes!r} for it, which are no mapping.")
             options |= changes

@@ -177,7 +177,7 @@ class _Header:
                 f"{self.op}: {self.path} has tensor {name!r} of type {kind}, but {names} are read;"
                 " quantise it to one of them by llama.cpp."
             )
-        if shape[-1] % TYPES[kind].values:
+        if shape[-1] % TYPES[kind].values or math.prod(n for n in shape if n) >= 2**48:
             self._fail(f"tensor {name!r} of shape {shape} in blocks of {TYPES[kind].values}")
         return name, TYPES[kind], shape, offset
 

@@ -6,7 +6,6 @@ borrows from the next higher bits. "gptq_v2" stores the words unchanged.
 """
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jaxfused.quantization.checkpoints.layer import (
     QuantizedLayer,
     groups_of,
     integer_weights,
+    is_matched,
     mapping,
     number,
     on_device,
@@ -100,7 +100,7 @@ def _of_layer(parts: Parts, config: Config) -> dict[str, Any] | None:
     """Returns the config of a layer, after GPTQModel's `dynamic` rules; None if not quantised."""
     for pattern, changes in mapping(parts, config, "dynamic").items():
         sign, name = (pattern[0], pattern[2:]) if pattern[:2] in ("+:", "-:") else ("+", pattern)
-        if re.match(name, parts.layer):
+        if is_matched(parts, name):
             if not isinstance(changes, dict):
                 parts.fail(f"the config has dynamic {pattern!r}: {changes!r}, which is no mapping.")
             return None if sign == "-" else {**config, **changes}

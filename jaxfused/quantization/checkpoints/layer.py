@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -248,6 +249,14 @@ def names(parts: Parts, config: Config, name: str) -> list[str]:
     ):
         parts.fail(f"the config has {name} {found!r}, but it has to be a list of names.")
     return list(found or ())
+
+
+def is_matched(parts: Parts, pattern: str, *, anywhere: bool = False) -> bool:
+    """Returns whether a config's pattern fits the start of the layer's name, or any part of it."""
+    try:
+        return (re.search if anywhere else re.match)(pattern, parts.layer) is not None
+    except re.error as error:
+        parts.fail(f"the config has the pattern {pattern!r}, which cannot be read: {error}.")
 
 
 def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) -> np.ndarray | None:

@@ -286,8 +286,12 @@ def _built(
 def _progress(op: str, progress: Progress | bool, total: int) -> Progress:
     if progress is False:
         return lambda done, total: None
-    if progress is not True:
+    if callable(progress):
         return progress
+    if progress is not True:
+        raise ValueError(
+            f"{op}: progress is {progress!r}; pass True, or a function of bytes read and of all bytes."
+        )
     if importlib.util.find_spec("tqdm") is None:
         raise ValueError(
             f"{op}: progress=True needs tqdm; install it, or pass a function of bytes read and of all."

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 _MOST_HEADER_BYTES = 100_000_000
+_MOST_AXES = 32
 _DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -117,6 +118,11 @@ def _place(op: str, path: Path, name: str, entry: Any) -> tuple[Any, tuple[int, 
             f" sizes; {_AGAIN}."
         )
     dtype = np.dtype(_DTYPES[entry["dtype"]])
+    if len(shape) > _MOST_AXES or math.prod(n for n in shape if n) >= 2**48:
+        raise ValueError(
+            f"{op}: {path} has tensor {name!r} of shape {shape}, with more numbers or axes than arrays"
+            f" have; {_AGAIN}."
+        )
     wanted = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != wanted:
         raise ValueError(
@@ -147,7 +153,10 @@ def write(path: Path, tensors: Mapping[str, np.ndarray], metadata: Metadata) -> 
         )
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    # The file is replaced as a whole, since tensors may be mapped from the one that is there.
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, array in ordered:
             file.write(np.ascontiguousarray(array).tobytes())
+    part.replace(path)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.quantization.checkpoints import safetensors_file
+from jaxfused.quantization.checkpoints import files, safetensors_file
 from jaxfused.quantization.checkpoints.layer import QuantizedLayer
 from jaxfused.runtime.quantized_array import CODEBOOKS, QuantizedArray
 
@@ -34,7 +34,9 @@ def save(
 
     Raises:
       ValueError: compressed-tensors has no format for an array: one with offsets or another codebook,
-        of a layer with a permutation, float8 with zero points, or integers with blocks.
+        of a layer with a permutation, float8 with zero points, or integers with blocks; two arrays have
+        one name; or the folder has other .safetensors files or an index of them, which `load` would
+        read too.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused, pathlib, tempfile
@@ -45,15 +47,17 @@ def save(
 
     Source: https://github.com/vllm-project/compressed-tensors
     """
+    folder = Path(path)
+    others = _config_there(folder)
     tensors: Tensors = {}
     groups: dict[str, dict[str, Any]] = {}
     for name, given in layers.items():
         if not isinstance(given, QuantizedLayer | QuantizedArray):
-            tensors[name] = _numbers(name, given)
+            _put(tensors, {name: _numbers(name, given)})
             continue
         layer = QuantizedLayer(given) if isinstance(given, QuantizedArray) else given
         parts, form, args = _written(name, layer)
-        tensors |= {f"{name}.{part}": array for part, array in parts.items()}
+        _put(tensors, {f"{name}.{part}": array for part, array in parts.items()})
         key = json.dumps([form, args])
         group = groups.setdefault(key, dict(targets=[], weights=args, format=form))
         group["targets"].append(name)
@@ -65,12 +69,38 @@ def save(
         config_groups={f"group_{i}": group for i, group in enumerate(groups.values())},
         ignore=[],
     )
-    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "config.json"
-    others = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    file.write_text(json.dumps({**others, "quantization_config": config}, indent=2), "utf-8")
-    safetensors_file.write(folder / "model.safetensors", tensors, {"format": "pt"})
+    safetensors_file.write(folder / _FILE, tensors, {"format": "pt"})
+    text = json.dumps({**others, "quantization_config": config}, indent=2)
+    (folder / _CONFIG).write_text(text, "utf-8")
+
+
+_FILE, _CONFIG = "model.safetensors", "config.json"
+
+
+def _config_there(folder: Path) -> dict[str, Any]:
+    """Returns the folder's config.json, {} if it has none.
+
+    Raises:
+      ValueError: the config cannot be read, or the folder has files that `load` would read too.
+    """
+    weights = sorted(file.name for file in folder.glob("*.safetensors*") if file.name != _FILE)
+    if weights:
+        raise ValueError(
+            f"save: {folder} has {weights[0]}, which would be read with the layers or in their place;"
+            " pass another folder, or delete it."
+        )
+    return files.json_of("save", folder / _CONFIG) if (folder / _CONFIG).exists() else {}
+
+
+def _put(tensors: Tensors, more: Tensors) -> None:
+    """Adds tensors; none may replace another of the same name."""
+    for name in more.keys() & tensors.keys():
+        raise ValueError(
+            f"save: two arrays would be written as {name!r}, one of them as a part of a layer; rename"
+            " one."
+        )
+    tensors |= more
 
 
 def _numbers(name: str, given: Any) -> np.ndarray:
