@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,15 +222,22 @@ def requests(args: argparse.Namespace, *, vocabulary: int) -> list[Asked]:
 async def _clients(
     args: argparse.Namespace, port: int, asked: list[Asked], worker: Worker, compiled: list[str]
 ) -> dict[str, Any]:
+    started = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"[{time.monotonic() - started:5.1f} s] {what}", flush=True)
+
     for number, each in enumerate(asked):
         # The first two always ask for log-probabilities, so that no program compiles under load.
         judged = each.is_greedy and not args.batch_invariant
         await _alone(port, each, with_margins=number < 2 or judged)
+        if number < 2 or number + 1 == len(asked):
+            say(f"{number + 1} of {len(asked)} texts answered alone, {len(compiled)} programs")
     counts, samples = Counts(), list[tuple[float, int]]()
     await _crowd(args, port, asked, Counts(), seconds=min(2.0, args.seconds))
     await _settled(worker)
     programs, files, begin = len(compiled), _open_files(), time.monotonic()
-    watch = asyncio.create_task(_watch(samples, begin))
+    watch = asyncio.create_task(_watch(samples, begin, counts, say))
     await _crowd(args, port, asked, counts, seconds=args.seconds)
     seconds = time.monotonic() - begin
     watch.cancel()
@@ -433,11 +440,20 @@ def _counted() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(note)
 
 
-async def _watch(samples: list[tuple[float, int]], begin: float) -> None:
-    """Appends (seconds, resident memory in the system's pages) to `samples` every half second."""
+async def _watch(
+    samples: list[tuple[float, int]], begin: float, counts: Counts, say: Callable[[str], None]
+) -> None:
+    """Appends (seconds, resident memory in the system's pages) to `samples` every half second.
+
+    Says every ten seconds what there is so far, for a run that is stopped.
+    """
     while True:
         memory = int(Path("/proc/self/statm").read_text().split()[1])
         samples.append((time.monotonic() - begin, memory))
+        if len(samples) % 20 == 0:
+            size = memory * os.sysconf("SC_PAGE_SIZE") / 1e6
+            texts = counts.requests["stream"]
+            say(f"{texts} texts, {len(counts.errors)} problems, memory {size:.0f} MB")
         await asyncio.sleep(0.5)
 
 
