@@ -1,5 +1,6 @@
 """BatchNorm for Flax Linen: Flax's own parameters and running averages, this package's operator."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,6 +54,7 @@ class BatchNorm(linen.BatchNorm):
     Source: `jaxfused.batch_norm`.
     """
 
+    axis: int | Sequence[int] = -1  # type: ignore[assignment]
     activation: str | None = None
     implementation: Implementation | None = None
 

@@ -257,9 +257,14 @@ def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
 
 def _as_operand(op: str, name: str, value: Any, *, optional: bool) -> Any:
     """Returns the value if it can be an array, or if it is None and optional."""
-    if (value is None and not optional) or isinstance(value, str):
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    is_none = value is None and not optional
+    is_other = isinstance(value, str | bytes | dict) or type(value) is object
+    has_no_numbers = kind in ("O", "S", "U", "M", "m")
+    if is_none or is_other or has_no_numbers:
+        what = said(value) + f" of dtype {getattr(value, 'dtype', None)}" * has_no_numbers
         raise ValueError(
-            f"{op}: {name} is {said(value)}, but it is an array of numbers; pass one"
+            f"{op}: {name} is {what}, but it is an array of numbers; pass one"
             f"{' or None' * optional}."
         )
     return value
@@ -352,12 +357,22 @@ def for_each_axis(op: str, name: str, value: int | Sequence[int], spatial: int) 
 
 
 def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
-    """Checks that every array that is not None has a floating-point dtype."""
-    for name, array in arrays.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+    """Checks that all arrays that are not None have floating-point dtypes, the first of 16 bits or more.
+
+    The first one's dtype is that of the result.
+    """
+    for number, (name, array) in enumerate(arrays.items()):
+        if array is None:
+            continue
+        if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(
                 f"{op}: {name} has dtype {array.dtype}, but {op} takes a floating-point {name};"
                 f" pass {name}.astype(jnp.float32)."
+            )
+        if number == 0 and array.dtype.itemsize == 1:
+            raise ValueError(
+                f"{op}: {name} has dtype {array.dtype}, but {op} computes in 16 bits or more; pass"
+                f" {name}.astype(jnp.bfloat16)."
             )
 
 

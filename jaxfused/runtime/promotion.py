@@ -12,8 +12,17 @@ import jax.numpy as jnp
 
 def common_dtype(*dtypes: Any) -> Any:
     """Returns the dtype to which JAX promotes these arrays' dtypes by default."""
+    given = [jnp.dtype(dtype) for dtype in dtypes]
+    narrow = {
+        dtype for dtype in given if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
+    }
+    if narrow and len({*given}) > 1:
+        raise ValueError(
+            f"arrays have dtypes {', '.join(map(str, given))}, but JAX promotes no float of 8 bits; pass"
+            f" the arrays of {', '.join(map(str, narrow))} converted, as by .astype(jnp.bfloat16)."
+        )
     with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*(jnp.dtype(dtype) for dtype in dtypes))
+        return jnp.result_type(*given)
 
 
 def accumulator_dtype(dtype: Any) -> Any:

@@ -13,6 +13,7 @@ from benchmarks.without_gpu.target import H200
 from jaxfused import QuantizedArray, dispatch
 from jaxfused.runtime.rectified import Rectified
 from tests.every_operator.test_strict_modes import FUNCTIONS
+from tests.support.calls import calls
 
 
 class Variable:
@@ -71,3 +72,24 @@ def test_parts_of_wrappers():
     assert jax.eval_shape(
         lambda: jaxfused.quantized_matmul(Variable(jnp.ones((2, 8))), q)
     ).shape == (2, 4)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", ["linear", "ragged_dot", "rope", "max_pool", "group_norm"])
+def test_floats_of_8_bits_are_refused_by_a_sentence(name, number):
+    call = calls(rows=4, images=2)[name]
+    narrow = [
+        jax.ShapeDtypeStruct(o.shape, jnp.float8_e4m3fn if i == number else o.dtype)
+        for i, o in enumerate(call.operands)
+    ]
+    if name in ("linear", "group_norm") and number == 1:  # Parameters are converted to x's dtype.
+        jax.eval_shape(call.f, *narrow)
+    elif number < len(narrow):
+        with pytest.raises(ValueError, match=r"float8_e4m3fn.*, but .*; pass .*astype"):
+            jax.eval_shape(call.f, *narrow)
+
+
+@pytest.mark.parametrize("wrong", [b"x", {}, object(), np.array(["a"])])
+def test_what_holds_no_numbers_is_no_operand(wrong):
+    with pytest.raises(ValueError, match=r"layer_norm: x is .*; pass one"):
+        jaxfused.layer_norm(wrong)

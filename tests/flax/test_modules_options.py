@@ -277,6 +277,11 @@ def test_batch_norm_along_another_axis_and_across_devices():
     ours, flaxs = (p.BatchNorm(D, axis=1, rngs=flax.nnx.Rngs(0)) for p in packages)
     np.testing.assert_array_equal(ours(x), flaxs(x))
     np.testing.assert_array_equal(ours.var[...], flaxs.var[...])
+    several, of_flax = (
+        p.BatchNorm(use_running_average=False, axis=(1, -1)).init_with_output(KEY, x)
+        for p in (jaxfused.linen, flax.linen)
+    )
+    jax.tree.map(np.testing.assert_array_equal, several, of_flax)
 
     x = x.swapaxes(1, 2)
     linen = jaxfused.linen.BatchNorm(use_running_average=False, axis_name="devices")
