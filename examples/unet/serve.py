@@ -121,8 +121,13 @@ async def _upload(request: Any) -> bytes:
     """Returns the body of a request.
 
     Raises:
-      ExampleError: the body is empty, too large, or incomplete.
+      ExampleError: the body is a form, empty, too large, or incomplete.
     """
+    if request.headers.get("content-type", "").startswith("multipart/"):
+        raise ExampleError(
+            "the body must be an image's file, but is a form; send the bytes alone, as curl's"
+            " --data-binary does."
+        )
     data = await body_of(request, "file", _LARGEST_BODY)
     if not data:
         raise ExampleError("the body must be an image's file, but is empty; send one.")
@@ -137,8 +142,9 @@ def decode(body: bytes, mode: str, *, most_pixels: int) -> np.ndarray:
     Raises:
       ExampleError: the bytes are no image of a known format, are broken, or hold too many pixels.
     """
+    file = io.BytesIO(body)
     try:
-        with Image.open(io.BytesIO(body), formats=_FORMATS) as image:
+        with Image.open(file, formats=_FORMATS) as image:
             width, height = image.size
             if width * height > most_pixels:
                 raise ExampleError(
@@ -155,7 +161,7 @@ def decode(body: bytes, mode: str, *, most_pixels: int) -> np.ndarray:
         raise
     # Pillow raises SyntaxError, ValueError, struct.error and others for broken files.
     except Exception as error:
-        reason = " ".join(str(error).split()).replace(repr(body), "it")[:200]
+        reason = " ".join(str(error).split()).replace(f" {file!r}", "")[:200]
         raise ExampleError(
             f"the file must be a readable image ({', '.join(_FORMATS)}), but is not ({reason}); send"
             " another."

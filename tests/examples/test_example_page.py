@@ -76,8 +76,8 @@ def steps():
     return np.broadcast_to(columns[None, :, None], (20, 30, 3)).copy()
 
 
-def post(server, body):
-    request = urllib.request.Request(f"{server.url}/segment", data=body, method="POST")
+def post(server, body, **headers):
+    request = urllib.request.Request(f"{server.url}/segment", body, headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             return response.status, json.load(response)
@@ -123,7 +123,7 @@ def test_an_image_goes_in_and_its_mask_comes_out(server):
     [
         (b"", "the body must be an image's file, but is empty; send one."),
         (b"GIF89a", "must be a readable image (PNG, JPEG, WEBP, BMP, GIF, TIFF), but is not"),
-        (b"%PDF-1.4 hello", "cannot identify image file"),
+        (b"%PDF-1.4 hello", "(cannot identify image file); send another."),
         (encoded(steps())[:60], "must be a readable image"),
         (encoded(steps(), "JPEG")[:400], "must be a readable image"),
         (bomb(9_000, 9_000), "at most 100,000 pixels, but this one has 9000 x 9000"),
@@ -138,6 +138,12 @@ def test_what_is_no_image_gets_a_sentence(server, body, message):
 
 
 @pytest.mark.exhaustive
+def test_a_form_gets_a_sentence(server):
+    form = {"content-type": "multipart/form-data; boundary=b"}
+    status, answer = post(server, b"--b--", **form)
+    assert status == 400 and "but is a form; send the bytes alone" in answer["error"]
+
+
 def test_an_upload_that_stops_leaves_the_server_working(server):
     head = b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
     for sent in (head, head + encoded(steps())[:50]):
