@@ -98,6 +98,10 @@ def read_texts(folder: Path | None, *, held_out: float) -> Texts:
       ExampleError: a file cannot be read, or there are too few.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
+    if not root.is_dir():
+        raise ExampleError(
+            f"--data must be a folder of texts, but there is no {root}; pass another."
+        )
     suffixes = (".py",) if folder is None else _SUFFIXES
     left_out = _NOT_READ if folder is None else frozenset()
     names = sorted(

@@ -65,7 +65,12 @@ def mixture(
             f"MoE: router is {router!r}, but it is called with logits; pass a function, such as"
             " functools.partial(jaxfused.router, k=2)."
         )
-    routed = jnp.asarray(x)
+    routed, features = jnp.asarray(x), experts.router_kernel.shape[0]
+    if routed.shape[-1:] != (features,):
+        raise ValueError(
+            f"MoE: x has shape {routed.shape}, but the router takes {features} features; pass x of shape"
+            f" [..., {features}]."
+        )
     wide = accumulator_dtype(routed.dtype)
     # The router's product is in full float32, because a less precise one may choose other experts.
     logits = jnp.matmul(

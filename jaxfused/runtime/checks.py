@@ -119,6 +119,7 @@ _COUNTS = frozenset(
         "in_features",
         "out_features",
         "hidden_features",
+        "num_experts",
         "num_groups",
         "group_size",
         "feature_group_count",

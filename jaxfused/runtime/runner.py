@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import jax
 from jax.custom_batching import custom_vmap
@@ -278,7 +278,8 @@ class Runner:
     def _named(self, reasons: Mapping[str, str | None]) -> str | None:
         """Returns the implementation named by the caller, "xla" if that has no kernel here, or None."""
         named = self.implementation
-        return "xla" if named is not None and named not in reasons else named
+        is_known = named in get_args(dispatch.Implementation)
+        return "xla" if is_known and named not in reasons else named
 
     def _measured(self, choice: dispatch.Choice, found: tables.Found) -> dispatch.Choice:
         """Returns `choice` with the fastest measured implementation and config that can run, if any."""

@@ -71,6 +71,7 @@ WRONG = [
     jnp.ones((5, 7)),
     jnp.ones((2, 6, 6, 5)),
     jnp.ones((2, 6, 6, 8), int),
+    jnp.ones(3, int),
 ]
 WRONG_OPTIONS = dict(
     activation="swish",

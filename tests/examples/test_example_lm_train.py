@@ -144,6 +144,8 @@ def test_files_are_held_out_by_their_names(folder, tmp_path):
 def test_a_folder_without_texts_is_refused(tmp_path):
     with pytest.raises(ExampleError, match=r"has 0 and 0 files of \.txt"):
         read_texts(tmp_path, held_out=0.5)
+    with pytest.raises(ExampleError, match=r"there is no .*absent"):
+        read_texts(tmp_path / "absent", held_out=0.5)
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,13 @@ def test_messages(options, message):
         jax.eval_shape(moe.init, jax.random.key(0), jnp.ones((2, 8)))
 
 
-def test_a_router_is_a_function():
+def test_a_router_is_a_function_of_the_modules_features():
     module = jaxfused.nnx.MoE(D, F, E, router="softmax", rngs=flax.nnx.Rngs(0))
     with pytest.raises(ValueError, match="router is 'softmax', but it is called with logits"):
         module(jnp.ones((2, D)))
+    module = jaxfused.nnx.MoE(D, F, E, router=QWEN2, rngs=flax.nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"MoE: x has shape \(2, 1\), but the router takes"):
+        module(jnp.ones((2, 1)))
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ class ExpertOptions:
         """Returns each token's weighted sum of its k experts' results, float32 [T, D], for x [T, D]."""
         k = indices.shape[1]
         order = order_of(indices, experts[2].shape[0], capacity)
-        shares = weights.astype(accumulator_dtype(x.dtype))
+        shares = shares_of(weights, indices, experts[2].shape[0], x.dtype)
         of_experts = repeated(k, x, order)
         if self.weight_on == "input":
             # Weights as a column [k T, 1], permuted like rows into the order of the experts.
@@ -173,6 +173,12 @@ class ExpertOptions:
         if self.weight_on == "output":
             wide = wide * shares.T[..., None]
         return jnp.sum(wide, axis=0)
+
+
+def shares_of(weights: jax.Array, indices: jax.Array, experts: int, dtype: Any) -> jax.Array:
+    """Returns the weights [T, k] in which results of `dtype` are summed; those of no expert are 0."""
+    is_chosen = (indices >= 0) & (indices < experts)
+    return jnp.where(is_chosen, weights.astype(accumulator_dtype(dtype)), 0)
 
 
 def check_experts(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> None:

@@ -18,6 +18,7 @@ from jaxfused.ops.grouped.expert_mlp import (
     order_of,
     repeated,
     returned,
+    shares_of,
 )
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
@@ -28,7 +29,6 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.mapped import over_mesh
-from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.sharding import AxisName
 from jaxfused.runtime.stated_gradient import stated_gradient
 
@@ -236,7 +236,7 @@ def _all_to_all(options, capacity_factor, axis_name, x, weights, indices, expert
     room = tokens * k
     if capacity_factor is not None:
         room = min(room, max(1, math.ceil(capacity_factor * room / devices)))
-    shares = weights.astype(accumulator_dtype(x.dtype))
+    shares = shares_of(weights, indices, devices * own, x.dtype)
     order = order_of(indices, devices * own)
     slots, counts = _slots_of(order, devices, room)
     rows = repeated(k, x, order)

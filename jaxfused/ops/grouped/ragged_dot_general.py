@@ -10,7 +10,7 @@ import numpy as np
 from jaxfused import dispatch
 from jaxfused.ops.grouped import ragged_dot_xla
 from jaxfused.ops.grouped.grouped_stages import GroupedProduct, GroupedWeights
-from jaxfused.ops.grouped.ragged_dot import checked_sizes, ragged_dot
+from jaxfused.ops.grouped.ragged_dot import check_groups, checked_sizes, ragged_dot
 from jaxfused.ops.grouped.ragged_dot_xla import Options
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
@@ -98,6 +98,7 @@ def ragged_dot_general(
     if plan.sums_rows:
         y = _ragged_weights(left, right, group_sizes, implementation=implementation, **options)
     else:
+        check_groups(_OP, "rhs", right, group_sizes, group_offset is not None)
         y = ragged_dot(
             left,
             right,

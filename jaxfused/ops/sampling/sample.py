@@ -75,7 +75,8 @@ def sample(
         such as padding by -1, are skipped, so that an array of fixed size serves a growing sequence.
       prompt: integers [..., P], further tokens, for the repetition penalty alone.
       repetition_penalty: divides positive and multiplies negative logits of tokens in `tokens` or
-      `prompt`. presence_penalty: is subtracted from the logit of each token that occurs in `tokens`.
+        `prompt`.
+      presence_penalty: is subtracted from the logit of each token that occurs in `tokens`.
       frequency_penalty: is subtracted from a token's logit as often as it occurs in `tokens`.
       logprobs: also return the log-probability of the chosen token and the `logprobs` largest ones.
       implementation: None for the fastest that can run, or "cuda", "xla".

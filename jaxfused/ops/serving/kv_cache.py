@@ -18,8 +18,10 @@ from jaxfused.ops.serving import append_stages, cache_stages, new_tokens
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     as_arrays,
+    as_dtype,
     as_int32,
     check_count,
+    check_floating,
     check_shape,
     python_numbers,
     readable_values,
@@ -146,7 +148,7 @@ class KVCache:
                 f"KVCache: window is {window}, but there are {length} places for its tokens; pass a"
                 f" length of at least {window}."
             )
-        dtype = jnp.dtype(dtype)
+        dtype = jnp.dtype(as_dtype("KVCache", "dtype", dtype))
         is_quantized = dtype.name in _QUANTIZED
         if not is_quantized and dtype.name not in ("float32", "bfloat16", "float16", "float64"):
             raise ValueError(
@@ -331,6 +333,7 @@ class KVCache:
         """
         self._check_layer(layer)
         lengths, given = self._lengths(query, counts, batch_index)
+        check_floating("KVCache.attend", {"query": query})
         tokens = query.shape[1]
         tree_mask, alibi_slopes = new_tokens.check("KVCache.attend", query, tree_mask, alibi_slopes)
         options: dict[str, Any] = dict(scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks)

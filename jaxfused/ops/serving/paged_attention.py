@@ -155,13 +155,14 @@ def ragged_paged_attention(
         for `paged_attention`.
       kv_lens: [B] integers, the tokens of each sequence with the new ones.
       page_indices: [B, n] integers, the pages of each sequence in order; sequences may share pages.
-      cu_q_lens: [B + 1] integers; sequence b has rows cu_q_lens[b] to cu_q_lens[b + 1].
+      cu_q_lens: [B + 1] integers; sequence b has rows cu_q_lens[b] to cu_q_lens[b + 1]. Those that q
+        does not have are left out.
       num_seqs: [1] integers, how many sequences there are; None for B.
       sm_scale: of the logits; by default queries come scaled.
       sliding_window: how many tokens each token sees, with itself; None for all.
       soft_cap: keeps the logits within (-cap, cap).
-      k_scale: by which the pages' keys are multiplied; v_scale by which the values are.
-      v_scale: see above.
+      k_scale: by which the pages' keys are multiplied.
+      v_scale: by which the values are.
       sinks: [N], one learned logit a head, which adds to the softmax's denominator only.
       layout: the axes of a pair of pools.
       batch_invariant: as for `paged_attention`.
@@ -256,14 +257,16 @@ def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) 
     owner = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), batch - 1).astype(jnp.int32)
     within = (tile - starts[owner]) * size
     count = jnp.where(tile < ends[-1], jnp.clip(counts[owner] - within, 0, size), 0)
-    first_rows = cu_q_lens[1:] - counts
+    # Rows that `cu_q_lens` has beyond the batch's are the last ones of their sequences.
+    missing = jnp.maximum(cu_q_lens[1:] - rows, 0)
+    first_rows = cu_q_lens[1:] - missing - counts
     number = jnp.arange(rows, dtype=jnp.int32) - first_rows[tokens.sequence]
     return _Tiles(
         size,
         owner,
         first_rows[owner] + within,
         count,
-        kv_lens[owner] - counts[owner] + within + count,
+        (kv_lens - missing - counts)[owner] + within + count,
         starts[tokens.sequence] * size + number,
     )
 

@@ -224,6 +224,13 @@ def test_indices_of_one_byte_choose_among_more_experts_than_it_counts():
         )
 
 
+def test_weights_of_no_expert_do_not_count():
+    x, w = jnp.ones((2, 1)), jnp.ones((2, 1, 1))
+    weights, indices = jnp.array([[1.0, jnp.nan], [jnp.nan, 2.0]]), jnp.array([[0, -1], [2, 1]])
+    y = jaxfused.expert_mlp(x, weights, indices, None, w, w, activation=None)
+    np.testing.assert_array_equal(y[:, 0], [1, 2])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

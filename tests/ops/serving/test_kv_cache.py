@@ -362,6 +362,12 @@ def test_alibi_is_a_bias_by_distance():
         (lambda: zeros(4, window=5), "window is 5, but there are 4 places"),
         (lambda: zeros(0), "length is 0"),
         (lambda: zeros(4, dtype="int32"), "dtype is int32, but keys and values are kept in"),
+        (lambda: zeros(4, dtype="fp8"), "dtype is 'fp8', which is no dtype"),
+        (lambda: zeros(4).attend(tokens(1)[0] > 0), "query has dtype bool"),
+        (
+            lambda: zeros(4).append(*tokens(1)[1:], implementation="triton"),
+            "KVCache.append: implementation must be None or one of .* 'triton' was passed",
+        ),
         (lambda: zeros(4, key_scale=np.ones(K)), "given together, to a dtype of 8 bits"),
         (lambda: zeros(4, starts=np.zeros(3)), r"starts has shape \(3,\)"),
         (

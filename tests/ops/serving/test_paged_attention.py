@@ -183,6 +183,13 @@ def test_fewer_sequences_than_rows_of_the_table():
     np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_rows_that_the_batch_does_not_have_are_left_out():
+    query, cu = ragged(9)
+    output = jaxfused.ragged_paged_attention(query[:8], pools(), LENGTHS, TABLE, cu)
+    wanted = expected_ragged(query, cu, LENGTHS, *pools())[:8]
+    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_pages_of_8_bits():
     query = random(4, N, H, seed=9)
     quantised = [jaxfused.quantize(p, "int8", axis=-1) for p in pools()]

@@ -275,7 +275,8 @@ class RandomBlocksMask(AttentionMask):
       shape: (T, S).
       blocks: how many blocks of keys a block of queries attends to; all if there are fewer.
       block_size: tokens of a block; 64 in BigBird; with multiples of 128, kernels have no partly
-      masked blocks. seed: of the drawing; the same in every process.
+        masked blocks.
+      seed: of the drawing; the same in every process.
 
     Source: Zaheer et al., "Big Bird", 2020, https://arxiv.org/abs/2007.14062
     """
