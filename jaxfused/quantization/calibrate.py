@@ -157,7 +157,9 @@ def calibrate(
         if name not in chosen:
             return None
         if inputs[name].flat[0] is None:
-            return QuantizedKernel(plain_array(kernel, chosen[name]), chosen[name].input_dtype)
+            return QuantizedKernel(
+                plain_array(name, kernel, chosen[name]), chosen[name].input_dtype
+            )
         stack, leading = [], kernel.shape[:-2]
         for index in np.ndindex(leading):
             layer = CalibratedLayer(
@@ -229,8 +231,9 @@ def _choose(
         del taps
         rule = choose(path)
         if rule is not None:
-            chosen[name_of(path)], paths[name_of(path)] = rule, path
-            jax.eval_shape(lambda w: plain_array(w, rule), kernel)
+            name = name_of(path)
+            chosen[name], paths[name] = rule, path
+            jax.eval_shape(lambda w: plain_array(name, w, rule), kernel)
 
     replace_kernels(op, module_or_params, note, choose.leave_out)
     choose.check_all_used()

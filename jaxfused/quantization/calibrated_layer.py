@@ -23,16 +23,25 @@ def rounding_of(rule: QuantizationRule) -> str:
     return "gptq" if rule.dtype in ("int8", "int4") else "nearest"
 
 
-def plain_array(kernel: jax.Array, rule: QuantizationRule) -> QuantizedArray:
-    """Returns the kernel in the rule's format, rounded to nearest."""
+def plain_array(name: str, kernel: jax.Array, rule: QuantizationRule) -> QuantizedArray:
+    """Returns the kernel of the layer `name` in the rule's format, rounded to nearest.
+
+    Raises:
+      ValueError: the kernel does not fit the rule.
+    """
     assert rule.dtype is not None
-    return quantize(
-        kernel,
-        rule.dtype,
-        group_size=rule.group_size,
-        symmetric=rule.symmetric,
-        layout=rule.layout,
-    )
+    try:
+        return quantize(
+            kernel,
+            rule.dtype,
+            group_size=rule.group_size,
+            symmetric=rule.symmetric,
+            layout=rule.layout,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"quantize_params: layer {name!r} does not fit the rule for {rule.pattern!r}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class CalibratedLayer:
             None if self.divisor is None or self.is_folded else jnp.asarray(self.divisor),
             self._input_scale(divided_rows, s),
         )
-        plain = QuantizedKernel(plain_array(truth, self.rule), self.rule.input_dtype)
+        plain = QuantizedKernel(plain_array(self.name, truth, self.rule), self.rule.input_dtype)
         weights = kernel.array.dequantize()
         weights = weights if s is None else weights / s[:, None]
         expected = _exact_product(rows, truth)
@@ -84,7 +93,7 @@ class CalibratedLayer:
         return kernel, error
 
     def _array(self, w: jax.Array, s: np.ndarray | None) -> QuantizedArray:
-        plain = plain_array(w, self.rule)
+        plain = plain_array(self.name, w, self.rule)
         if rounding_of(self.rule) == "nearest":
             return plain
         gram = self.inputs.gram

@@ -8,7 +8,7 @@ import jax
 from jaxfused.modules.linear import QuantizedKernel
 from jaxfused.quantization.calibrate import Calibration, calibrate
 from jaxfused.quantization.calibrated_layer import plain_array
-from jaxfused.quantization.layers import Path, replace_kernels
+from jaxfused.quantization.layers import Path, name_of, replace_kernels
 from jaxfused.quantization.rules import Chooser, QuantizationRule, as_rules
 
 
@@ -77,7 +77,7 @@ def quantize_params(
                 f"quantize_params: the rule for {rule.pattern!r} has {rule.needs_calibration}, which"
                 " takes inputs of the layers to choose by; pass calibration=batches, or leave it out."
             )
-        return QuantizedKernel(plain_array(kernel, rule), rule.input_dtype)
+        return QuantizedKernel(plain_array(name_of(path), kernel, rule), rule.input_dtype)
 
     result = replace_kernels("quantize_params", module_or_params, quantized, choose.leave_out)
     choose.check_all_used()

@@ -57,6 +57,11 @@ def with_kernels(
             given = given.kernel
         elif isinstance(given, QuantizedArray):
             given = QuantizedKernel(given)
+        elif not isinstance(given, QuantizedKernel):
+            raise ValueError(
+                f"{op}: the kernel for {name!r} is a {type(given).__name__}; pass what load returns for"
+                " a quantised layer, or jaxfused.quantize(kernel)."
+            )
         if given.array.shape != kernel.shape:
             raise ValueError(
                 f"{op}: the kernel for {name!r} has shape {given.array.shape}, but the layer's has"

@@ -152,6 +152,7 @@ def test_permuted_inputs(tmp_path):
     for kernels, message in (
         ({"down": layer}, r"kernel for 'down' has shape .*, but the layer's has"),
         ({"mlp/up": layer}, r"'mlp/up' is the path of no linear layer.*'down', 'up'"),
+        ({"up": jnp.ones((8, 16))}, "the kernel for 'up' is a ArrayImpl; pass what load returns"),
     ):
         with pytest.raises(ValueError, match=f"with_kernels: .*{message}"):
             with_kernels(model, kernels)

@@ -35,6 +35,12 @@ def stack(layers: Sequence[QuantizedLayer]) -> QuantizedLayer:
     layers = list(layers)
     if not layers:
         raise ValueError("stack: layers is empty; pass at least one layer.")
+    for layer in layers:
+        if not isinstance(layer, QuantizedLayer):
+            raise ValueError(
+                f"stack: layers has a {type(layer).__name__}; pass QuantizedLayers, of an array"
+                " jaxfused.quantization.QuantizedLayer(array)."
+            )
     if any(layer.array.zero_point is not None for layer in layers):
         layers = [_with_zero_point(layer) for layer in layers]
     if any(layer.permutation is not None for layer in layers):

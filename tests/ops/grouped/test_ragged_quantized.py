@@ -238,6 +238,10 @@ def test_layers_refuse_inputs_and_orders_that_do_not_fit():
 
 def test_stack_refuses_layers_of_other_forms():
     first, *others = layers()
+    with pytest.raises(
+        ValueError, match=r"stack: layers has a QuantizedArray; pass QuantizedLayers"
+    ):
+        jaxfused.quantization.stack([jaxfused.quantize(jnp.ones((4, 4)))])
     with pytest.raises(ValueError, match=r"stack: layers is empty; pass"):
         jaxfused.quantization.stack([])
     turned = replace(others[0], bias=None)

@@ -166,5 +166,5 @@ def test_groups_that_do_not_divide():
         ):
             function(normal(0, 256, 8), "int4", group_size=96)
     rules = [jaxfused.QuantizationRule("", "int4", group_size=96)]
-    with pytest.raises(ValueError, match="group_size is 96"):
-        jaxfused.quantize_params({"kernel": normal(0, 256, 8)}, rules)
+    with pytest.raises(ValueError, match=r"layer 'up' does not fit .* group_size is 96"):
+        jaxfused.quantize_params({"up": {"kernel": normal(0, 256, 8)}}, rules)
