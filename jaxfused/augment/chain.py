@@ -9,9 +9,17 @@ from jaxfused import dispatch
 from jaxfused.augment import plan
 from jaxfused.augment.batch import Batch
 from jaxfused.augment.drawing import Draws, as_key, sampled
-from jaxfused.augment.running import Spec, applied, check_channels, check_classes, checked
+from jaxfused.augment.running import (
+    Spec,
+    applied,
+    check_channels,
+    check_classes,
+    check_draws,
+    check_squares,
+    checked,
+)
 from jaxfused.augment.transform import Part, Transform
-from jaxfused.runtime.checks import check_finite
+from jaxfused.runtime.checks import as_dtype, check_finite
 from jaxfused.runtime.lowering import jax_defaults
 
 
@@ -66,8 +74,10 @@ class Chain:
         for transform in transforms:
             if not isinstance(transform, Transform):
                 raise ValueError(
-                    f"Chain: {transform!r} is no transform; pass those of jaxfused.augment."
+                    f"Chain: {transform!r} is no transform; pass those of jaxfused.augment, and those of"
+                    " a list one by one: Chain(*transforms)."
                 )
+        as_dtype("Chain", "dtype", dtype)
         if dtype is not None and not (
             dtype == jnp.uint8 or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
         ):
@@ -140,8 +150,14 @@ class Chain:
             return sampled(self.transforms, key, batch, index)
 
     def apply[T: (jax.Array, Batch)](self, draws: Draws, images: T) -> T:
-        """Returns the images after the changes that `sample` drew, as a call does."""
+        """Returns the images after the changes that `sample` drew, as a call does.
+
+        Raises:
+          ValueError: the draws are another chain's or another number of images', or as in a call.
+        """
         batch = checked(images)
+        check_draws(self.parts, draws, len(batch.images))
+        check_squares(self.parts, batch.sizes)
         for part in self.parts:
             check_channels(part, batch.images.shape[-1])
             check_classes(part, batch.labels)

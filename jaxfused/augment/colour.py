@@ -341,11 +341,11 @@ class Normalize(Pointwise):
     bounded: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        smallest = np.min(np.asarray(self.std, np.float64))
-        if not smallest > 0:
+        std, mean = np.asarray(self.std, np.float64), np.asarray(self.mean, np.float64)
+        if not std.min() > 0 or not np.isfinite(mean).all():
             raise ValueError(
-                f"{type(self).__name__}: std is {self.std!r}, which values are divided by; pass"
-                " positive numbers."
+                f"{type(self).__name__}: mean is {self.mean!r} and std {self.std!r}, but values less the"
+                " mean are divided by std; pass finite means and positive stds."
             )
 
     def operations(self) -> Steps:

@@ -153,6 +153,8 @@ class RandomCrop(Crop):
 
     def __post_init__(self) -> None:
         self._set_size()
+        if self.padding < 0:
+            raise ValueError(f"RandomCrop: padding is {self.padding}; pass 0 pixels or more.")
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         height, width = self.size  # type: ignore[misc]

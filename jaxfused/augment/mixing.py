@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.augment.transform import Mixing, check_share, transform, whole
+from jaxfused.runtime.checks import check_count
 
 
 class _Beta(Mixing):
@@ -22,6 +23,8 @@ class _Beta(Mixing):
                 " positive number."
             )
         check_share(op, "p", self.p)
+        if self.num_classes is not None:
+            check_count(op, "num_classes", self.num_classes)
 
 
 @transform

@@ -1,5 +1,6 @@
 """Transforms that apply others at random: RandomApply, RandomChoice, RandAugment, TrivialAugmentWide."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,7 +36,10 @@ class _Several(Transform):
         op = type(self).__name__
         for t in transforms:
             if not isinstance(t, Transform):
-                raise ValueError(f"{op}: {t!r} is no transform; pass those of jaxfused.augment.")
+                raise ValueError(
+                    f"{op}: {t!r} is no transform; pass those of jaxfused.augment, and those of a list"
+                    f" one by one: {op}(*transforms)."
+                )
             for part in t.parts:
                 if getattr(part, "crops", False) or isinstance(part, Mixing):
                     raise ValueError(
@@ -103,10 +107,10 @@ class RandomChoice(_Several):
         op = type(self).__name__
         object.__setattr__(self, "transforms", self._check(transforms))
         weights = (1.0,) * len(transforms) if p is None else tuple(map(float, p))
-        if len(weights) != len(transforms) or min(weights) < 0 or sum(weights) <= 0:
+        if len(weights) != len(transforms) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
             raise ValueError(
                 f"{op}: p is {p!r}, but it has a weight for each of {len(transforms)} transforms; pass"
-                " as many numbers of 0 or more."
+                " as many finite numbers of 0 or more."
             )
         object.__setattr__(self, "p", weights)
 

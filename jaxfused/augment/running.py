@@ -15,10 +15,11 @@ from jaxfused.augment.batch import Batch
 from jaxfused.augment.composed import Frame, composed, moved_boxes, moved_mask
 from jaxfused.augment.drawing import Draws
 from jaxfused.augment.filters import GaussianNoise
+from jaxfused.augment.geometry import RandomQuarterTurn
 from jaxfused.augment.mixed import mixed
 from jaxfused.augment.plan import FilterPass, ImagePass, MixPass
 from jaxfused.augment.shards import over_batch
-from jaxfused.augment.transform import Blurring, Drawn, Mixing, Part, Pointwise
+from jaxfused.augment.transform import Blurring, Drawn, Geometric, Mixing, Part, Pointwise
 from jaxfused.ops.augment import image_pass_xla, steps_xla
 from jaxfused.ops.augment.image_pass import image_pass, joins_blur
 from jaxfused.ops.augment.resample_xla import Map
@@ -106,6 +107,36 @@ def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
     if jnp.issubdtype(sizes.dtype, jnp.integer):
         sizes = as_int32(sizes)
     return jnp.clip(sizes, 0, jnp.array(most, sizes.dtype))
+
+
+def check_draws(parts: Sequence[Part], draws: Draws, count: int) -> None:
+    """Checks that draws are those of these parts and of `count` images.
+
+    Raises:
+      ValueError: they are not.
+    """
+    of_images = {a.shape[:1] for a in jax.tree.leaves(draws)}
+    if len(draws) != len(parts) or of_images - {(count,)}:
+        raise ValueError(
+            f"Chain: draws are those of {len(draws)} parts and have shapes that begin with"
+            f" {sorted(of_images)}, but the chain has {len(parts)} parts and there are {count} images;"
+            " pass what this chain's sample returns for as many."
+        )
+
+
+def check_squares(parts: Sequence[Part], sizes: jax.Array | None) -> None:
+    """Checks that images of known sizes are squares where they are turned by quarters.
+
+    Raises:
+      ValueError: one is not, and would lose what is turned out of it.
+    """
+    values = None if sizes is None else readable_values(sizes)
+    for part in parts:
+        if values is None or (isinstance(part, Geometric) and part.crops):
+            return
+        if isinstance(part, RandomQuarterTurn) and (wrong := values[:, 0] != values[:, 1]).any():
+            height, width = values[wrong][0].tolist()
+            part.result_shape((height, width))
 
 
 def check_classes(part: Part, labels: jax.Array | None) -> None:

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from jaxfused import augment
+from jaxfused.augment.running import check_squares
 from tests.support import eight_devices
 from tests.support.grids import parametrize
 
@@ -261,6 +262,12 @@ def test_a_chain_prints_its_options_and_passes():
     ("build", "message"),
     [
         (lambda: augment.Chain(3), "3 is no transform"),
+        (lambda: augment.Chain([augment.RandomInvert()]), r"one by one: Chain\(\*transforms\)"),
+        (lambda: augment.Chain(dtype="bf16"), "dtype is 'bf16', which is no dtype"),
+        (lambda: augment.RandomCrop(4, padding=-1), "padding is -1"),
+        (lambda: augment.MixUp(num_classes=0), "num_classes is 0"),
+        (lambda: augment.Normalize(np.nan, 1.0), "pass finite means"),
+        (lambda: augment.RandomChoice(augment.RandomInvert(), p=[np.nan]), "a weight for each"),
         (lambda: augment.Chain(dtype=jnp.int32), "dtype is int32"),
         (lambda: augment.Chain(mask_fill="0"), "mask_fill is '0'"),
         (
@@ -280,7 +287,7 @@ def test_a_chain_prints_its_options_and_passes():
         (lambda: augment.RandAugment(magnitude=31), "there are 31 bins"),
         (lambda: augment.RandomApply(augment.CenterCrop(3)), "CenterCrop cannot be left out"),
         (lambda: augment.RandomResizedCrop(0), "size is 0"),
-        (lambda: augment.Normalize(0.5, 0.0), "std is 0.0"),
+        (lambda: augment.Normalize(0.5, 0.0), "std 0.0"),
     ],
 )
 def test_errors_of_options(build, message):
@@ -318,6 +325,15 @@ def test_a_mask_is_not_filled_with_what_its_dtype_wraps(fill):
 def test_errors_of_images(transform, batch, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(augment.Chain(transform), KEY, batch)
+
+
+def test_errors_of_draws():
+    chain, x = augment.Chain(augment.RandomInvert()), images()
+    draws = jax.jit(chain.sample)(KEY, x)
+    with pytest.raises(ValueError, match=r"draws are those of 1 parts .* chain has 2 parts"):
+        augment.Chain(augment.RandomInvert(), augment.RandomGamma()).apply(draws, x)
+    with pytest.raises(ValueError, match=r"begin with \[\(4,\)\], .* there are 3 images"):
+        chain.apply(draws, x[:3])
 
 
 def test_errors_of_keys():
@@ -361,6 +377,14 @@ def _batch(**arrays):
 def test_values_that_do_not_fit_the_images(batch, message):
     with pytest.raises(ValueError, match=message):
         augment.Chain(augment.MixUp(num_classes=5))(KEY, batch)
+
+
+def test_known_sizes_of_quarter_turns_are_squares():
+    batch = augment.Batch(np.zeros((2, 4, 4, 3), np.uint8), sizes=np.array([[4, 4], [4, 2]]))
+    turn = augment.RandomQuarterTurn()
+    with pytest.raises(ValueError, match="images are 4 x 2, but a quarter turn"):
+        augment.Chain(turn)(KEY, batch)
+    check_squares((augment.CenterCrop(3), turn), batch.sizes)
 
 
 def test_traced_sizes_end_at_the_array():
