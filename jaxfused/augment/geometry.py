@@ -179,7 +179,7 @@ class RandomRotation(Geometric):
 class RandomQuarterTurn(Geometric):
     """Turns a square image by 0, 90, 180 or 270 degrees, each as likely.
 
-    Of images that are no squares by their traced `sizes`, what is turned out of the size is lost.
+    Of images whose `sizes`, traced or on a GPU, are no squares, what is turned out of them is lost.
 
     Args:
       p: probability.
