@@ -356,6 +356,9 @@ def by_shards_of_rows(
     aligned = [array for array in align(rows, operand_axes=axes, whole=whole) if array is not None]
     letters = [own for own, array in zip(axes, rows, strict=True) if array is not None]
     places = _explicit_places(aligned, letters, whole, "")
+    if mesh.manual_axes and not any(places.values()):
+        # JAX cannot lower the gradient of a `shard_map` within another one (0.11.2).
+        return f(others, *rows)
     others = jax.tree.map(lambda a: jax.sharding.reshard(a, NamedSharding(mesh, P())), others)
 
     def on_shards(others: Any, *shards: jax.Array) -> jax.Array:
@@ -404,6 +407,18 @@ def shards(
 def varying(*operands: jax.Array) -> frozenset[str]:
     """Returns the Manual axes along which any operand varies, where `jax.shard_map` tracks them."""
     return _varying(operands)
+
+
+def searchsorted(
+    ordered: jax.Array, values: jax.Array, *, side: str = "left", method: str = "scan"
+) -> jax.Array:
+    """`jnp.searchsorted`, by a sort in a `shard_map` of some mesh axes of which others are Auto.
+
+    With the other methods JAX raises an AssertionError there (0.11.2).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    method = "sort" if mesh.manual_axes and mesh.auto_axes else method
+    return jax.numpy.searchsorted(ordered, values, side=side, method=method)
 
 
 def vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -281,3 +282,33 @@ def test_every_axis_may_be_split_in_xla(name):
         placed = [jax.device_put(a, NamedSharding(mesh, P(*"xyz"[: a.ndim]))) for a in operands]
         actual = run(*placed)
     chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-5)
+
+
+SPARSE = np.array([[0, 3], [2, 1], [2, 5]])
+PARTLY_MANUAL = {
+    "batched_lora": (*IN_XLA["batched_lora"], P("x")),
+    "sparse_matmul": (
+        lambda b, data: jaxfused.sparse_matmul(BCOO((data, jnp.asarray(SPARSE)), shape=(4, 6)), b),
+        (_float(6, 8), _float(3)),
+        P(None, "x"),
+    ),
+}
+
+
+@on_eight_devices
+@parametrize("name", PARTLY_MANUAL, quick=range(len(PARTLY_MANUAL)))
+@pytest.mark.parametrize("others", [AxisType.Auto, AxisType.Explicit])
+def test_one_axis_of_a_mesh_may_be_manual(name, others):
+    f, operands, spec = PARTLY_MANUAL[name]
+
+    def loss(f):
+        return jax.jit(
+            jax.grad(lambda *operands: jnp.sum(jnp.sin(f(*operands))), range(len(operands)))
+        )
+
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto, others))
+    with jax.set_mesh(mesh):
+        specs = (spec, *[P()] * (len(operands) - 1))
+        split = jax.shard_map(f, in_specs=specs, out_specs=spec, axis_names={"x"})
+        actual = loss(split)(*map(jnp.asarray, operands))
+    chex.assert_trees_all_close(jax.device_get(actual), loss(f)(*operands), rtol=1e-4, atol=1e-5)

@@ -129,7 +129,7 @@ def _over_tiles(
     last = jnp.cumsum(counts, dtype=jnp.int32)
 
     def tile_at(index: jax.Array) -> _Tile:
-        group = jnp.searchsorted(last, index, side="right", method="compare_all")
+        group = sharding.searchsorted(last, index, side="right", method="compare_all")
         group = jnp.minimum(group, groups - 1).astype(jnp.int32)
         start = bounds[group] + (index - (last - counts)[group]) * height
         first = jnp.clip(start, 0, rows - height).astype(jnp.int32)

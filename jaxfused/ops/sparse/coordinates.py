@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR, JAXSparse
 
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_int32
 
 SparseMatrix = BCOO | BCSR
@@ -84,7 +85,7 @@ def coordinates(matrix: SparseMatrix) -> Coordinates:
     if isinstance(matrix, BCSR):
         places = jnp.arange(matrix.indices.shape[0], dtype=matrix.indptr.dtype)
         # Entries before the first row's start get row -1, and are ignored.
-        rows = jnp.searchsorted(matrix.indptr, places, side="right").astype(jnp.int32) - 1
+        rows = sharding.searchsorted(matrix.indptr, places, side="right").astype(jnp.int32) - 1
         columns = _from_the_end(matrix.indices, matrix.shape[1])
         return Coordinates(rows, columns, True, bool(matrix.unique_indices))
     rows, columns = matrix.indices[:, 0], matrix.indices[:, 1]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import sparse
 
 from jaxfused.ops.sparse.coordinates import Coordinates
+from jaxfused.runtime import sharding
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 
@@ -55,7 +56,7 @@ def repeatable_product(
     data = data.astype(wide)
     if not places.in_order:
         at, columns, data = jax.lax.sort((at, columns, data), num_keys=1)
-    bounds = jnp.searchsorted(at, jnp.arange(rows + 1, dtype=at.dtype))
+    bounds = sharding.searchsorted(at, jnp.arange(rows + 1, dtype=at.dtype))
     has_entries, ends = bounds[1:] > bounds[:-1], bounds[1:]
 
     def times(column: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxfused.modules.linear import QuantizedKernel
 from jaxfused.ops.grouped.ragged_dot import check_groups, checked_sizes, ragged_dot
 from jaxfused.ops.quantized.quantized_matmul import quantized_matmul
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays
 from jaxfused.runtime.packing import WORD_BLOCK, pack_codes, pack_int4, pack_words
 from jaxfused.runtime.quantized_array import Layout, QuantizedArray, of_each_column
@@ -73,7 +74,9 @@ class QuantizedLayer:
         if self.permutation is None and self.bias is None:
             return ragged_dot(x, self.array, group_sizes)
         ends = jnp.cumsum(jnp.clip(group_sizes, 0, x.shape[0]), dtype=jnp.int32)
-        group = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right", method="compare_all")
+        group = sharding.searchsorted(
+            ends, jnp.arange(x.shape[0]), side="right", method="compare_all"
+        )
         if self.permutation is not None:
             self._check_inputs(x)
             order = jnp.take(self.permutation, group, axis=0, mode="clip")
