@@ -213,6 +213,8 @@ class RandomPerspective(Geometric):
     .. math:: (x', y') = \left(\frac{a x + b y + c}{g x + h y + 1},
                                \frac{d x + e y + f}{g x + h y + 1}\right)
 
+    An image of one row or column stays as it is.
+
     Args:
       distortion_scale: share of half the width and height by which corners move at most, by whole
         pixels.
@@ -253,7 +255,9 @@ class RandomPerspective(Geometric):
         first = back[2, 0] * values[0, 0] + back[2, 1] * values[0, 1] + back[2, 2]
         scaled = matrix([[size[1] - 1, 0, 0], [0, size[0] - 1, 0], [0, 0, 1]])
         of_edges = product(scaled, back / first)
-        return product(moved_by(-0.5, -0.5), product(of_edges, moved_by(0.5, 0.5)))
+        map = product(moved_by(-0.5, -0.5), product(of_edges, moved_by(0.5, 0.5)))
+        # Corners of one row or column span no area, and there is no map to them.
+        return jnp.where(jnp.isfinite(map).all(), map, jnp.eye(3, dtype=map.dtype))
 
 
 def _from_unit_square(corners: jax.Array) -> jax.Array:

@@ -387,6 +387,13 @@ def test_known_sizes_of_quarter_turns_are_squares():
     check_squares((augment.CenterCrop(3), turn), jnp.asarray(batch.sizes))
 
 
+@pytest.mark.parametrize("size", [(1, 7), (7, 1)])
+def test_a_perspective_keeps_a_single_row(size):
+    x = images(2, *size, dtype=np.float32)
+    y = jax.jit(augment.Chain(augment.RandomPerspective(p=1.0)))(KEY, x)
+    np.testing.assert_array_equal(y, x)
+
+
 def test_traced_sizes_end_at_the_array():
     batch = _batch(sizes=np.array([[4, 6], [9, -1]]))
     sizes = jax.jit(augment.Chain(augment.RandomHorizontalFlip(p=1.0)))(KEY, batch).sizes
