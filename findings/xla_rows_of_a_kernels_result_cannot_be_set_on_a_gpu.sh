@@ -5,10 +5,10 @@
 #   which it compiles for an absent Hopper GPU and runs nothing. The plugins are 230 MB.
 # Expected: A program.
 # Seen: XLA fuses a custom call with slices of its operands and updates of buffers by its results, but also with an update of its
-#   own result by whole rows at constant places: JaxRuntimeError, "DynamicSliceFusion: DUS target must be a fusion parameter", or,
-#   where the rows come from another result of the kernel, "A cycle is detected". Products raise where XLA takes cuBLAS, not
-#   Triton. It compiles with rows at places known at run time, with jax.lax.optimization_barrier around the results, and
-#   with --xla_gpu_enable_dynamic_slice_fusion=false.
+#   own result by whole rows at a constant place or at a loop's counter: JaxRuntimeError, "DynamicSliceFusion: DUS target must
+#   be a fusion parameter", or, where the rows come from another result of the kernel, "A cycle is detected". Products raise
+#   where XLA takes cuBLAS, not Triton. It compiles with rows at places known at run time, with jax.lax.optimization_barrier
+#   around the results, and with --xla_gpu_enable_dynamic_slice_fusion=false.
 # In jaxfused: docs/troubleshooting.md; pallas_kernels/attention/shares.py has the barrier.
 set -euo pipefail
 
@@ -65,12 +65,17 @@ def of_its_other_result(x):
     return doubled.at[:64].set(parts.sum(0))
 
 
+def in_a_loop(x):
+    return lax.fori_loop(0, 4, lambda i, x: two_results(x)[0].at[i].set(0), x)
+
+
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 NO_FUSION = {"xla_gpu_enable_dynamic_slice_fusion": False}
 TARGET, CYCLE = "DUS target must be a fusion parameter", "A cycle is detected"
 PROGRAMS = {
     "kernel": (lambda x: two_results(x)[0].at[0].set(0), {}, TARGET),
     "kernel, by its other result": (of_its_other_result, {}, CYCLE),
+    "kernel, in a loop": (in_a_loop, {}, TARGET),
     "product by cuBLAS": (lambda x: (x @ x).at[0].set(0), NO_TRITON, TARGET),
     "product by Triton": (lambda x: (x @ x).at[0].set(0), {}, "compiles"),
     "kernel, a column": (lambda x: two_results(x)[0].at[:, 0].set(0), {}, "compiles"),
