@@ -62,7 +62,7 @@ def compiled(model: str, depth: int, devices: Sequence[Any]) -> Any:
         whole, depth=depth, ropes=whole.ropes[:depth], windows=whole.windows[:depth]
     )
     count = len(devices)
-    place = OnMesh(dict(fsdp=count), layers="blocks", absent=devices)
+    place = OnMesh(dict(fsdp=count), layers="blocks", devices=devices)
 
     def build() -> LanguageModel:
         return LanguageModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

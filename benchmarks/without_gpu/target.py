@@ -6,7 +6,7 @@ folder of its own, so that JAX does not look for a GPU in every other program.
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ def prepare() -> Any:
 def prepare_host(count: int) -> Sequence[Any]:
     """Returns the H200s of one host to compile for, as `prepare` does one."""
     jax.config.update("jax_platforms", "cpu")
+    # Operators are split over devices where JAX sees several.
+    jax.config.update("jax_num_cpu_devices", count)
     sys.path.insert(0, str(PLUGIN))
     # Mosaic links its kernels to this library; its own search, at import, preceded this path.
     ctypes.CDLL(str(PLUGIN / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"), ctypes.RTLD_GLOBAL)
@@ -69,9 +71,15 @@ def lower_for(device: Any, f: Callable[..., Any], shapes: Sequence[Any]) -> Any:
         return jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
-def compile(lowered: Any, *, triton_products: bool = False, dump: Path | None = None) -> Any:
-    """Compiles a lowered program; `dump` is a folder for its texts."""
-    options = _WITHOUT_GPU | {"xla_gpu_enable_triton_gemm": triton_products}
+def compile(
+    lowered: Any,
+    *,
+    triton_products: bool = False,
+    dump: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compiles a lowered program; `dump` is a folder for its texts, `options` are XLA's."""
+    given = {**(options or {}), **_WITHOUT_GPU, "xla_gpu_enable_triton_gemm": triton_products}
     if dump is not None:
-        options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"}
-    return lowered.compile(compiler_options=options)
+        given |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"}
+    return lowered.compile(compiler_options=given)

@@ -38,7 +38,8 @@ class OnMesh(OneDevice):
     Args:
       sizes: sizes of the mesh's axes by name; one may be -1, for the remaining devices.
       rules: mesh axes by name of an array's axis; `flax.linen.logical_axis_rules` take precedence.
-      absent: devices to compile for that are not here; parameters and states are shapes then.
+      devices: those of the mesh, by default as many of `jax.devices()` as it has. For devices that are
+        not here, to compile for, parameters and states are shapes.
       layers: name of the model's list of layers that run by `examples.multi_gpu.layers.run_layer`. If
         only the axes data and fsdp have several devices, each of these layers all-gathers its own
         parameters; when other parameters are gathered is XLA's choice.
@@ -50,12 +51,12 @@ class OnMesh(OneDevice):
         *,
         rules: Rules = RULES,
         layers: str | None = None,
-        absent: Sequence[jax.Device] = (),
+        devices: Sequence[jax.Device] = (),
     ):
-        shape = _shape(sizes, len(absent) or jax.device_count())
+        shape = _shape(sizes, len(devices) or jax.device_count())
         types = (AxisType.Auto,) * len(AXES)
-        self.mesh = jax.make_mesh(shape, AXES, axis_types=types, devices=absent or None)
-        self.is_absent = bool(absent)
+        self.mesh = jax.make_mesh(shape, AXES, axis_types=types, devices=devices or None)
+        self.is_absent = bool(devices) and devices[0] not in jax.devices()
         self.rules = rules
         alone = self.mesh.shape["context"] == self.mesh.shape["tensor"] == 1
         self.layers = layers if alone and self.mesh.shape["fsdp"] > 1 else None

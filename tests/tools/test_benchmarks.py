@@ -1,9 +1,11 @@
 """The benchmarks' bookkeeping on any machine: counts, checks, merged results, verdicts, plots."""
 
 import json
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -40,8 +42,10 @@ from benchmarks.whole import (
     end_to_end_jax,
     end_to_end_report,
     parallel,
-    parallel_context,
+    parallel_bars,
     parallel_hlo,
+    parallel_programs,
+    parallel_timing,
     pipeline,
 )
 from examples.classify.convnext import ConvNeXtSize
@@ -757,36 +761,49 @@ def test_unknown_models_and_variants_are_refused(arguments, capsys):
 
 
 @pytest.mark.exhaustive
-def test_parallel_measures_steps_and_layers(monkeypatch):
-    """All devices, here one, run the workload, whose scaling efficiency is then about 1."""
+@pytest.mark.parametrize("name", parallel_bars.cases(parallel_programs.TINY))
+def test_parallel_measures_each_case(monkeypatch, name):
+    """All devices, here one, compute what the first computes alone."""
     monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
-    tiny = ViTSize(patch=112, depth=1, width=16, heads=2, hidden=32)
-    monkeypatch.setitem(parallel.MODELS, "tiny", tiny)
-    monkeypatch.setitem(parallel.SIZES, "tiny", 2)
-    monkeypatch.setattr(parallel, "ROWS", 16)
-    monkeypatch.setattr(parallel, "WIDTH", 8)
-    monkeypatch.setattr(parallel, "HIDDEN", 32)
+    case = parallel_bars.cases(parallel_programs.TINY)[name]
     rows = []
-    parallel.measure(["tiny"], ["ours"], ["gated_mlp"], lambda kind, row: rows.append((kind, row)))
-    assert [(kind, row["variant"]) for kind, row in rows] == [
-        ("data", "ours"),
-        ("tensor", "ours"),
-        ("tensor", "stock"),
-    ]
-    one, every = rows[0][1]["one"], rows[0][1]["all"]
-    assert one["losses"][0] == every["losses"][0]
-    assert all(parallel._line(kind, row).split()[:2] == [kind, row["model"]] for kind, row in rows)
+    assert parallel_bars.run(name, case, jax.devices(), rows.append) == 0
+    assert [row["model"] for row in rows if "x" in row] == list(case.variants)
+    lines = [parallel_bars.line(row) for row in rows]
+    assert all(name in line and "WRONG" not in line for line in lines)
+    assert any(", must " in line for line in lines)
 
 
-@pytest.mark.exhaustive
-def test_parallel_measures_a_long_sequence(monkeypatch):
-    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
-    for name, value in dict(LENGTH=32, HEADS=2, KEY_HEADS=1, SIZE=8, WINDOW=8, DOCUMENTS=3).items():
-        monkeypatch.setattr(parallel_context, name, value)
-    rows = []
-    parallel_context.measure(lambda kind, row: rows.append((kind, row)))
-    assert len(rows) == len(parallel_context.MASKS) * len(parallel_context.WAYS)
-    assert all(kind == "context" and "x " in parallel._line(kind, row) for kind, row in rows)
+def test_parallel_runs_cases_in_processes(monkeypatch, capsys):
+    def run(command, timeout):
+        if "data" in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(parallel_bars.subprocess, "run", run)
+    assert parallel.main(["--tiny", "--cases", "tensor"]) == 0
+    assert parallel.main(["--tiny", "--cases", "data", "fsdp"]) == 1
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "status 0" in first and "stopped after its" in second and "fsdp" in third
+
+
+def test_spans_of_collectives_are_held_against_other_kernels():
+    def line(name, *spans):
+        events = [
+            SimpleNamespace(name=kernel, start_ns=start, duration_ns=end - start)
+            for kernel, start, end in spans
+        ]
+        return SimpleNamespace(name=name, events=events)
+
+    nccl, others = parallel_timing.kernels(
+        [
+            line("Stream #1(Compute)", ("gemm", 0, 4), ("gemm", 4, 6), ("gemm", 10, 12)),
+            line("Stream #2(Compute)", ("ncclDevKernel_AllReduce", 5, 11)),
+            line("XLA Ops", ("all-reduce", 0, 20)),
+        ]
+    )
+    assert (nccl, others) == ([(5, 11)], [(0, 6), (10, 12)])
+    assert parallel_timing.overlap(nccl, others) == 2
 
 
 def test_parallel_needs_two_gpus(capsys):

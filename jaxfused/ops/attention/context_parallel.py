@@ -347,19 +347,31 @@ _gathered.defvjp(lambda axis_name, array: (_gathered(axis_name, array), None), _
 
 def _all_to_all(options: _Options, operands: _Operands) -> jax.Array:
     query, key, value, segments, sinks = operands
-    name = options.axis_name
+    name, size = options.axis_name, lax.axis_size(options.axis_name)
 
+    # Devices are the first axis of what moves: XLA would transpose for another one before and after.
     def by_heads(array: jax.Array) -> jax.Array:
-        return _in_order(options, lax.all_to_all(array, name, 2, 1, tiled=True))
+        batch, tokens, heads, features = array.shape
+        apart = array.reshape(batch, tokens, size, heads // size, features)
+        moved = lax.all_to_all(jnp.moveaxis(apart, 2, 0), name, 0, 0, tiled=True)
+        whole = jnp.moveaxis(moved, 0, 1)
+        return _in_order(options, whole.reshape(batch, size * tokens, heads // size, features))
+
+    def by_tokens(array: jax.Array) -> jax.Array:
+        batch, tokens, heads, features = array.shape
+        apart = array.reshape(batch, size, tokens // size, heads, features)
+        moved = lax.all_to_all(jnp.moveaxis(apart, 1, 0), name, 0, 0, tiled=True)
+        whole = jnp.moveaxis(moved, 0, 2)
+        return whole.reshape(batch, tokens // size, size * heads, features)
 
     if segments is not None:
         segments = _in_order(options, lax.all_gather(segments, name, axis=1, tiled=True))
     if sinks is not None:
-        own = query.shape[2] // lax.axis_size(name)
+        own = query.shape[2] // size
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(name) * own, own)
     query, key, value = map(by_heads, (query, key, value))
     output = options.attend(query, key, value, None, segments, segments, sinks=sinks)
-    return lax.all_to_all(_by_devices(options, output), name, 1, 2, tiled=True)
+    return by_tokens(_by_devices(options, output))
 
 
 # --- ring -----------------------------------------------------------------------------------------
