@@ -246,7 +246,10 @@ def make_parser(module: str, *, out: str) -> argparse.ArgumentParser:
     )
     samples = parser.add_argument_group("samples")
     samples.add_argument(
-        "--samples", type=flags.whole(0), metavar="N", help="to write at the end (%(default)s)"
+        "--samples",
+        type=flags.whole(0),
+        metavar="N",
+        help="to write at the end, without --mesh (%(default)s)",
     )
     samples.add_argument(
         "--temperature", type=flags.number(least=0), default=0.5, help="of samples (%(default)s)"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxfused.runtime.checks import check_constant
+from jaxfused.runtime.checks import check_constant, said
 
 
 def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | None:
@@ -22,7 +22,12 @@ def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | No
         raise ValueError(
             f"{op}: dropout_rate is {rate}, but dropout_key is None; pass a key of jax.random."
         )
-    return jax.random.bits(key, (2,), jnp.uint32)
+    try:
+        return jax.random.bits(key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{op}: dropout_key is {said(key)}, but it is one key; pass jax.random.key(seed)."
+        ) from error
 
 
 def without_kernels(op: str, words: jax.Array | None) -> Mapping[str, str]:

@@ -204,6 +204,7 @@ class KVCache:
 
         They count from each sequence's start; those of padding before it are negative.
         """
+        self = self._of_jax()
         positions = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
         return positions if self.starts is None else positions - self.starts[:, None]
 
@@ -244,6 +245,7 @@ class KVCache:
         Raises:
           ValueError: shapes do not fit, or a sequence comes twice.
         """
+        self = self._of_jax()
         self._check_layer(layer)
         lengths, given = self._lengths(key, counts, batch_index)
         self._check_sequences(counts, batch_index)
@@ -331,6 +333,7 @@ class KVCache:
         Raises:
           ValueError: shapes do not fit, or a ring has overwritten tokens that the first queries see.
         """
+        self = self._of_jax()
         self._check_layer(layer)
         lengths, given = self._lengths(query, counts, batch_index)
         check_floating("KVCache.attend", {"query": query})
@@ -431,7 +434,7 @@ class KVCache:
 
         A sequence that comes several times in `batch_index` is advanced as often.
         """
-        counts = _integers("counts", counts)
+        self, counts = self._of_jax(), _integers("counts", counts)
         index = None if batch_index is None else _integers("batch_index", batch_index)
         if counts.ndim:
             sequences = (self.lengths if index is None else index).shape
@@ -447,6 +450,14 @@ class KVCache:
         return replace(self, lengths=lengths)
 
     # --- places and masks -------------------------------------------------------------------------
+
+    def _of_jax(self) -> "KVCache":
+        """Returns the cache with JAX's arrays, in place of NumPy's of a checkpoint, or of lists."""
+        names = ("key", "value", "key_scale", "value_scale")
+        arrays = as_arrays(*(getattr(self, name) for name in names))
+        starts = None if self.starts is None else as_int32(self.starts)
+        kept: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return replace(self, lengths=as_int32(self.lengths), starts=starts, **kept)
 
     def _check_layer(self, layer: Any) -> None:
         if (layer is None) != (self.key.ndim == 4):

@@ -538,6 +538,7 @@ def test_cudnn(case, lowest):
         ({"dropout_rate": float("nan")}, "but it is nan"),
         ({"return_lse": True, "return_residual": True}, "pass one of them"),
         ({"dropout_rate": 0.1}, "dropout_key is None"),
+        ({"dropout_rate": 0.1, "dropout_key": 3}, "dropout_key is 3, but it is one key"),
         ({"implementation": "pallas"}, "implementation='pallas' cannot run here"),
         ({"implementation": "cudnn"}, "implementation='cudnn' cannot run here"),
     ],

@@ -290,6 +290,16 @@ def test_strict_modes(options):
     np.testing.assert_array_equal(cache.lengths, 2)
 
 
+def test_a_cache_of_numpys_arrays_and_lists_is_one_of_jaxs():
+    query, key, value = tokens(2)
+    cache = zeros(4).append(key, value).advance(2)
+    read = dataclasses.replace(jax.device_get(cache), lengths=[2, 1])
+    wanted = dataclasses.replace(cache, lengths=jnp.array([2, 1]))
+    steps = (c.append(key, value).attend(query) for c in (read, wanted))
+    np.testing.assert_array_equal(*steps)
+    assert read.advance(1).positions(1).tolist() == [[3], [2]]
+
+
 def test_sequences_are_given_by_a_list_too():
     _, key, value = tokens(1, batch=1)
     cache = zeros(4).append(key, value, batch_index=[1]).advance([1], batch_index=[1])
