@@ -6,6 +6,7 @@ mean another model.
 Source: the configuration files of transformers 5.23.0.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -279,7 +280,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
     if name == "gemma3" and "text_config" in config:
         # text_config describes the language model; the image encoder is not loaded.
         return read_config({"model_type": "gemma3_text", **config["text_config"]})
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ExampleError(
             f"model_type must be one of {', '.join(FAMILIES)}, but config.json has {name!r}; pass a"
             " model of one of these families."
@@ -351,7 +352,8 @@ class _Reader:
 
     def number(self, key: str, default: Any) -> Any:
         value = self.given.get(key, default)
-        if value is not None and not (isinstance(value, int | float) and value > 0):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < math.inf):
             raise ExampleError(
                 f"config.json must have a positive number as {key}, but has {value!r}; pass the file"
                 " that belongs to the weights."
@@ -359,7 +361,13 @@ class _Reader:
         return value
 
     def flag(self, key: str) -> bool:
-        return bool(self.given.get(key, False))
+        value = self.given.get(key, False)
+        if not isinstance(value, bool):
+            raise ExampleError(
+                f"config.json must have true or false as {key}, but has {value!r}; pass the file that"
+                " belongs to the weights."
+            )
+        return value
 
 
 def _check_keys(
@@ -391,7 +399,7 @@ def _windows(read: _Reader, every: int | None) -> tuple[int | None, ...]:
     kinds = read.given.get("layer_types")
     if kinds is None and every is not None:
         for key in ("sliding_window_pattern", "_sliding_window_pattern"):
-            every = read.given.get(key, every)
+            every = read.size(key, every)
         kinds = [_SLIDING if (i + 1) % every else _FULL for i in range(depth)]
     elif kinds is None and has_switch:
         first = read.given.get("max_window_layers", 28)
@@ -401,7 +409,8 @@ def _windows(read: _Reader, every: int | None) -> tuple[int | None, ...]:
             f"config.json has sliding_window={window!r}, but says nothing of which layers have it; add"
             " layer_types."
         )
-    if len(kinds) != depth or not set(kinds) <= {_SLIDING, _FULL}:
+    known = isinstance(kinds, list | tuple) and all(kind in (_SLIDING, _FULL) for kind in kinds)
+    if not known or len(kinds) != depth:
         raise ExampleError(
             f"layer_types must name {_FULL!r} or {_SLIDING!r} for each of {depth} layers, but is"
             f" {kinds!r}; pass a model with such layers."
@@ -442,7 +451,7 @@ def _activation(config: Mapping[str, Any], is_gemma: bool) -> str:
         if is_gemma
         else config.get("hidden_act", "silu")
     )
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ExampleError(
             f"the activation must be one of {', '.join(_ACTIVATIONS)}, but config.json has {name!r};"
             " pass another model."

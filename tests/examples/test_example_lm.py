@@ -144,6 +144,12 @@ def test_keys_of_transformers_4_are_read(name, older):
         (dict(hidden_act="tanh"), "activation must be one of silu, .* but .* 'tanh'"),
         (dict(vocab_size=None), "positive integer as vocab_size, but has None"),
         (dict(rms_norm_eps=-1.0), "positive number as rms_norm_eps, but has -1.0"),
+        (
+            dict(tie_word_embeddings="false"),
+            "true or false as tie_word_embeddings, but has 'false'",
+        ),
+        (dict(model_type=["llama"]), r"model_type must be one of llama, .* \['llama'\]"),
+        (dict(layer_types=4, sliding_window=4), "layer_types must name .* but is 4"),
         (dict(rope_parameters=dict(rope_type="odd", rope_theta=1.0)), "rope_type is 'odd'"),
         (
             dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),

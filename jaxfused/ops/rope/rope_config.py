@@ -1,5 +1,6 @@
 """The rotation that a model's config.json describes, in the format of Hugging Face transformers."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,6 +111,12 @@ def rope_from_config(
                 f"rope_from_config: the config is that of several models, of which {part} is the"
                 f" language model; pass config[{part!r}]."
             )
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(given.get(key, {}), Mapping):
+            raise ValueError(
+                f"rope_from_config: {key} is {given[key]!r}, but it has the rotation's parameters by"
+                " their names; pass a dict, or leave it out."
+            )
     layers = layers_of(config)
     if layer is not None:
         layer_type = _type_of(layers, layer, layer_type)
@@ -117,8 +124,8 @@ def rope_from_config(
         return None
     parameters = _of_layer(given, layer_type)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    kind = {"su": "longrope"}.get(kind, kind)
-    if kind not in _KEYS:
+    kind = "longrope" if kind == "su" else kind
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(
             f"rope_from_config: rope_type is {kind!r}, but the types are {', '.join(_KEYS)}; make the"
             " tables of another rotation yourself and pass them as cos and sin."
@@ -147,9 +154,19 @@ def rope_from_config(
         )
     return dict(
         rotary_dim=whole if kind == "proportional" else turning,
-        theta=float(theta),
+        theta=_positive("rope_theta", theta),
         scaling=_scaling(kind, parameters, given, fraction),
     )
+
+
+def _positive(key: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ValueError(
+            f"rope_from_config: {key} is {value!r}, but it is a positive number; pass the config.json"
+            " that belongs to the weights."
+        )
+    return float(value)
 
 
 def _type_of(layers: list[Layer], layer: int, layer_type: str | None) -> str | None:
@@ -266,14 +283,15 @@ def _scaling(
     def trained_length() -> int:
         key = "original_max_position_embeddings"
         if key in config:
-            return int(config[key])
+            return int(_positive(key, config[key]))
         if key in parameters:
-            return int(parameters[key])
-        return int(needed("max_position_embeddings", within=config))
+            return int(_positive(key, parameters[key]))
+        key = "max_position_embeddings"
+        return int(_positive(key, needed(key, within=config)))
 
     def factor() -> float:
         if "factor" in parameters:
-            return float(parameters["factor"])
+            return _positive("factor", parameters["factor"])
         return needed("max_position_embeddings", within=config) / trained_length()
 
     def optional(**names: str) -> dict[str, Any]:
