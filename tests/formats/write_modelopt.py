@@ -1,4 +1,4 @@
-# requires: nvidia-modelopt==0.47.0 torch==2.13.0 transformers==5.23.0
+# requires: nvidia-modelopt==0.47.0 torch==2.13.0 transformers==5.23.0 requests
 """ModelOpt's NVFP4, under the names of its exported checkpoints."""
 
 import torch
