@@ -126,23 +126,11 @@ def vit(sizes: Sizes, model: str, variant: str, images: int | None, mesh: Any) -
     batch = sizes.vit[model] if images is None else images // count
     kind, _, when = variant.partition(" ")
 
-    def build() -> nnx.Module:
-        return VisionTransformer(
-            MODELS[model],
-            image_size=sizes.image,
-            channels=sizes.channels,
-            classes=sizes.classes,
-            dtype=jnp.bfloat16,
-            rngs=nnx.Rngs(0),
-        )
-
+    build, init = _vit(model, sizes.image, sizes.channels, sizes.classes)
     graphdef = nnx.graphdef(nnx.eval_shape(build))
     optimizer = jaxfused.optim.adamw(1e-3, weight_decay=0.05)
     if kind == "zero1":
         optimizer = jaxfused.parallel.zero1(optimizer, mesh=mesh)
-
-    def init() -> Any:
-        return nnx.to_pure_dict(nnx.state(build(), nnx.Param))
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         return jaxfused.softmax_cross_entropy(nnx.merge(graphdef, params)(images), labels).mean()
@@ -199,6 +187,25 @@ def vit(sizes: Sizes, model: str, variant: str, images: int | None, mesh: Any) -
         )
         return Program(mapped, operands, 2)
     return Program(jax.jit(step, donate_argnums=(0, 1)), operands, 2, judged=_moments)
+
+
+@functools.cache
+def _vit(
+    model: str, image: int, channels: int, classes: int
+) -> tuple[Callable[[], nnx.Module], Callable[[], Any]]:
+    """Returns functions that make a ViT and its parameters, the same ones for all variants."""
+
+    def build() -> nnx.Module:
+        return VisionTransformer(
+            MODELS[model],
+            image_size=image,
+            channels=channels,
+            classes=classes,
+            dtype=jnp.bfloat16,
+            rngs=nnx.Rngs(0),
+        )
+
+    return build, lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param))
 
 
 def _moments(results: Any) -> Any:
