@@ -218,7 +218,7 @@ def _text(token: Any) -> str:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExampleError(
             f"{path.name} must be readable JSON, but {path} is not ({error}); download it again."
         ) from error

@@ -249,7 +249,7 @@ def _joined(parts: list[np.ndarray | jax.Array], is_kernel: bool, dtype: Any) ->
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExampleError(
             f"a model's directory must hold a readable {path.name}, but {path} is not ({error}); pass"
             " the directory of a downloaded checkpoint."

@@ -322,6 +322,9 @@ def test_layers_with_one_order_of_inputs_are_one_kernel():
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(ExampleError, match=r"must hold a readable config\.json"):
         load_model(tmp_path, dtype=jnp.float32)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ExampleError, match=r"readable config\.json.*recursion depth"):
+        load_model(tmp_path, dtype=jnp.float32)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ExampleError, match="must hold an object, but holds a list"):
         load_model(tmp_path, dtype=jnp.float32)
