@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxfused.augment.batch import Batch
 from jaxfused.augment.transform import Drawn, Mixing
@@ -61,7 +60,8 @@ def _weights(op: str, labels: jax.Array, num_classes: int | None) -> jax.Array:
         )
     # `one_hot` compares classes in the dtype of the labels, which may be too narrow for
     # `num_classes`.
-    labels = labels.astype(np.promote_types(labels.dtype, np.int32))
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)
     return jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
 
 

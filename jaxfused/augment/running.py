@@ -156,6 +156,11 @@ def check_classes(part: Part, labels: jax.Array | None) -> None:
                 " that many classes, or leave num_classes out."
             )
         return
+    if jnp.issubdtype(labels.dtype, jnp.inexact):
+        raise ValueError(
+            f"{op}: labels [B] have dtype {labels.dtype}, but classes are whole numbers; pass integers,"
+            " or weights [B, classes]."
+        )
     values = readable_values(labels)
     if values is not None and (wrong := (values < 0) | (values >= count)).any():
         raise ValueError(

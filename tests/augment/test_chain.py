@@ -364,6 +364,7 @@ def _batch(**arrays):
     [
         (_batch(labels=np.array([4, 7])), "MixUp: labels hold 7, but num_classes is 5"),
         (_batch(labels=np.array([-1, 0])), "MixUp: labels hold -1"),
+        (_batch(labels=np.array([0.5, 1])), r"MixUp: labels \[B\] have dtype float32"),
         (
             _batch(labels=np.ones((2, 6))),
             r"MixUp: labels have shape \(2, 6\), but num_classes is 5",
