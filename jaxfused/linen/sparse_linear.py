@@ -73,8 +73,8 @@ class SparseLinear(linen.Module):
     @linen.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Multiplies inputs [..., D] by the kernel, and adds the bias: [..., F]."""
-        check_sparse_linear("jaxfused.linen.SparseLinear", self.pattern, self.density)
         shape = (jnp.shape(inputs)[-1], self.features)
+        check_sparse_linear("jaxfused.linen.SparseLinear", self.pattern, self.density, shape[0])
         weight: BlockSparse | jax.Array
         if self.pattern == "blocks":
             weight = self._blocks(shape)

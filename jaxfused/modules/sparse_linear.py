@@ -20,9 +20,14 @@ from jaxfused.runtime.checks import check_word
 Pattern = Literal["blocks", "2:4"]
 
 
-def check_sparse_linear(module: str, pattern: str, density: float) -> None:
+def check_sparse_linear(module: str, pattern: str, density: float, in_features: int) -> None:
     """Checks the options of the layer."""
     check_word(module, "pattern", pattern, Pattern)
+    if pattern == "2:4" and in_features % 4:
+        raise ValueError(
+            f"{module}: there are {in_features} input features, but '2:4' keeps two of each four;"
+            " pass a multiple of 4."
+        )
     if not 0 < density <= 1:
         raise ValueError(
             f"{module}: density is {density}, but it is the fraction of blocks that are kept; pass a"

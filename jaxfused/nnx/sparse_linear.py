@@ -79,7 +79,7 @@ class SparseLinear(nnx.Module):
         rngs: nnx.Rngs,
         implementation: Implementation | None = None,
     ):
-        check_sparse_linear("jaxfused.nnx.SparseLinear", pattern, density)
+        check_sparse_linear("jaxfused.nnx.SparseLinear", pattern, density, in_features)
         self.shape, self.straight_through = (in_features, out_features), straight_through
         key = rngs.params()
         lists = None

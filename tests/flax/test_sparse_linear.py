@@ -65,3 +65,8 @@ def test_linen(pattern):
 def test_messages(options, words):
     with pytest.raises(ValueError, match=words):
         layer(**options)
+
+
+def test_two_of_four_of_66_inputs():
+    with pytest.raises(ValueError, match=r"66 input features.*pass a multiple of 4"):
+        jaxfused.nnx.SparseLinear(66, 8, pattern="2:4", rngs=flax.nnx.Rngs(0))
