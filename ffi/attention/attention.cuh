@@ -66,13 +66,20 @@ struct AttentionArgs {
     return !transforms() && query_segments == nullptr && explicit_mask.data == nullptr &&
            dropout_seeds == nullptr;
   }
+  // Whether a bias may lower all logits of a row, by 1e9 for example. Logits and log-sum-exps are
+  // then in base e: differences of such logits are exact, and the lowest float times log2(e) would
+  // be -inf. Next to them float has no digits for the logarithm of the sum, so the forward saves
+  // what the log-sum-exp lacks, its rest, too.
+  __host__ __device__ bool saves_rest() const { return bias.data != nullptr; }
   // Whether a soft cap or a bias follows the scaling, or the scale is not positive. Otherwise the
   // scaling is done in the argument of the exponential (see multiplier).
   __host__ __device__ bool transforms() const {
     return soft_cap != 0.0f || bias.data != nullptr || scale <= 0.0f;
   }
   // Factor that turns the results of `to_logits` into logits; the caller of to_logits applies it.
-  __host__ __device__ float multiplier() const { return transforms() ? 1.0f : scale * kLog2e; }
+  __host__ __device__ float multiplier() const {
+    return saves_rest() ? kLog2e : transforms() ? 1.0f : scale * kLog2e;
+  }
 };
 
 // The tile of rows that a CTA owns.
@@ -238,24 +245,24 @@ __device__ __forceinline__ void to_logits(const AttentionArgs& args,
                                           float (&x)[kRowTiles][kColumnTiles][4],
                                           const F& use_derivative) {
   if (!args.transforms()) return;
+  const float unit = args.saves_rest() ? 1.0f : kLog2e;
   if (args.soft_cap != 0.0f) {
     const float inner = args.scale / args.soft_cap;
-    const float outer = args.soft_cap * kLog2e;
+    const float outer = args.soft_cap * unit;
     for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
       const float y = accurate_tanh(x[i][j][e] * inner);
       use_derivative(i, j, e, 1.0f - y * y);
       x[i][j][e] = y * outer;
     });
   } else {
-    const float factor = args.scale * kLog2e;
+    const float factor = args.scale * unit;
     for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) { x[i][j][e] *= factor; });
   }
   if (args.bias.data == nullptr) return;
   const auto add = [&](auto type) {
     const LaneOfLogits<kTransposed, decltype(type)> bias(args, args.bias, place);
-    for_loaded_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
-      x[i][j][e] = fmaf(static_cast<float>(bias(i, j, e)), kLog2e, x[i][j][e]);
-    });
+    for_loaded_elements<kRowTiles, kColumnTiles>(
+        [&](int i, int j, int e) { x[i][j][e] += static_cast<float>(bias(i, j, e)); });
   };
   if (std::is_same_v<T, float> || args.is_bias_float32) {
     add(float{});

@@ -20,9 +20,9 @@ namespace {
 // The query axis of statistics is padded to a multiple of this number.
 constexpr int kStatisticsBlock = 128;
 
-// Statistics of a row of logits (a query and a head). `lse` is the log-sum-exp in base 2, or +inf
-// for a row that adds nothing to any gradient. `delta`, rowsum(P * dP) - dlse, is subtracted from
-// dP.
+// Statistics of a row of logits (a query and a head). `lse` is the log-sum-exp in the logits' base,
+// +inf for a row that adds nothing to any gradient. `delta`, rowsum(P * dP) - dlse, is subtracted
+// from dP.
 struct Statistics {
   float lse;
   float delta;
@@ -33,6 +33,7 @@ struct BackwardArgs : AttentionArgs {
   const Statistics* statistics;  // [B, N, T padded]
   // For each row: the corrected delta minus the sum of its logits' gradients, [B, N, T padded].
   const float* missing;
+  const float* rests;     // of the log-sum-exps, behind `missing`, in its shape, if `saves_rest`
   Statistics* corrected;  // statistics with the corrected delta, [B, N, T padded]
   int statistics_rows;
   void* dq;
@@ -75,7 +76,7 @@ struct BackwardShape {
 // by which the caller must multiply the gradient of the capped product.
 template <typename T, bool kPlain, bool kTransposed, int kRowTiles, int kColumnTiles, typename F,
           typename G>
-__device__ __forceinline__ void differentiate(const AttentionArgs& args, const Extent& extent,
+__device__ __forceinline__ void differentiate(const BackwardArgs& args, const Extent& extent,
                                               const Place<kTransposed>& place, bool is_full,
                                               const F& statistics_of, const G& use_derivative,
                                               float (&s)[kRowTiles][kColumnTiles][4],
@@ -108,8 +109,19 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const E
     });
     to_logits<T>(args, place, s, use_derivative);
     if (!is_full) mask_tile<false>(args, extent, place, s);
-    for_each([&](int i, int j, int e, const Statistics& row) {
-      s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -row.lse));
+    if (args.saves_rest()) {
+      const int64_t head = int64_t{place.batch} * args.heads + place.head;
+      const float* rests = args.rests + head * args.statistics_rows;
+      for_each([&](int i, int j, int e, const Statistics& row) {
+        const float rest = rests[place.query(i, j, e)];
+        s[i][j][e] = exp2_fast(fmaf(s[i][j][e] - row.lse, multiplier, -rest));
+      });
+    } else {
+      for_each([&](int i, int j, int e, const Statistics& row) {
+        s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -row.lse));
+      });
+    }
+    for_each([&](int i, int j, int e, const Statistics&) {
       dp[i][j][e] *= s[i][j][e];
       if (drops && !is_kept<kColumnTiles>(keeps, i, j, e)) s[i][j][e] = 0.0f;
     });
@@ -605,7 +617,9 @@ ffi::Error attention_backward_handler(
   RETURN_IF_ERROR(
       check_shape("statistics", statistics, {args.batch, args.heads, args.statistics_rows, 2}));
   RETURN_IF_ERROR(check_dtype("statistics", statistics, ffi::DataType::F32));
-  RETURN_IF_ERROR(check_shape("missing", missing, {args.batch, args.heads, args.statistics_rows}));
+  const int numbers = args.saves_rest() ? 2 : 1;
+  RETURN_IF_ERROR(
+      check_shape("missing", missing, {numbers * args.batch, args.heads, args.statistics_rows}));
   RETURN_IF_ERROR(check_dtype("missing", missing, ffi::DataType::F32));
   RETURN_IF_ERROR(
       check_shape("corrected", *corrected, {args.batch, args.heads, args.statistics_rows, 2}));
@@ -621,6 +635,7 @@ ffi::Error attention_backward_handler(
   args.dout = dout.untyped_data();
   args.statistics = static_cast<const Statistics*>(statistics.untyped_data());
   args.missing = static_cast<const float*>(missing.untyped_data());
+  args.rests = args.missing + int64_t{args.batch} * args.heads * args.statistics_rows;
   args.corrected = static_cast<Statistics*>(corrected->untyped_data());
   args.dq = dq->untyped_data();
   args.dk = dk->untyped_data();

@@ -13,6 +13,7 @@ struct ForwardArgs : AttentionArgs {
   const float* sinks;  // logit of each head's sink, which has no key or value, [N], or nullptr
   void* out;           // [B, T, N, V]
   float* lse;          // [B, N, T]
+  float* rest;         // of lse, in base 2, behind it, [B, N, T], if `saves_rest`
   int key_stages;      // blocks of K in shared memory, 1 or 2
 };
 
@@ -43,10 +44,11 @@ struct Softmax {
   float total[kRowTiles][2];    // sums of exponentials over this lane's columns
 
   // Replaces x, logits divided by `multiplier`, by their exponentials; rescales `acc` if the
-  // maximum changes.
+  // maximum changes. If `is_low`, x may be so low that only its difference from the maximum is
+  // multiplied.
   template <int kColumnTiles, int kAccTiles>
   __device__ __forceinline__ void take(float (&x)[kRowTiles][kColumnTiles][4], float multiplier,
-                                       float (&acc)[kRowTiles][kAccTiles][4]) {
+                                       bool is_low, float (&acc)[kRowTiles][kAccTiles][4]) {
     float greatest[kRowTiles][2];
     bool lags = false;
 #pragma unroll
@@ -85,12 +87,13 @@ struct Softmax {
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float subtracted = finite(maximum[i][half]) * multiplier;
+        const float first = is_low ? finite(maximum[i][half]) : 0.0f;
+        const float then = is_low ? 0.0f : finite(maximum[i][half]) * multiplier;
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
           for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            x[i][j][e] = exp2_fast(fmaf(x[i][j][e], multiplier, -subtracted));
+            x[i][j][e] = exp2_fast(fmaf(x[i][j][e] - first, multiplier, -then));
             total[i][half] += x[i][j][e];
           }
         }
@@ -185,7 +188,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHead, kPlain>::kThreads, 2)
       if (block * kColumns < bounds.full_start || (block + 1) * kColumns > bounds.full_stop) {
         mask_tile<kPlain>(args, extent, place, x);
       }
-      softmax.take(x, multiplier, acc);
+      softmax.take(x, multiplier, !kPlain && args.saves_rest(), acc);
       if constexpr (!kPlain) {
         if (args.dropout_seeds != nullptr) {
           const uint64_t keeps = kept<false, kRowTiles, kColumnTiles>(args, place);
@@ -221,8 +224,14 @@ __global__ void __launch_bounds__(ForwardShape<T, kHead, kPlain>::kThreads, 2)
         factor[i][half] = is_empty ? 0.0f : 1.0f / (total * args.keep_probability);
         if (lane % 4 == 0 && query < args.query_count) {
           const int64_t row = int64_t{at.batch} * args.heads + at.head;
-          const float lse = fmaf(softmax.maximum[i][half], multiplier, log2f(total)) / kLog2e;
-          args.lse[row * args.query_count + query] = is_empty ? kEmptyLse : lse;
+          const int64_t place = row * args.query_count + query;
+          const float maximum = softmax.maximum[i][half], log = log2f(total);
+          float lse = fmaf(maximum, multiplier, log) / kLog2e;
+          if (!kPlain && args.saves_rest()) {
+            lse = maximum + log / kLog2e;
+            args.rest[place] = is_empty ? 0.0f : log - (lse - maximum) * kLog2e;
+          }
+          args.lse[place] = is_empty ? kEmptyLse : lse;
         }
       }
     }
@@ -275,12 +284,14 @@ ffi::Error attention_forward_handler(cudaStream_t stream, ffi::AnyBuffer q, ffi:
   const AttentionOptions options = {scale, soft_cap, left, right, dropout_threshold};
   RETURN_IF_ERROR(parse_attention(operands, options, &args));
   RETURN_IF_ERROR(check_like_queries("out", *out, q, args.value_size));
-  RETURN_IF_ERROR(check_shape("lse", *lse, {args.batch, args.heads, args.query_count}));
+  const int numbers = args.saves_rest() ? 2 : 1;
+  RETURN_IF_ERROR(check_shape("lse", *lse, {numbers * args.batch, args.heads, args.query_count}));
   RETURN_IF_ERROR(check_dtype("lse", *lse, ffi::DataType::F32));
   RETURN_IF_ERROR(check_optional("sinks", sinks, {args.heads}, ffi::DataType::F32));
   args.sinks = data_or_null<const float>(sinks);
   args.out = out->untyped_data();
   args.lse = static_cast<float*>(lse->untyped_data());
+  args.rest = args.lse + int64_t{args.batch} * args.heads * args.query_count;
   return for_dtype_and_head(args, q.element_type(), [&](auto type, auto head) {
     using T = decltype(type);
     return args.is_plain() ? launch_forward<T, head.value, true>(args, device, stream)

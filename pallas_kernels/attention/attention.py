@@ -164,6 +164,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, V], lse [B, N, R]) for query [B, T, N, H], and key and value [B, S, K, .].
 
+    If `logits.saves_rest`, what `Logits.log_sum_exp` returns beside lse follows, [B, N, R]; `backward`
+    takes it as `operands.lse_rest` [B, N, T, 1].
+
     lse, the log-sum-exp, is a natural logarithm in float32 and includes the sink. For queries that
     attend to nothing, and from the query length on (with a sink or without), lse is EMPTY_LSE and out is
     0. R is `logits.saved_length(T)`. The default config is the first of `forward_candidates`.

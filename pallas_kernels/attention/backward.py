@@ -72,7 +72,7 @@ def backward(
     config = config or candidates(shape, logits, multiprocessors)[0]
     blocks = (config.queries.query_block, config.keys.query_block)
     lse2, delta, dbias, dsinks = prepare(
-        operands, out, lse, dout, dlse, blocks=blocks, dbias_dtype=dbias_dtype
+        operands, out, lse, dout, dlse, logits, blocks=blocks, dbias_dtype=dbias_dtype
     )
     arrays = (query, key, value, operands, lse2, delta, dout)
     written = None
@@ -150,18 +150,19 @@ def prepare(
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
+    logits: Logits,
     *,
     blocks: tuple[int, ...] = (),
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (lse in base 2, delta, dbias, dsinks), given out and dout [B, T, N, V], lse [B, N, R].
+    """Returns (lse in the logits' base, delta, dbias, dsinks) of out, dout [B, T, N, V], lse [B, N, R].
 
     lse and delta are [B, N, T padded to a multiple of each of `blocks`], as kernels read them in whole
     blocks of queries. dbias is None without a bias, and for a bias that differs between keys, whose
     gradient a kernel computes.
     """
-    lse2, delta = row_statistics(out, lse, dout, dlse)
-    dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
+    lse2, delta = row_statistics(out, lse, dout, dlse, logits)
+    dbias, dsinks = row_gradients(operands, lse2, delta, dlse, logits)
     length = max(ceil_to(delta.shape[2], block) for block in (BIAS_GRADIENT_TILE[0], *blocks))
     fill = ((0, 0), (0, 0), (0, length - delta.shape[2]))
     lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)

@@ -171,7 +171,7 @@ class _BiasGradient:
         of_tile = lse2
         if shift is not None:
             of_tile = lse2 - lax.broadcast_in_dim(shift, BIAS_GRADIENT_TILE, [0])
-        p = logits.within_rows(jnp.exp2(x * logits.multiplier - of_tile), lse2)
+        p = logits.within_rows(logits.probabilities(x, of_tile, tile, operands), lse2)
         if logits.dropout_rate > 0:
             dp = logits.dropped(dp, tile, operands) * (1 / logits.keep_probability)
         gradient = p * (dp - self.of_rows(refs.delta, tile))

@@ -361,7 +361,7 @@ class _KeyGradients:
                 transposed=True,
                 bits=visits.bits(i, part),
             )
-            tile = tile.loaded(cta.operands.reads)
+            tile = tile.loaded(cta.operands)
             visit(_Visit(first + i, tile, visits.is_partial(i), at.extent))
 
         def of_head(g, first):
@@ -406,7 +406,7 @@ class _KeyGradients:
         lse2 = plgpu.load(lse_smem.at[self.slots(cta, visit)[0]], layout=layout)
         shift = logits.shift(visit.tile, cta.operands)
         of_block = lse2 if shift is None else lse2 - shift
-        p = jnp.exp2(x * logits.multiplier - lax.broadcast_in_dim(of_block, x.shape, [1]))
+        p = logits.probabilities(x, of_block, visit.tile, cta.operands)
         if logits.mask.has_query_lengths or logits.mask.query_count % self.config.query_block:
             p = logits.within_rows(p, lax.broadcast_in_dim(lse2, x.shape, [1]))
         return p, logits.derivative(products, visit.tile, cta.operands)

@@ -395,7 +395,7 @@ class _QueryGradient:
             *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
             bits=rows.visits.bits(i, rows.start - at.start),
         )
-        tile = tile.loaded(cta.operands.reads)
+        tile = tile.loaded(cta.operands)
         # The barrier keeps the compiler from computing addresses before the loop, where they would
         # occupy registers throughout it.
         own = lax.optimization_barrier(cta.wg_idx)
@@ -412,7 +412,7 @@ class _QueryGradient:
         x = logits.logits_if_masked(products, tile, cta.operands, at.extent, is_partial)
         shift = logits.shift(tile, cta.operands)
         of_block = rows.lse2 if shift is None else rows.lse2 - shift
-        p = jnp.exp2(x * logits.multiplier - _across(of_block, block))
+        p = logits.probabilities(x, of_block, tile, cta.operands)
         if logits.mask.has_query_lengths:
             p = logits.within_rows(p, _across(rows.lse2, block))
         derivative = logits.derivative(products, tile, cta.operands)

@@ -8,13 +8,13 @@ its logit for key s is dL_s = P_s (dP_s - delta), with delta = D - dlse for all 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands
+from pallas_kernels.attention.logits import Logits, Operands
 
 
 def row_statistics(
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, logits: Logits
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-sum-exp in base 2 and delta, both [B, N, T] in float32, from lse [B, N, R].
+    """Returns the log-sum-exp in `logits`'s base and delta, both float32 [B, N, T], from lse [B, N, R].
 
     Queries that attend to nothing get a log-sum-exp of inf, which makes all their probabilities 0.
     """
@@ -22,11 +22,15 @@ def row_statistics(
     if dlse is not None:
         delta = delta - dlse
     lse = lse[:, :, : delta.shape[2]]
-    return jnp.where(lse <= EMPTY_LSE, jnp.inf, lse * LOG2E), delta
+    return jnp.where(logits.is_empty(lse), jnp.inf, lse * logits.unit), delta
 
 
 def row_gradients(
-    operands: Operands, lse2: jax.Array, delta: jax.Array, dlse: jax.Array | None
+    operands: Operands,
+    lse2: jax.Array,
+    delta: jax.Array,
+    dlse: jax.Array | None,
+    logits: Logits,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns (dbias [B or 1, N or 1, T or 1, 1], dsinks [N]) from lse2, delta and dlse [B, N, T].
 
@@ -42,7 +46,8 @@ def row_gradients(
     rows = jnp.zeros_like(delta) if dlse is None else jnp.where(jnp.isinf(lse2), 0.0, dlse)
     dbias, dsinks = None, None
     if sinks is not None:
-        of_sinks = jnp.exp2(sinks[:, None] * LOG2E - lse2) * delta
+        rest = None if operands.lse_rest is None else -operands.lse_rest[..., 0]
+        of_sinks = logits.exp(sinks[:, None] * logits.unit - lse2, rest) * delta
         dsinks = -jnp.sum(of_sinks, axis=(0, 2))
         rows = rows + of_sinks
     if bias is not None and bias.shape[3] == 1:

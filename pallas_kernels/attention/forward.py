@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import (
-    EMPTY_LSE,
     LOG2E,
     Logits,
     Operands,
@@ -241,13 +240,14 @@ def forward(
             Role(range(config.consumers), kernel.consume),
         ),
         memory=kernel.memory(),
-        results=(*forward_results(kernel.shape, kernel.dtype), *kernel.of_shares()),
+        results=(*forward_results(kernel.shape, kernel.dtype, logits), *kernel.of_shares()),
     )
     padded = operands.padded(WGMMA_ROWS, config.key_block)
-    out, lse, *of_shares = launch((query, key, value), padded, tables)
-    if of_shares:
-        return with_shares(out, lse, *of_shares, tiles.starts_of_shared)
-    return out, lse
+    results = launch((query, key, value), padded, tables)
+    count = 1 + logits.row_numbers
+    if len(results) > count:
+        return with_shares(results[:count], results[count:], logits, tiles.starts_of_shared)
+    return results
 
 
 class _Rows(NamedTuple):
@@ -300,7 +300,8 @@ class _Forward:
         """Returns the shapes of the shares' float32 output and log-sum-exp; () if no list is divided."""
         sizes = (self.tiles.own, self.shape.batch, self.shape.heads, self.tiles.rows)
         # Registers are stored in whole blocks of columns, so the output's last axis is padded to these.
-        return result_of_shares(*sizes, self.value.width) + result_of_shares(*sizes)
+        of_rows = result_of_shares(*sizes) * self.logits.row_numbers
+        return result_of_shares(*sizes, self.value.width) + of_rows
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
         """Returns the pipelines (circular buffers) of Q (a slot for each consumer), of K and of V."""
@@ -453,7 +454,7 @@ class _Forward:
             *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
             bits=rows.visits.bits(i, rows.start - at.start),
         )
-        return tile.loaded(cta.operands.reads)
+        return tile.loaded(cta.operands)
 
     def weights(
         self,
@@ -493,7 +494,8 @@ class _Forward:
         products = pl.run_scoped(first_products, self.logits_accumulator())
         keys.release(slot)
         self.release_queries(cta, rows, 0)
-        weights, softmax, _ = self.weights(cta, rows, 0, tile, products, Softmax.start())
+        softmax = Softmax.start(self.logits.saves_rest)
+        weights, softmax, _ = self.weights(cta, rows, 0, tile, products, softmax)
         return weights, softmax
 
     def release_queries(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> None:
@@ -555,25 +557,25 @@ class _Forward:
 
     def normalized(
         self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: Softmax
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Returns the output, in blocks [64, columns], divided by the sums, and the log-sum-exp [64].
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns the output, in blocks [64, columns], divided by the sums, and `log_sum_exp` [64].
 
         Both include the sink. For empty rows they are 0 and EMPTY_LSE. A row is empty if its query
         attends to neither a key nor a sink, or is not below the query length.
         """
         (maximum, total), at = softmax, rows.at
         if self.logits.has_sinks:
-            sink = cta.operands.sinks[at.head_idx] * LOG2E
+            sink = cta.operands.sinks[at.head_idx] * self.logits.unit
             new_maximum = jnp.maximum(maximum, sink)
-            decay = jnp.exp2(maximum - new_maximum)
-            total = total * decay + jnp.exp2(sink - new_maximum)
+            decay = self.logits.exp(maximum - new_maximum)
+            total = total * decay + self.logits.exp(sink - new_maximum)
             maximum = new_maximum
             out = [block * across(decay, block.shape) for block in out]
         empty = total == 0.0
         if cta.operands.query_lengths is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=VECTOR)
             empty = empty | (rows.start + row >= at.extent.query_length)
-        lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
+        lse = self.logits.log_sum_exp(maximum, total, empty, 1 / LOG2E)
         numerator = 1.0 / self.logits.keep_probability
         inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
         if self.logits.has_functions and cta.operands.query_lengths is not None:
@@ -581,7 +583,7 @@ class _Forward:
             out = [jnp.where(across(empty, block.shape), 0.0, block) for block in out]
         return [block * across(inverse, block.shape) for block in out], lse
 
-    def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
+    def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: list[jax.Array]) -> None:
         """Stores this consumer's output and log-sum-exp: 64 queries, without those beyond the last."""
         queries, _, _ = self.rings(cta)
         if self.of_shares():
@@ -594,9 +596,9 @@ class _Forward:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             queries.release(cta.wg_idx)
 
-    def write_rows(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
+    def write_rows(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: list[jax.Array]) -> None:
         """Stores output and log-sum-exp of this warpgroup's 64 queries over all keys."""
-        out_gmem, lse_gmem = cta.results[:2]
+        out_gmem, *lse_gmems = cta.results[: 1 + len(lse)]
         at = rows.at
         # The copies of the previous tile may still be reading this shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -605,21 +607,23 @@ class _Forward:
         out_matrix.write(Heads(out_gmem), at.batch_idx, rows.start, at.head_idx)
 
         def write_lse():
-            lse_gmem[at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS)] = lse
+            for gmem, numbers in zip(lse_gmems, lse, strict=True):
+                gmem[at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS)] = numbers
 
         # Stores from registers are not clipped at the array's end, unlike TMA copies.
-        length = lse_gmem.shape[2]
+        length = lse_gmems[0].shape[2]
         if length % self.tiles.rows:
             pl.when(rows.start < length)(write_lse)
         else:
             write_lse()
 
     def write_share(
-        self, cta: Cta, rows: _Rows, number: jax.Array, out: list[jax.Array], lse: jax.Array
+        self, cta: Cta, rows: _Rows, number: jax.Array, out: list[jax.Array], lse: list[jax.Array]
     ) -> None:
         """Stores float32 output and log-sum-exp of this warpgroup's 64 queries over a share of keys."""
-        out_gmem, lse_gmem = cta.results[2:]
+        out_gmem, *lse_gmems = cta.results[1 + len(lse) :]
         at = rows.at
         place = (at.batch_idx, at.head_idx, number, pl.ds(rows.start - at.start, WGMMA_ROWS))
         store_share(out_gmem, place, out)
-        lse_gmem[place] = lse
+        for gmem, numbers in zip(lse_gmems, lse, strict=True):
+            gmem[place] = numbers

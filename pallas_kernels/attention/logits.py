@@ -39,13 +39,15 @@ def saved_length(query_count: int) -> int:
     return -(-query_count // _SAVED_ROWS) * _SAVED_ROWS
 
 
-def forward_results(shape: Shape, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a forward's results: output [B, T, N, V], log-sum-exp [B, N, R]."""
+def forward_results(shape: Shape, dtype: Any, logits: "Logits") -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the shapes of a forward's results: output [B, T, N, V], log-sum-exp [B, N, R].
+
+    If `logits.saves_rest`, its rest follows, in the same shape.
+    """
     batch, query_count, _, heads, _, _, value_size = shape
-    return (
-        jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
-        jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
-    )
+    saved = jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32)
+    output = jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype)
+    return (output, *[saved] * logits.row_numbers)
 
 
 class Operands(NamedTuple):
@@ -69,6 +71,8 @@ class Operands(NamedTuple):
     the indices of its batch entries and heads in the whole arrays."""
     pattern_heads: Any = None
     """Index in the pattern of each head's mask [N], int32; None if all heads share one."""
+    lse_rest: Any = None
+    """In a backward, what `Logits.log_sum_exp` returned beside the log-sum-exp [B, N, T, 1], or None."""
     reads: tuple[Any, ...] = ()
     """Arrays that `score` and `allows` of `Logits` read, each [B or 1, N or 1, T or 1, S or 1]."""
 
@@ -114,20 +118,21 @@ class Operands(NamedTuple):
         return self._replace(
             bias=pad_logits(self.bias),
             explicit=pad_logits(self.explicit),
+            lse_rest=pad_logits(self.lse_rest),
             query_segments=pad_segments(self.query_segments, query_block),
             key_segments=pad_segments(self.key_segments, key_block),
             reads=tuple(map(pad_read, self.reads)),
         )
 
     def transposed(self) -> "Operands":
-        """Returns the operands for `TransposedTile`: bias, explicit mask and `reads` are [.., S, T]."""
+        """Returns the operands for `TransposedTile`: arrays [.., T, S] become [.., S, T]."""
 
         def swap(array):
             return None if array is None else array.swapaxes(2, 3)
 
-        return self._replace(
-            bias=swap(self.bias), explicit=swap(self.explicit), reads=tuple(map(swap, self.reads))
-        )
+        names = ("bias", "explicit", "lse_rest")
+        arrays = {name: swap(getattr(self, name)) for name in names}
+        return self._replace(**arrays, reads=tuple(map(swap, self.reads)))
 
 
 class Bits(NamedTuple):
@@ -247,12 +252,14 @@ class Tile:
         layout = self.layout if len(axes) == 2 else self.layout.reduce(1 - axes[0])
         return plgpu.load(ref.at[tuple(index)], layout=layout, optimized=False)
 
-    def loaded(self, reads: Sequence[Any]) -> Any:
-        """Returns the tile with its mask bits, and those `reads` that are the same for all keys, loaded.
+    def loaded(self, operands: Operands) -> Any:
+        """Returns the tile with what takes few registers loaded: its mask bits, and some operands.
 
-        Kernels call this before they start the tile's products, which hide the latency of the loads.
+        They are `lse_rest` and those `reads` that are the same for all keys. Kernels call this before
+        they start the tile's products, which hide the latency of the loads.
         """
-        few = [ref for ref in reads if 1 not in self.axes(ref)]
+        few = [ref for ref in operands.reads if 1 not in self.axes(ref)]
+        few += [] if operands.lse_rest is None else [operands.lse_rest]
         early = tuple((ref, self.read(ref)) for ref in few)
         return replace(self, bits=None if self.bits is None else self._words(), early=early)
 
@@ -292,11 +299,12 @@ class TransposedTile(Tile):
         return self._of_keys().matrix(ref)
 
     def read(self, ref) -> jax.Array:
-        return replace(self._of_keys(), early=self.early).read(ref)
+        return self._of_keys().read(ref)
 
     def _of_keys(self) -> Tile:
         """Returns the tile as one with keys in place of queries, to load arrays [.., S, T]."""
-        return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape)
+        starts = (self.key_start, self.query_start)
+        return Tile(self.batch, self.head, *starts, self.shape, early=self.early)
 
     def along_queries(self, smem) -> jax.Array:
         values = plgpu.load(smem, layout=self.layout.reduce(0))
@@ -334,6 +342,69 @@ class Logits:
     def has_functions(self) -> bool:
         return self.score is not None or self.allows is not None
 
+    @property
+    def saves_rest(self) -> bool:
+        """True if a bias or a function may lower all logits of a query, by 1e9 for example.
+
+        Float32 then has no digits for the logarithm of the sum next to the maximum, so a forward saves
+        what the log-sum-exp lacks, too. Logits, maxima and log-sum-exps are in base e in the kernels:
+        differences of such logits are exact, and the lowest float32 times log2(e) would be -inf.
+        """
+        return self.has_bias or self.score is not None
+
+    @property
+    def row_numbers(self) -> int:
+        """Numbers that a forward saves of each query: the log-sum-exp, and its rest if `saves_rest`."""
+        return 2 if self.saves_rest else 1
+
+    @property
+    def unit(self) -> float:
+        """Factor from natural logarithms to the logits, maxima and log-sum-exps of the kernels."""
+        return 1.0 if self.saves_rest else LOG2E
+
+    def exp(self, x: jax.Array, rest: Any = None) -> jax.Array:
+        """Returns the exponential of a difference of logits, and of `rest`, which is in base 2."""
+        if not self.saves_rest:
+            return jnp.exp2(x)
+        return jnp.exp2(x * LOG2E if rest is None else x * LOG2E + rest)
+
+    def log_sum_exp(
+        self,
+        maximum: Any,
+        total: Any,
+        empty: Any = None,
+        factor: float = 1.0,
+        is_part: bool = False,
+    ) -> list[jax.Array]:
+        """Returns [log-sum-exp] of queries with a maximum and a sum, and its rest if `saves_rest`.
+
+        A log-sum-exp in base 2 is multiplied by `factor`. The rest, in base 2, is what rounding took
+        from the other: P = exp(logit - lse) * 2^-rest. For queries that are `empty`, these are EMPTY_LSE
+        and 0, or if `is_part`, for parts to be merged, the rest is -inf.
+        """
+        if not self.saves_rest:
+            lse = maximum + jnp.log2(total)
+            lse = lse if factor == 1.0 else lse * factor
+            return [lse if empty is None else jnp.where(empty, EMPTY_LSE, lse)]
+        log = jnp.log2(total)
+        lse = maximum + jnp.maximum(log, 0.0) * (1 / LOG2E)
+        rest = log - (lse - maximum) * LOG2E
+        if empty is None or is_part:
+            return [lse, rest]
+        return [jnp.where(empty, EMPTY_LSE, lse), jnp.where(empty, 0.0, rest)]
+
+    def is_empty(self, lse: jax.Array) -> jax.Array:
+        """Returns whether a saved log-sum-exp is that of a query that attends to nothing."""
+        return lse == EMPTY_LSE if self.saves_rest else lse <= EMPTY_LSE
+
+    def probabilities(
+        self, x: jax.Array, lse: jax.Array, tile: Tile, operands: Operands
+    ) -> jax.Array:
+        """Returns P of a tile of `logits` and its queries' log-sum-exp, as a vector or as a tile."""
+        x = x * self.multiplier
+        x = x - (lax.broadcast_in_dim(lse, x.shape, [tile.query_axis]) if lse.ndim == 1 else lse)
+        return self.exp(x, None if operands.lse_rest is None else -tile.matrix(operands.lse_rest))
+
     def pads_keys(self, key_block: int) -> bool:
         """True if `key_block` makes XLA pad bias or mask [.., S], and blocks of 64 keys would not."""
         count = self.mask.key_count
@@ -358,23 +429,23 @@ class Logits:
 
         Callers multiply by it in the expression that subtracts the maximum: one fused multiply-add.
         """
-        if self.score is not None:
-            return LOG2E
-        if self.soft_cap is None and not self.has_bias and self.scale > 0:
+        if self.soft_cap is None and not self.saves_rest and self.scale > 0:
             return self.scale * LOG2E
         return 1.0
 
     def logits(
         self, products: jax.Array, tile: Tile, operands: Operands, extent: Extent, masked: bool
     ) -> jax.Array:
-        """Returns the logits in base 2 divided by `multiplier`; if `masked`, -inf at masked elements."""
+        """Returns the logits divided by `multiplier`; if `masked`, -inf at masked elements.
+
+        They are in base 2, or in base e if `saves_rest`.
+        """
         x = products
-        if self.score is not None:
-            x = self.scored(self.scores(x, tile, operands), tile, operands)
+        if self.saves_rest:
+            x = self.scores(x, tile, operands)
+            x = x if self.score is None else self.scored(x, tile, operands)
         elif self.multiplier == 1.0:
             x = self.capped(x) * LOG2E
-            if self.has_bias:
-                x = x + tile.matrix(operands.bias).astype(jnp.float32) * LOG2E
         if masked:
             x = self.masked(x, tile, operands, extent)
         return x
@@ -443,13 +514,13 @@ class Logits:
         return scores + lax.broadcast_in_dim(by_key, tile.shape, [axis])
 
     def shift(self, tile: Tile, operands: Operands) -> jax.Array | None:
-        """Returns the terms [queries], base 2, that `logits` leaves out of `score`'s result, or None."""
+        """Returns the terms [queries], base e, that `logits` leaves out of `score`'s result, or None."""
         if self.score is None:
             return None
         separated = self.score.separated(tile, self.score_reads(operands), self.limits)
         if separated is None or not separated.by_query:
             return None
-        return total(separated.by_query, tile.query_axis, tile.shape) * LOG2E
+        return total(separated.by_query, tile.query_axis, tile.shape)
 
     def derivatives_of_score(
         self, which: Sequence[int], products: jax.Array, tile: Tile, operands: Operands

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.logits import (
     EMPTY_LSE,
     LOG2E,
+    Logits,
     Operands,
     forward_results,
     saved_length,
@@ -34,15 +35,16 @@ MOST_SPLITS = 96
 
 
 def merge(
-    outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does.
+    outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any, logits: Logits
+) -> tuple[jax.Array, ...]:
+    """Returns what pallas_kernels.attention.attention.forward does.
 
-    outs is [B * K, parts, rows, V] in float32, and lses, in base 2, [B * K, parts, rows rounded up]. Row
-    g * T + t of a key head is query t of its g-th query head. If it attends to no keys of a part, outs
-    and lses hold 0 and EMPTY_LSE.
+    outs is [B * K, parts, rows, V] in float32, and lses, in the base of `logits`, [B * K, parts, rows
+    rounded up], or twice as many parts, the rests, if `saves_rest`. Row g * T + t of a key head is query
+    t of its g-th query head. If it attends to no keys of a part, outs and lses hold 0 and EMPTY_LSE, or
+    the rest is -inf.
     """
-    kernel = _Merge(shape, dtype, outs.shape[1])
+    kernel = _Merge(shape, dtype, outs.shape[1], logits)
     optional = {
         name: array
         for name, array in (
@@ -53,13 +55,13 @@ def merge(
     }
 
     def run(outs_gmem, lses_gmem, *refs, **shared):
-        *refs, out_gmem, lse_gmem = refs
-        ops = Operands(**dict(zip(optional, refs, strict=True)))
+        ops = Operands(**dict(zip(optional, refs, strict=False)))
+        out_gmem, *lse_gmem = refs[len(optional) :]
         kernel(outs_gmem, lses_gmem, ops, out_gmem, lse_gmem, **shared)
 
-    out, lse = plgpu.kernel(
+    return plgpu.kernel(
         run,
-        out_type=forward_results(kernel.shape, kernel.dtype),
+        out_type=forward_results(kernel.shape, kernel.dtype, logits),
         scratch_types=kernel.memory(),
         grid=(kernel.ctas,),
         grid_names=("cta",),
@@ -68,13 +70,15 @@ def merge(
         kernel_name="attention_merge_splits",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(outs, lses, *optional.values())
-    return out, lse
 
 
 def only_part(
     outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `merge`'s results for a single part, by XLA: it applies sinks and lengths, and rounds."""
+    """Returns `merge`'s results for a single part, by XLA: it applies sinks and lengths, and rounds.
+
+    Logits that `saves_rest` are left to `merge`.
+    """
     batch, query_count, _, heads, key_heads, _, value_size = shape
     packing = Packing.of(shape)
     out = packing.unpacked(outs.reshape(batch, key_heads, packing.rows, value_size))
@@ -102,6 +106,7 @@ class _Merge(MergedRows):
     """The kernel that merges parts: its static parameters, shared memory and code."""
 
     splits: int
+    logits: Logits
 
     @property
     def quads(self) -> int:
@@ -117,7 +122,9 @@ class _Merge(MergedRows):
         return dict(
             outs_smem=plgpu.SMEM((self.splits, WARPS, columns), jnp.float32),
             # A copy moves a multiple of 128 bytes.
-            lses_smem=plgpu.SMEM((ceil_to(self.splits, 4), 2 * WARPS), jnp.float32),
+            lses_smem=plgpu.SMEM(
+                (ceil_to(self.splits * self.logits.row_numbers, 4), 2 * WARPS), jnp.float32
+            ),
             out_smem=plgpu.SMEM((WARPS, columns), self.dtype),
             full=plgpu.Barrier(num_arrivals=2),
         )
@@ -167,12 +174,15 @@ class _Merge(MergedRows):
         layout = self.layout()
         row_layout = layout.reduce(1)
         four = pl.ds(offset, WARPS)
-        lses = [plgpu.load(lses_smem.at[i, four], layout=row_layout) for i in range(self.splits)]
-        total, lse2 = self.normalizer(lses, operands, batch, head, start, row_layout)
+        count = self.splits * self.logits.row_numbers
+        lses = [plgpu.load(lses_smem.at[i, four], layout=row_layout) for i in range(count)]
+        rests = lses[self.splits :] or [None] * self.splits
+        parts = list(zip(lses[: self.splits], rests, strict=True))
+        total, lse2, *rest = self.normalizer(parts, operands, batch, head, start, row_layout)
         out = jnp.zeros((WARPS, self.columns), jnp.float32)
         out = plgpu.layout_cast(out, layout)
-        for i, part_lse in enumerate(lses):
-            weight = jnp.exp2(part_lse - total)
+        for i, (part_lse, of_part) in enumerate(parts):
+            weight = self.logits.exp(part_lse - total, of_part - rest[0] if rest else None)
             part = plgpu.load(outs_smem.at[i], layout=layout)
             out += part * lax.broadcast_in_dim(weight, part.shape, [0])
         out_smem[...] = out.astype(self.dtype)
@@ -181,15 +191,17 @@ class _Merge(MergedRows):
 
         @pl.when(chunk == 0)
         def _():
-            lse = jnp.where(lse2 == EMPTY_LSE, EMPTY_LSE, lse2 * (1 / LOG2E))
-            store_unoptimized(lse_gmem.at[batch, head, pl.ds(start, WARPS)], lse)
+            lse = jnp.where(lse2 == EMPTY_LSE, EMPTY_LSE, lse2 * (1 / self.logits.unit))
+            for gmem, numbers in zip(lse_gmem, [lse, *rest], strict=True):
+                store_unoptimized(gmem.at[batch, head, pl.ds(start, WARPS)], numbers)
 
         @pl.when((chunk == 0) & (quad == self.quads - 1))
         def _():
             nothing = jnp.full((WARPS,), EMPTY_LSE, jnp.float32)
             nothing = plgpu.layout_cast(nothing, row_layout)
-            for i in range(self.quads * WARPS, saved_length(shape.query_count), WARPS):
-                store_unoptimized(lse_gmem.at[batch, head, pl.ds(i, WARPS)], nothing)
+            for gmem in lse_gmem:
+                for i in range(self.quads * WARPS, saved_length(shape.query_count), WARPS):
+                    store_unoptimized(gmem.at[batch, head, pl.ds(i, WARPS)], nothing)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -216,32 +228,34 @@ class _Merge(MergedRows):
 
     def normalizer(
         self,
-        lses: list[jax.Array],
+        parts: list[tuple[jax.Array, Any]],
         operands: Operands,
         batch: jax.Array,
         head: jax.Array,
         start: jax.Array,
         layout: Any,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> list[jax.Array]:
         """Returns two vectors [4]: the log-sum-exp subtracted from those of parts, and the one to save.
 
-        Both are the row's in base 2. For rows without keys or sink, and past the query length, they are
-        infinity, which makes all weights 0, and EMPTY_LSE.
+        They are in the base of `logits`. For rows without keys or sink, and past the query length, they
+        are infinity, which makes all weights 0, and EMPTY_LSE. The saved one's rest, if parts have one
+        next to their log-sum-exps, follows.
         """
-        maximum = lses[0]
-        for lse in lses[1:]:
+        maximum = parts[0][0]
+        for lse, _ in parts[1:]:
             maximum = jnp.maximum(maximum, lse)
         if operands.sinks is not None:
-            sink = operands.sinks[head] * LOG2E
+            sink = operands.sinks[head] * self.logits.unit
             maximum = jnp.maximum(maximum, sink)
         total: Any = 0.0
-        for lse in lses:
-            total += jnp.exp2(lse - maximum)
+        for lse, rest in parts:
+            total += self.logits.exp(lse - maximum, rest)
         if operands.sinks is not None:
-            total += jnp.exp2(sink - maximum)
-        empty = maximum <= EMPTY_LSE
+            total += self.logits.exp(sink - maximum)
+        empty = total == 0.0 if self.logits.saves_rest else maximum <= EMPTY_LSE
         if operands.query_lengths is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (WARPS,), 0, layout=layout)
             empty = empty | (start + row >= operands.query_lengths[batch])
-        lse2 = maximum + jnp.log2(total)
-        return jnp.where(empty, jnp.inf, lse2), jnp.where(empty, EMPTY_LSE, lse2)
+        lse2, *rest = self.logits.log_sum_exp(maximum, total)
+        rest = [jnp.where(empty, 0.0, x) for x in rest]
+        return [jnp.where(empty, jnp.inf, lse2), jnp.where(empty, EMPTY_LSE, lse2), *rest]

@@ -89,6 +89,7 @@ class Packing:
         return operands._replace(
             bias=pack(operands.bias),
             explicit=pack(operands.explicit),
+            lse_rest=pack(operands.lse_rest),
             query_segments=None if segments is None else jnp.tile(segments, (1, self.group)),
             dropout_seeds=seeds,
         )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention.logits import Logits
 from pallas_kernels.attention.own_lists import OwnLists
 
 
@@ -39,35 +40,44 @@ def store_share(gmem: Any, place: tuple[Any, ...], blocks: Sequence[jax.Array]) 
 
 
 def with_shares(
-    out: jax.Array,
-    lse: jax.Array,
-    share_outs: jax.Array,
-    share_lses: jax.Array,
+    results: Sequence[jax.Array],
+    of_shares: Sequence[jax.Array],
+    logits: Logits,
     starts: Sequence[int],
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [B, T, N, V], lse [B, N, R]) with the rows of divided tiles filled in.
+) -> tuple[jax.Array, ...]:
+    """Returns the results of `Forward` with the rows of divided tiles filled in.
 
     Args:
-      out: output; rows of divided tiles are undefined.
-      lse: log-sum-exp; rows of divided tiles are undefined too.
-      share_outs: output of each share; columns from V on are padding.
-      share_lses: log-sum-exp of each share.
+      results: `forward_results`; rows of divided tiles are undefined.
+      of_shares: the same of each share; columns of the output from V on are padding.
+      logits: parameters of the logits.
       starts: first row of each divided tile.
     """
+    share_outs, *rows_of_shares = of_shares
     batch, heads, _, rows, value_size = share_outs.shape
     share_outs = share_outs.reshape(batch, heads, len(starts), -1, rows, value_size)
-    share_lses = share_lses.reshape(batch, heads, len(starts), -1, rows)
+    rows_of_shares = [x.reshape(batch, heads, len(starts), -1, rows) for x in rows_of_shares]
     # Without the barrier XLA fuses the updates with the kernel whose output they read: a cycle.
-    out, lse, share_outs, share_lses = lax.optimization_barrier((out, lse, share_outs, share_lses))
+    results, share_outs, rows_of_shares = lax.optimization_barrier(
+        (tuple(results), share_outs, rows_of_shares)
+    )
+    out, *of_rows = results
+    share_lses, *rests = rows_of_shares
     highest = jnp.max(share_lses, axis=3, keepdims=True)
     weights = jnp.exp(share_lses - highest)
+    if rests:
+        weights = weights * jnp.exp2(rests[0])
     total = jnp.sum(weights, axis=3)
     merged = jnp.einsum("bntsr,bntsrv->bntrv", weights, share_outs) / total[..., None]
-    merged_lse = highest[:, :, :, 0] + jnp.log(total)
+    highest = highest[:, :, :, 0]
+    merged_rows = logits.log_sum_exp(highest, total) if rests else [highest + jnp.log(total)]
     for i, start in enumerate(starts):
-        count = min(rows, lse.shape[2] - start)
-        lse = lax.dynamic_update_slice_in_dim(lse, merged_lse[:, :, i, :count], start, axis=2)
-    return _filled(out, merged, starts), lse
+        count = min(rows, of_rows[0].shape[2] - start)
+        of_rows = [
+            lax.dynamic_update_slice_in_dim(x, merged[:, :, i, :count], start, axis=2)
+            for x, merged in zip(of_rows, merged_rows, strict=True)
+        ]
+    return _filled(out, merged, starts), *of_rows
 
 
 def with_sums(gradient: jax.Array, shares: Sequence[jax.Array], starts: Sequence[int]) -> jax.Array:

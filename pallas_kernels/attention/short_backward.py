@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import store
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
+from pallas_kernels.attention.logits import Logits, Operands, TransposedTile
 from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.shape import Shape
@@ -168,7 +168,8 @@ def _run(
     bias = operands.bias
     dbias, dsinks = None, None
     if bias is not None or operands.sinks is not None:
-        dbias, dsinks = row_gradients(operands, *row_statistics(out, lse, dout, dlse), dlse)
+        rows = row_statistics(out, lse, dout, dlse, logits)
+        dbias, dsinks = row_gradients(operands, *rows, dlse, logits)
     dlogits_dtype = None
     if bias is not None and dbias is None:
         dlogits_dtype = dbias_dtype if bias.shape == shape.logits else jnp.float32
@@ -455,12 +456,12 @@ class _ShortBackward:
         store.store_registers(delta_smem.at[slot], delta, rows)
         lse = plgpu.load(lse_smem.at[slot], layout=rows)
         # An infinite log-sum-exp makes every weight exp2(x - inf) = 0: such queries attend to nothing.
-        is_empty = lse <= EMPTY_LSE
+        is_empty = self.logits.is_empty(lse)
         if self.shape.query_count % WGMMA_ROWS:
             start = self.place(cta, step).start
             row = start + plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=rows)
             is_empty = is_empty | (row >= self.shape.query_count)
-        lse2 = jnp.where(is_empty, jnp.inf, lse * LOG2E)
+        lse2 = jnp.where(is_empty, jnp.inf, lse * self.logits.unit)
         store.store_registers(lse2_smem.at[slot], lse2, rows)
         plgpu.commit_smem()
         cta.arrive("rows_full", slot)
@@ -618,7 +619,7 @@ class _ShortBackward:
         masked = not logits.mask.is_always_full(WGMMA_ROWS, self.config.keys)
         lse2 = logits_tile.along_queries(lse2_smem.at[slot])
         x = logits.logits(s, logits_tile, operands, extent, masked)
-        p = jnp.exp2(x * logits.multiplier - lse2)
+        p = logits.probabilities(x, lse2, logits_tile, operands)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
         # From here on P is rounded to the operands' dtype, unless a bias's gradient is computed from P.
         # Without the barrier the compiler would hold P in float32, and for lack of registers serialise

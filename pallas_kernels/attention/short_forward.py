@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import (
-    EMPTY_LSE,
     LOG2E,
     Logits,
     Operands,
@@ -141,14 +140,15 @@ def _run(
     optional, tree = jax.tree.flatten(operands)
 
     def run(*refs, **shared):
-        *refs, out_gmem, lse_gmem = refs
+        count = len(refs) - 1 - logits.row_numbers
+        refs, results = refs[:count], refs[count:]
         ops = jax.tree.unflatten(tree, refs[len(arrays) :])
         heads = memory.queries_keys_values(refs[: len(arrays)], shape.heads, shape.key_heads)
-        kernel(heads, ops, (out_gmem, lse_gmem), shared)
+        kernel(heads, ops, results, shared)
 
-    out, lse = plgpu.kernel(
+    return plgpu.kernel(
         run,
-        out_type=forward_results(kernel.shape, kernel.dtype),
+        out_type=forward_results(kernel.shape, kernel.dtype, logits),
         scratch_types=kernel.memory(),
         grid=(kernel.ctas,),
         grid_names=("cta",),
@@ -157,7 +157,6 @@ def _run(
         kernel_name="attention_short_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*arrays, *optional)
-    return out, lse
 
 
 class _Worker(NamedTuple):
@@ -254,7 +253,7 @@ class _ShortForward:
             k_smem=head.memory((workers,), self.key_rows, dtype),
             v_smem=value.memory((workers,), value_rows, dtype),
             out_smem=[] if head == value else value.memory((workers,), WGMMA_ROWS, dtype),
-            lse_smem=plgpu.SMEM((workers, WGMMA_ROWS), jnp.float32),
+            lse_smem=plgpu.SMEM((self.logits.row_numbers * workers, WGMMA_ROWS), jnp.float32),
             q_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=workers),
             k_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=workers),
             v_full=plgpu.Barrier(num_arrivals=value.count, num_barriers=workers),
@@ -377,14 +376,14 @@ class _ShortForward:
         maximum = functools.reduce(jnp.maximum, [jnp.max(part, axis=1) for _, part in parts])
         maximum = maximum * logits.multiplier
         if logits.has_sinks:
-            sink = operands.sinks[at.head_idx] * LOG2E
+            sink = operands.sinks[at.head_idx] * logits.unit
             maximum = jnp.maximum(maximum, sink)
         # A row of -inf needs any finite maximum, so that -inf - maximum is not NaN.
         maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
         total: Any = 0.0
         weights = []
         for tile, part in parts:
-            part = jnp.exp2(part * logits.multiplier - _across(maximum, part.shape))
+            part = logits.exp(part * logits.multiplier - _across(maximum, part.shape))
             total = total + jnp.sum(part, axis=1)
             if logits.dropout_rate > 0:
                 part = logits.dropped(part, tile, operands)
@@ -395,7 +394,7 @@ class _ShortForward:
                 part = jnp.concatenate([part, rest], axis=1)
             weights.append(part)
         if logits.has_sinks:
-            total = total + jnp.exp2(sink - maximum)
+            total = total + logits.exp(sink - maximum)
         return weights, maximum, total
 
     def write(
@@ -415,14 +414,17 @@ class _ShortForward:
             empty = empty | (at.start + row >= query_length)
         # The copies of the previous step's results overlapped this step's products.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        lse_smem = worker.shared["lse_smem"].at[worker.wg_idx]
-        lse = (maximum + jnp.log2(total)) * (1 / LOG2E)
-        lse_smem[...] = jnp.where(empty, EMPTY_LSE, lse)
+        lse_smem = [worker.shared["lse_smem"].at[worker.wg_idx]]
+        if self.logits.saves_rest:
+            lse_smem.append(worker.shared["lse_smem"].at[self.config.workers + worker.wg_idx])
+        lse = self.logits.log_sum_exp(maximum, total, empty, 1 / LOG2E)
+        for smem, numbers in zip(lse_smem, lse, strict=True):
+            smem[...] = numbers
         total = jnp.where(empty, 1.0, total)
         inverse = jnp.where(empty, 0.0, (1.0 / self.logits.keep_probability) / total)
         output = worker.output(step)
         output.store([block * _across(inverse, block.shape) for block in out])
-        out_gmem, lse_gmem = worker.results
+        out_gmem, *lse_gmems = worker.results
         output.write(Heads(out_gmem), at.batch_idx, at.start, at.head_idx)
 
         # The last of a worker's tiles of a head may begin beyond the last query. The copy of the tile's
@@ -430,7 +432,8 @@ class _ShortForward:
         @pl.when(at.start < self.shape.query_count)
         def _():
             rows = pl.ds(at.start, WGMMA_ROWS)
-            plgpu.copy_smem_to_gmem(lse_smem, lse_gmem.at[at.batch_idx, at.head_idx, rows])
+            for smem, gmem in zip(lse_smem, lse_gmems, strict=True):
+                plgpu.copy_smem_to_gmem(smem, gmem.at[at.batch_idx, at.head_idx, rows])
 
 
 def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -14,15 +14,14 @@ from pallas_kernels.attention.logits import Logits, Operands, Tile
 from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import WGMMA_ROWS
 
-_LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
-"""Initial running maximum of a row: finite, as -inf (a masked logit) minus a maximum of -inf is NaN."""
+_MOST = float(jnp.finfo(jnp.float32).max)
 
 VECTOR = plgpu.Layout.WGMMA.reduce(1)
 """Register layout of one number for each row of a tile."""
 
 
 class Softmax(NamedTuple):
-    """Running softmax of 64 rows, in base 2 (`Logits.logits` times its multiplier)."""
+    """Running softmax of 64 rows, in the base of `Logits.logits`, times its multiplier."""
 
     maximum: jax.Array
     """Running maximum of each row."""
@@ -30,9 +29,14 @@ class Softmax(NamedTuple):
     """Running sums of weights [64, 8]: sum i is over columns i, i + 8, i + 16, ... of one thread."""
 
     @classmethod
-    def start(cls) -> "Softmax":
-        """Returns the softmax over no keys."""
-        lowest = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), _LOWEST, jnp.float32), VECTOR)
+    def start(cls, saves_rest: bool = False) -> "Softmax":
+        """Returns the softmax over no keys, of `Logits` that `saves_rest` or not.
+
+        Its maximum is finite, as -inf (a masked logit) minus a maximum of -inf is NaN.
+        """
+        # A bias may be as low as float32 goes.
+        least = -_MOST if saves_rest else -0.5 * _MOST
+        lowest = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), least, jnp.float32), VECTOR)
         total = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
         return cls(lowest, total)
 
@@ -73,9 +77,9 @@ class Weighing:
         scaled = _times(jnp.max(x, axis=1), logits.multiplier)
         shift = logits.shift(tile, operands)
         maximum = jnp.maximum(softmax.maximum, scaled if shift is None else scaled + shift)
-        decay = jnp.exp2(softmax.maximum - maximum)
+        decay = logits.exp(softmax.maximum - maximum)
         of_block = maximum if shift is None else maximum - shift
-        weights = jnp.exp2(_times(x, logits.multiplier) - across(of_block, products.shape))
+        weights = logits.exp(_times(x, logits.multiplier) - across(of_block, products.shape))
         # Each thread adds the weights of its own columns, which are 8 apart in WGMMA's layout. The sums
         # of the four threads of a row are added once, after the last block.
         total = softmax.total * across(decay, softmax.total.shape)

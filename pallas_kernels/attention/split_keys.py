@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
-from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
+from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import Extent, Index
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
 from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge, only_part
@@ -170,10 +170,10 @@ def forward(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(packing.queries(query), key, value, *optional)
     outs, lses = parts
-    outs = outs.reshape(*lses.shape[:2], packing.rows, shape.value_size)
-    if config.splits == 1:
+    outs = outs.reshape(-1, config.splits, packing.rows, shape.value_size)
+    if config.splits == 1 and not logits.saves_rest:
         return only_part(outs, lses, operands, shape, query.dtype)
-    return merge(outs, lses, operands, shape, query.dtype)
+    return merge(outs, lses, operands, shape, query.dtype, logits)
 
 
 class Cta(NamedTuple):
@@ -243,10 +243,10 @@ class SplitForward:
 
     def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         pairs, splits = self.shape.batch * self.shape.key_heads, self.config.splits
-        rows = self.packing.rows
+        rows, numbers = self.packing.rows, splits * self.logits.row_numbers
         return (
             jax.ShapeDtypeStruct((pairs * splits, rows, 1, self.shape.value_size), jnp.float32),
-            jax.ShapeDtypeStruct((pairs, splits, ceil_to(rows, WGMMA_ROWS)), jnp.float32),
+            jax.ShapeDtypeStruct((pairs, numbers, ceil_to(rows, WGMMA_ROWS)), jnp.float32),
         )
 
     def part(self, cta: Cta) -> Part:
@@ -287,7 +287,7 @@ class SplitForward:
         def visit(i, carry):
             return self.visit(cta, part, i, *carry)
 
-        carry = self.value.zeros(), Softmax.start()
+        carry = self.value.zeros(), Softmax.start(self.logits.saves_rest)
         self.write(cta, part, *lax.fori_loop(0, part.count, visit, carry))
 
     # --- copies -----------------------------------------------------------------------------------
@@ -376,20 +376,26 @@ class SplitForward:
     # --- results ----------------------------------------------------------------------------------
 
     def write(self, cta: Cta, part: Part, out: list[jax.Array], softmax: Softmax) -> None:
-        """Stores output [64, V] over this CTA's part of the keys, and log-sum-exp [64] in base 2."""
+        """Stores output [64, V] over this CTA's part of the keys, and log-sum-exp [64]."""
         total = jnp.sum(softmax.total, axis=1)
         empty = total == 0.0
-        lse = jnp.where(empty, EMPTY_LSE, softmax.maximum + jnp.log2(total))
+        lse = self.logits.log_sum_exp(softmax.maximum, total, empty, is_part=True)
         numerator = 1.0 / self.logits.keep_probability
         inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
         out_gmem, lse_gmem = cta.results
         pair = part.batch_idx * self.shape.key_heads + part.key_head
-        lse_gmem[pair, part.split, pl.ds(part.start, WGMMA_ROWS)] = lse
+        self.write_rows(lse_gmem, pair, part, lse)
         staged = Matrix.of(cta.shared["out_smem"])
         staged.store(self.pieces([block * across(inverse, block.shape) for block in out]))
         number = pair * self.config.splits + part.split
         staged.write(Heads(out_gmem), number, part.start, pair * 0)
         plgpu.wait_smem_to_gmem(0)
+
+    def write_rows(self, gmem: Any, pair: Any, part: Part, lse: list[jax.Array]) -> None:
+        """Stores the log-sum-exp, and its rest behind the log-sum-exps of all parts."""
+        for i, numbers in enumerate(lse):
+            number = part.split + i * self.config.splits if i else part.split
+            gmem[pair, number, pl.ds(part.start, WGMMA_ROWS)] = numbers
 
     def pieces(self, blocks: list[jax.Array]) -> list[jax.Array]:
         """Cuts float32 blocks [64, columns] into those of `out_smem`, of at most 32 columns."""

@@ -142,7 +142,7 @@ def backward(
     keys = backward_dkv.default_config(shape, logits, multiprocessors)
     blocks = () if is_fused(shape) else (keys.query_block,)
     lse2, delta, dbias, dsinks = prepare(
-        operands, out, lse, dout, dlse, blocks=blocks, dbias_dtype=dbias_dtype
+        operands, out, lse, dout, dlse, logits, blocks=blocks, dbias_dtype=dbias_dtype
     )
     arrays = (query, key, value, operands, lse2, delta, dout)
     if operands.bias is not None and dbias is None:
@@ -474,7 +474,7 @@ class _SplitBackward:
             is_partial = (number < full_start) | (number >= full_stop)
         x = logits.logits_if_masked(products, tile, cta.operands, part.extent, is_partial)
         lse2 = tile.along_queries(cta.shared["lse_smem"])
-        p = jnp.exp2(x * logits.multiplier - lse2)
+        p = logits.probabilities(x, lse2, tile, cta.operands)
         derivative = None
         if logits.soft_cap is not None:
             derivative = logits.derivative_of_capped(products)

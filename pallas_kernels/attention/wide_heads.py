@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
-from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
+from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
 from pallas_kernels.attention.merge_splits import merge, only_part
 from pallas_kernels.attention.packing import Packing
@@ -142,10 +142,10 @@ def forward(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(packing.queries(query), key, value, *optional)
     outs = outs[:, : packing.rows, : shape.value_size]
-    outs = outs.reshape(*lses.shape[:2], packing.rows, shape.value_size)
-    if config.splits == 1:
+    outs = outs.reshape(-1, config.splits, packing.rows, shape.value_size)
+    if config.splits == 1 and not logits.saves_rest:
         return only_part(outs, lses, operands, shape, query.dtype)
-    return merge(outs, lses, operands, shape, query.dtype)
+    return merge(outs, lses, operands, shape, query.dtype, logits)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _WideForward(SplitForward):
         rows = ceil_to(self.packing.rows, WGMMA_ROWS)
         return (
             jax.ShapeDtypeStruct((pairs * splits, rows, _HALVES * self.value.width), jnp.float32),
-            jax.ShapeDtypeStruct((pairs, splits, rows), jnp.float32),
+            jax.ShapeDtypeStruct((pairs, splits * self.logits.row_numbers, rows), jnp.float32),
         )
 
     # --- copies -----------------------------------------------------------------------------------
@@ -275,8 +275,8 @@ class _WideForward(SplitForward):
 
         @pl.when(wg_idx == 0)
         def _():
-            lse = jnp.where(empty, EMPTY_LSE, softmax.maximum + jnp.log2(total))
-            lse_gmem[pair, part.split, rows] = lse
+            lse = self.logits.log_sum_exp(softmax.maximum, total, empty, is_part=True)
+            self.write_rows(lse_gmem, pair, part, lse)
 
         first = wg_idx * self.value.width
         number = pair * self.config.splits + part.split

@@ -91,8 +91,9 @@ def dot_product_attention(
         heads share a key head.
       value: [B, S, K, V] or [S, K, V], of the query's dtype.
       bias: is added to the logits; up to 4 axes that broadcast to [B, N, T, S]. Any float dtype.
-        Its gradient has its shape. Pass `mask` for keys that must not be seen: where a bias lowers all
-        logits of a query by 1e5 or more, the digits of its log-sum-exp and gradients are lost.
+        Its gradient has its shape. Pass `mask` for keys that must not be seen: a query whose logits are
+        all lowered by 1e9 is not one without keys, but attends to all of them alike. "cudnn" saves only
+        the log-sum-exp, and from 1e5 on float32 lacks digits for the gradients of such a query.
       mask: bool, True where a query may attend to a key; broadcasts to [B, N, T, S] too. Or a mask of
         `jaxfused.masks` of shape (T, S), or (N, T, S) of a `MultiHeadMask`.
       scale: of the logits, finite; by default 1 / sqrt(H). An array that broadcasts to [B, N, T, S],
@@ -351,24 +352,25 @@ class _Residuals(NamedTuple):
     arrays: Arrays
     output: jax.Array
     """Output [B, T, K, G, V]."""
-    lse: jax.Array
-    """Log-sum-exp [B, K, G, R] with R = `saved_length(T)`; entries from T on are padding."""
+    saved: list[jax.Array]
+    """Log-sum-exp [B, K, G, R] with R = `saved_length(T)`; entries from T on are padding. Then its rest,
+    with a bias or a score."""
     differentiated: tuple[tuple[()] | None, ...]
     """For each of `arrays.reads`, () if it needs a gradient, else None."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="dot_product_attention")
 def _attention(run: Runner, options: Options, arrays: Arrays):
-    return run(Forward(options), *arrays.operands())
+    return run(Forward(options), *arrays.operands())[:2]
 
 
 def _attention_fwd(run: Runner, options: Options, primals: Arrays):
     differentiated = tuple(() if read.perturbed else None for read in primals.reads)
     arrays = jax.tree.map(lambda primal: primal.value, primals)
-    output, lse = run(Forward(options), *arrays.operands())
+    output, *saved = run(Forward(options), *arrays.operands())
     output = named(output, "dot_product_attention", "output")
-    lse = named(lse, "dot_product_attention", "log_sum_exp")
-    return (output, lse), _Residuals(arrays, output, lse, differentiated)
+    saved = [named(x, "dot_product_attention", "log_sum_exp") for x in saved]
+    return (output, saved[0]), _Residuals(arrays, output, saved, differentiated)
 
 
 def _attention_bwd(run: Runner, options: Options, saved: _Residuals, cotangents):
@@ -381,7 +383,8 @@ def _attention_bwd(run: Runner, options: Options, saved: _Residuals, cotangents)
     # Devices split only the axes of the batch and of the key heads.
     own_bias = bias is not None and bias.shape[:2] == (query.shape[0], query.shape[2])
     dquery, dkey, dvalue, dbias, dsinks, *dreads = run(
-        Backward(options, own_bias), saved.output, saved.lse, doutput, dlse, *arrays.operands()
+        Backward(options, own_bias, len(saved.saved)),
+        *(saved.output, *saved.saved, doutput, dlse, *arrays.operands()),
     )
     if dbias is not None:
         dbias = dbias.astype(arrays.bias.dtype)

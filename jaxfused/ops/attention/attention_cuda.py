@@ -134,20 +134,22 @@ def forward(
     options: Options,
     *,
     saved_length: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Returns (out [B, T, N, V], lse [B, N, R]) of query [B, T, N, H] and key, value [B, S, K, ...].
 
     lse is the natural logarithm of the sum of exponentials, in float32, including the sink. For a query
     that attends to nothing, or at or beyond the query length (even with a sink), lse is the reference's
-    EMPTY_LSE and out is 0. R is `saved_length`, or T without it; entries from T on are EMPTY_LSE.
+    EMPTY_LSE and out is 0. R is `saved_length`, or T without it; entries from T on are EMPTY_LSE. With a
+    bias a third result is the rest of lse, which rounding took: exp(logit - lse) * 2^-rest is P.
     """
     cuda_library.register()
     batch, query_count, heads, _ = query.shape
+    numbers = 1 if operands.bias is None else 2
     call = jax.ffi.ffi_call(
         "jaxfused_attention_forward",
         (
             jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, query_count), jnp.float32),
+            jax.ShapeDtypeStruct((numbers * batch, heads, query_count), jnp.float32),
         ),
     )
     out, lse = call(
@@ -158,10 +160,12 @@ def forward(
         _absent(query) if operands.sinks is None else operands.sinks,
         **options.attributes(),
     )
+    lse, *rest = [lse] if numbers == 1 else jnp.split(lse, numbers)
     if saved_length is not None and saved_length > query_count:
         padding = ((0, 0), (0, 0), (0, saved_length - query_count))
         lse = jnp.pad(lse, padding, constant_values=_EMPTY_LSE)
-    return out, lse
+        rest = [jnp.pad(x, padding) for x in rest]
+    return out, lse, *rest
 
 
 def backward(
@@ -174,11 +178,13 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array,
     options: Options,
+    rest: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what `forward` returned.
 
-    lse is [B, N, R] with any R of at least T, and dlse is [B, N, T]. dbias has the shape of the bias and
-    dsinks is [N]; both are float32, and each is None without its operand.
+    lse is [B, N, R] with any R of at least T, and dlse is [B, N, T]; with a bias, rest is [B, N, T].
+    dbias has the shape of the bias and dsinks is [N]; both are float32, and each is None without its
+    operand.
     """
     cuda_library.register()
     query_count = query.shape[1]
@@ -190,11 +196,15 @@ def backward(
     delta = delta.swapaxes(1, 2) - dlse
     # A row with lse = inf gets weights of 2^-inf = 0: an empty row, or one that pads the last block.
     lse = lse[:, :, :query_count]
-    lse = jnp.where(lse < -1e38, jnp.inf, lse)
+    lse = jnp.where(lse < -1e38 if rest is None else lse == _EMPTY_LSE, jnp.inf, lse)
     sink_weight = 0.0 if operands.sinks is None else jnp.exp(operands.sinks[:, None] - lse)
+    unit = _LOG2E
+    if rest is not None:
+        unit = 1.0
+        sink_weight = sink_weight * jnp.exp2(-rest)
     missing = delta * (1.0 - sink_weight) - dlse
     padding = [(0, 0), (0, 0), (0, -query_count % _STATISTICS_BLOCK)]
-    lse2 = jnp.pad(lse * _LOG2E, padding, constant_values=jnp.inf)
+    lse2 = jnp.pad(lse * unit, padding, constant_values=jnp.inf)
     statistics = jnp.stack([lse2, jnp.pad(delta, padding)], axis=-1)
     bias = operands.bias
     call = jax.ffi.ffi_call(
@@ -215,7 +225,9 @@ def backward(
         _absent(query) if operands.query_bounds is None else operands.query_bounds,
         dout,
         statistics,
-        jnp.pad(missing, padding),
+        jnp.pad(missing, padding)
+        if rest is None
+        else jnp.concatenate([jnp.pad(x, padding) for x in (missing, rest)]),
         **options.attributes(),
     )
     dsinks = None

@@ -114,6 +114,10 @@ class Options:
             keys = min(keys, queries + sum(self.window))
         return keys
 
+    def row_numbers(self, arrays: "Arrays") -> int:
+        """Returns how many numbers a forward saves of each query, as `Logits.row_numbers` says."""
+        return self.logits(arrays.query, arrays.key, arrays).row_numbers
+
     def logits(self, query: Any, key: Any, operands: "Operands | Arrays") -> Logits:
         """Returns the options in the form that the Pallas kernels take."""
         mask = BlockMask(
@@ -164,6 +168,7 @@ def _for_cuda(
     )
     given = operands._asdict()
     assert given.pop("pattern_heads") is None and not given.pop("reads")
+    del given["lse_rest"]
     return cuda_attention.Operands(**given, **bounds), options
 
 
@@ -290,7 +295,10 @@ def within(mask: Mask, query_count: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Forward:
-    """Computes (output [B, T, K, G, V], log-sum-exp [B, K, G, R]); R is T padded, `saved_length(T)`."""
+    """Computes (output [B, T, K, G, V], log-sum-exp [B, K, G, R]); R is T padded, `saved_length(T)`.
+
+    With a bias or a score the rest of the log-sum-exp follows (`Logits.log_sum_exp`).
+    """
 
     options: Options
 
@@ -299,7 +307,9 @@ class Forward:
         return "dot_product_attention forward"
 
     def axes(self, *operands) -> Axes:
-        return Axes(Arrays.of(*operands).axes(), ("btkgv", "bkgr"), WHOLE, {"r": "t"})
+        arrays = Arrays.of(*operands)
+        saved = ["bkgr"] * self.options.row_numbers(arrays)
+        return Axes(arrays.axes(), ("btkgv", *saved), WHOLE, {"r": "t"})
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
         return self.options.why_not(device, Arrays.of(*operands))
@@ -327,10 +337,11 @@ class Forward:
         query, key, value, optional = arrays.ungrouped()
         if implementation == "xla":
             given = (query, key, value, optional.bias, optional.sinks, *optional.reads)
-            return _in_xla(self.options, arrays)(*given)
+            with_rest = self.options.row_numbers(arrays) == 2
+            return _in_xla(self.options, arrays, with_rest)(*given)
         logits = self.options.logits(query, key, optional)
         if implementation == "cuda":
-            output, lse = cuda_attention.forward(
+            results = cuda_attention.forward(
                 query,
                 key,
                 value,
@@ -338,7 +349,7 @@ class Forward:
                 saved_length=saved_length(query.shape[1]),
             )
         else:
-            output, lse = pallas_attention.forward(
+            results = pallas_attention.forward(
                 query,
                 key,
                 value,
@@ -347,7 +358,7 @@ class Forward:
                 multiprocessors=device.multiprocessors,
                 config=config,
             )
-        return _grouped(arrays, output, lse)
+        return _grouped(arrays, *results)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
         return _over_batch(self, call, axis_size, in_batched, operands, 0)
@@ -357,20 +368,23 @@ class Forward:
 class Backward:
     """Computes (dquery, dkey, dvalue, dbias, dsinks, *dreads), with None for what has no gradient.
 
-    The operands are the forward's output and log-sum-exp, their cotangents, and the fields of `Arrays`.
+    The operands are the forward's results, the cotangents of output and log-sum-exp, and the fields of
+    `Arrays`.
     """
 
     options: Options
     own_bias: bool = False
     """True if devices split the bias as they split queries, so that no gradient is summed over devices.
     dbias may then have the bias's dtype; else it is float32, in which it is summed over devices."""
+    row_numbers: int = 1
+    """Results of the forward after its output: 2 with a bias or a score."""
 
     @property
     def name(self) -> str:
         return "dot_product_attention backward"
 
     def axes(self, *operands) -> Axes:
-        arrays = Arrays.of(*operands[4:])
+        arrays = self._arrays(operands)
         axes = arrays.axes()
         results = [
             None if array is None else letters
@@ -383,21 +397,21 @@ class Backward:
                 letters_of_reads, self.options.wanted(arrays), strict=True
             )
         ]
-        return Axes(("btkgv", "bkgr", "btkgv", "bkgr", *axes), results, WHOLE)
+        saved = ["bkgr"] * self.row_numbers
+        return Axes(("btkgv", *saved, "btkgv", "bkgr", *axes), results, WHOLE)
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
-        arrays = Arrays.of(*operands[4:])
+        arrays = self._arrays(operands)
         reasons = self.options.why_not(device, arrays)
         if arrays.are_wide():
             del reasons["pallas"]
         return reasons
 
-    def estimate(self, device, able, output, lse, doutput, dlse, *operands) -> Rule:
-        del output, lse, doutput, dlse
-        return self.options.rule(device, able, Arrays.of(*operands), backward=True)
+    def estimate(self, device, able, *operands) -> Rule:
+        return self.options.rule(device, able, self._arrays(operands), backward=True)
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
-        arrays = Arrays.of(*operands[4:])
+        arrays = self._arrays(operands)
         if implementation != "pallas":
             return ()
         return pallas_attention.backward_candidates(
@@ -408,16 +422,16 @@ class Backward:
         )
 
     def examples(self, random, device, *operands) -> Sequence[Any]:
-        arrays = _examples(random, Arrays.of(*operands[4:]))
+        arrays = _examples(random, self._arrays(operands))
         forward = Forward(self.options)
         implementation = Runner(None, device).choice(forward, *arrays.operands()).implementation
-        output, lse = forward.run(implementation, device, *arrays.operands())
-        return output, lse, random(operands[2]), random(operands[3]), *arrays.operands()
+        results = forward.run(implementation, device, *arrays.operands())
+        cotangents = map(random, operands[1 + self.row_numbers :][:2])
+        return *results, *cotangents, *arrays.operands()
 
-    def run(
-        self, implementation, device, output, lse, doutput, dlse, *operands, config=None
-    ) -> Results:
-        arrays = Arrays.of(*operands)
+    def run(self, implementation, device, output, lse, *operands, config=None) -> Results:
+        *rest, doutput, dlse = operands[: 1 + self.row_numbers]
+        arrays = Arrays.of(*operands[1 + self.row_numbers :])
         query, key, value, optional = arrays.ungrouped()
         batch, query_count, heads, _ = query.shape
         if implementation == "xla":
@@ -434,6 +448,9 @@ class Backward:
             optional.query_lengths, doutput.reshape(*query.shape[:3], -1)
         )
         logits = self.options.logits(query, key, optional)
+        rest = [x.reshape(batch, heads, -1)[:, :, :query_count] for x in rest]
+        if rest:
+            optional = optional._replace(lse_rest=rest[0][..., None])
         saved = (
             output.reshape(*query.shape[:3], -1),
             lse.reshape(batch, heads, -1),
@@ -443,7 +460,7 @@ class Backward:
         if implementation == "cuda":
             cuda_operands, cuda_options = _for_cuda(logits, optional)
             gradients: Results = cuda_attention.backward(
-                query, key, value, cuda_operands, *saved, cuda_options
+                query, key, value, cuda_operands, *saved, cuda_options, *rest
             )
         else:
             # Unlike the forward kernels, these multiply by keys and values beyond the lengths, which
@@ -483,7 +500,10 @@ class Backward:
         )
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return _over_batch(self, call, axis_size, in_batched, operands, 4)
+        return _over_batch(self, call, axis_size, in_batched, operands, 3 + self.row_numbers)
+
+    def _arrays(self, operands) -> Arrays:
+        return Arrays.of(*operands[3 + self.row_numbers :])
 
 
 def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
@@ -518,15 +538,15 @@ def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
     )
 
 
-def _grouped(arrays: Arrays, output: jax.Array, lse: jax.Array) -> Results:
-    """Splits axis N of the output [B, T, N, V] and of the log-sum-exp [B, N, R] into [K, G]."""
+def _grouped(arrays: Arrays, output: jax.Array, *saved: jax.Array) -> Results:
+    """Splits axis N of the output [B, T, N, V] and of what is saved [B, N, R] into [K, G]."""
     shape = arrays.query.shape[:4]
     batch, _, key_heads, groups = shape
-    lse = lse.reshape(batch, key_heads, groups, lse.shape[-1])
-    return output.reshape(*shape, output.shape[-1]), lse
+    saved = tuple(x.reshape(batch, key_heads, groups, x.shape[-1]) for x in saved)
+    return output.reshape(*shape, output.shape[-1]), *saved
 
 
-def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
+def _in_xla(options: Options, arrays: Arrays, with_rest: bool = False) -> Callable[..., Results]:
     """Returns the jax.numpy forward as a function of q, k, v, bias, sinks and reads.
 
     A read that is None is taken from `arrays`; a bias or sinks of None are absent.
@@ -560,7 +580,7 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
             score_mod = functools.partial(
                 over_arrays, options.score, given[:count], query_count, key_count
             )
-        output, lse = attention_xla.attention_by_seeds(
+        output, lse, *rest = attention_xla.attention_by_seeds(
             query,
             key,
             value,
@@ -572,13 +592,16 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
             logits_soft_cap=options.soft_cap,
             dropout_rate=options.dropout_rate,
             score_mod=score_mod,
+            with_rest=with_rest,
         )
         if sinks is not None and mask.query_lengths is not None:
             # The kernels' backward recognises queries beyond the length by EMPTY_LSE alone.
             lse = jnp.where(within(mask, query_count), lse, EMPTY_LSE)
         missing = saved_length(query_count) - query_count
-        lse = jnp.pad(lse.swapaxes(1, 2), ((0, 0), (0, 0), (0, missing)))
-        return _grouped(arrays, output, lse)
+        lse, *rest = (
+            jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, missing))) for x in (lse, *rest)
+        )
+        return _grouped(arrays, output, lse, *rest)
 
     return forward
 

@@ -67,18 +67,20 @@ def attention_by_seeds(
     logits_soft_cap: float | None,
     dropout_rate: float,
     score_mod: Callable[[jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes `attention` from dropout's seeds [2, B, N], which are sharded as B and N are."""
+    with_rest: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Computes `attention` from dropout's seeds [2, B, N], sharded as B and N are; see `weights`."""
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
     key, value = cleared_beyond(mask.key_lengths, key, value)
     [query] = cleared_beyond(mask.query_lengths, query)
-    probabilities, lse = weights(
+    probabilities, lse, *rest = weights(
         *(query, key, bias, sinks, mask),
         scale=scale,
         logits_soft_cap=logits_soft_cap,
         score_mod=score_mod,
+        with_rest=with_rest,
     )
     if seeds is not None:
         kept = keep_by_seeds(seeds, query_count, key_count, dropout_rate)
@@ -93,7 +95,7 @@ def attention_by_seeds(
     output = output.reshape(batch, query_count, heads, value.shape[-1])
     # Beyond the query lengths the output is 0 already, but its cotangent may be NaN.
     [output] = cleared_beyond(mask.query_lengths, output)
-    return output.astype(query.dtype), lse.transpose(0, 2, 1)
+    return output.astype(query.dtype), *(x.transpose(0, 2, 1) for x in (lse, *rest))
 
 
 def cleared_beyond(lengths: jax.Array | None, *arrays: jax.Array) -> list[jax.Array]:
@@ -120,10 +122,12 @@ def weights(
     scale: float | jax.Array,
     logits_soft_cap: float | None,
     score_mod: Callable[[jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    with_rest: bool = False,
+) -> tuple[jax.Array, ...]:
     """Returns probabilities [B, N, T, S] before dropout, and the log-sum-exp [B, N, T] of masked logits.
 
-    `score_mod` changes all logits [B, N, T, S] before they are masked. The log-sum-exp includes sinks.
+    `score_mod` changes all logits [B, N, T, S] before they are masked. The log-sum-exp includes sinks;
+    `with_rest`, log2 of the sum of exp(logit - log-sum-exp), which rounding keeps from being 0, follows.
     """
     batch, query_count, heads, head_size = query.shape
     key_count, key_heads = key.shape[1:3]
@@ -142,7 +146,14 @@ def weights(
         # Masked scores are 1, where e.g. sqrt has a finite derivative: infinity times 0 would be NaN.
         logits = score_mod(jnp.where(allowed, logits, 1.0)).astype(logits.dtype)
     sinks = None if sinks is None else sinks.astype(logits.dtype)
-    return _softmax(logits, allowed, sinks)
+    probabilities, lse = _softmax(logits, allowed, sinks)
+    if not with_rest:
+        return probabilities, lse
+    lowest = float(jnp.finfo(logits.dtype).min)
+    total = jnp.sum(jnp.exp(jnp.where(allowed, logits - lse[..., None], lowest)), axis=-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks[None, :, None] - lse)
+    return probabilities, lse, jnp.where(total == 0.0, 0.0, jnp.log2(total))
 
 
 @jax.custom_jvp

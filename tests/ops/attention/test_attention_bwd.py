@@ -24,7 +24,6 @@ from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.key_gradient_config import KeyGradientConfig
 from pallas_kernels.attention.logits import (
     EMPTY_LSE,
-    LOG2E,
     Logits,
     Operands,
     saved_length,
@@ -224,6 +223,8 @@ def _lower(mask, operands, logits, head_size, value_size, dtype, config=None):
 
     queries, keys, heads, key_heads = mask.query_count, mask.key_count, 4, 2
     rows = shape(2, heads, queries, dtype=jnp.float32)
+    if operands.bias is not None:
+        operands = operands._replace(lse_rest=shape(*rows.shape, 1, dtype=jnp.float32))
     f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132, config=config)
     launched = kernels(
         f,
@@ -310,7 +311,7 @@ def test_bias_gradient(interpreted_hopper, monkeypatch, shape, is_causal, soft_c
         key,
         value,
         Operands(bias=bias),
-        jnp.pad(lse * LOG2E, fill, constant_values=jnp.inf),
+        jnp.pad(lse, fill, constant_values=jnp.inf),
         jnp.pad(delta, fill),
         dout,
         logits=logits,
@@ -511,7 +512,7 @@ def test_the_gradient_of_a_bias_of_its_own_for_each_logit(
 
     @jax.jit
     def gradients(operands, out, lse):
-        saved = (out, lse, dout, None)
+        saved = (out, lse, dout, None, logits)
         lse2, delta, _, _ = attention_bwd.prepare(operands, *saved, blocks=(config.query_block,))
         return backward_dq.query_gradient(
             *(query, key, value, operands, lse2, delta, dout),
@@ -613,7 +614,10 @@ def assert_gradients(counts, sizes, names, dtype=jnp.bfloat16, bias_dtype="float
     def f(query, key, value, operands, dout):
         options = dict(logits=logits, multiprocessors=132)
         arrays = (query, key, value, operands)
-        out, lse = attention_fwd.forward(*arrays, **options)
+        out, lse, *rest = attention_fwd.forward(*arrays, **options)
+        if rest:
+            operands = operands._replace(lse_rest=rest[0][:, :, : counts[0], None])
+            arrays = (query, key, value, operands)
         saved = (out, lse, dout, None)
         return attention_bwd.backward(*arrays, *saved, **options, dbias_dtype=bias_dtype)
 

@@ -276,9 +276,8 @@ def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None, forward=att
         arrays = operands._replace(
             bias=matrix(bias), sinks=None if sinks is None else sinks.astype(jnp.float32)
         )
-        return forward(
-            query, key, value, arrays, logits=logits, multiprocessors=multiprocessors, config=config
-        )
+        options = dict(logits=logits, multiprocessors=multiprocessors, config=config)
+        return forward(query, key, value, arrays, **options)[:2]
 
     return jax.jit(f)
 

@@ -182,22 +182,23 @@ def kernels(
         return f_fwd(query, key, value, bias, sinks)[0]
 
     def f_fwd(query, key, value, bias, sinks):
-        output, lse = attention_short.forward(
+        output, lse, *rest = attention_short.forward(
             query, key, value, operands(bias, sinks), config=forward_config, **shared
         )
         shown = lse[..., : case.queries].swapaxes(1, 2)
         shown = jnp.where(shown < -1e30, 0.0, shown).astype(query.dtype)
-        return (output, shown), (query, key, value, bias, sinks, output, lse)
+        return (output, shown), (query, key, value, bias, sinks, output, lse, rest)
 
     def f_bwd(saved, cotangents):
-        query, key, value, bias, sinks, output, lse = saved
+        query, key, value, bias, sinks, output, lse, rest = saved
+        rest = rest[0][:, :, : case.queries, None] if rest else None
         doutput, dlse = cotangents
         dlse = jnp.where(lse[..., : case.queries] < -1e30, 0.0, dlse.swapaxes(1, 2))
         dquery, dkey, dvalue, dbias, dsinks = attention_short.backward(
             query,
             key,
             value,
-            operands(bias, sinks),
+            operands(bias, sinks)._replace(lse_rest=rest),
             output,
             lse,
             doutput,
