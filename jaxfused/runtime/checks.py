@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxfused.runtime.activation import ACTIVATIONS, is_known
+from jaxfused.runtime.quantized_array import QuantizedArray
 
 
 def as_arrays(*operands: Any) -> tuple[Any, ...]:
@@ -161,7 +162,9 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
         elif leaves <= {str, type(None), *words}:
             checks[name] = functools.partial(_as_word, words=words, optional=optional)
         elif jax.Array in leaves and not leaves & {str, float, *words}:
-            checks[name] = functools.partial(_as_operand, optional=optional)
+            checks[name] = functools.partial(
+                _as_operand, optional=optional, floats=QuantizedArray not in leaves
+            )
     return checks
 
 
@@ -256,8 +259,16 @@ def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
     )
 
 
-def _as_operand(op: str, name: str, value: Any, *, optional: bool) -> Any:
-    """Returns the value if it can be an array, or if it is None and optional."""
+def _as_operand(op: str, name: str, value: Any, *, optional: bool, floats: bool) -> Any:
+    """Returns the value if it can be an array, or if it is None and optional.
+
+    With `floats` a `QuantizedArray` is refused.
+    """
+    if floats and isinstance(value, QuantizedArray):
+        raise ValueError(
+            f"{op}: {name} is a QuantizedArray of shape {value.shape}, which {op} does not take; pass"
+            f" {name}.dequantize(), or multiply by jaxfused.quantized_matmul."
+        )
     kind = getattr(getattr(value, "dtype", None), "kind", None)
     is_none = value is None and not optional
     is_other = isinstance(value, str | bytes | dict) or type(value) is object

@@ -111,7 +111,8 @@ def bad_calls(name):
             if hasattr(given, "shape") and given.shape != wrong.shape:
                 yield (*args[:i], wrong, *args[i + 1 :]), options
         if hasattr(given, "shape"):
-            yield (*args[:i], "text", *args[i + 1 :]), options
+            for wrong in ("text", QUANTIZED):
+                yield (*args[:i], wrong, *args[i + 1 :]), options
     yield (None, *args[1:]), options
     names = list(inspect.signature(getattr(jaxfused, name)).parameters)
     for option in WRONG_OPTIONS.keys() & set(names):

@@ -21,6 +21,7 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 WeightOn = Literal["output", "input"]
@@ -31,9 +32,9 @@ def expert_mlp(
     x: jax.Array,
     weights: jax.Array,
     indices: jax.Array,
-    w_gate: jax.Array | None,
-    w_up: jax.Array | None,
-    w_down: jax.Array,
+    w_gate: jax.Array | QuantizedArray | None,
+    w_up: jax.Array | QuantizedArray | None,
+    w_down: jax.Array | QuantizedArray,
     *,
     activation: str | None = "silu",
     weight_on: WeightOn = "output",
@@ -177,8 +178,7 @@ class ExpertOptions:
 
 def shares_of(weights: jax.Array, indices: jax.Array, experts: int, dtype: Any) -> jax.Array:
     """Returns the weights [T, k] in which results of `dtype` are summed; those of no expert are 0."""
-    is_chosen = (indices >= 0) & (indices < experts)
-    return jnp.where(is_chosen, weights.astype(accumulator_dtype(dtype)), 0)
+    return jnp.where(_are_experts(indices, experts), weights.astype(accumulator_dtype(dtype)), 0)
 
 
 def check_experts(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> None:
@@ -218,13 +218,16 @@ class Order(NamedTuple):
     """Number of choices of each expert, [E]; choices of no expert, or beyond a capacity, come last."""
 
 
+def _are_experts(indices: jax.Array, experts: int) -> jax.Array:
+    """Returns whether indices are those of experts, whose number their dtype may be too narrow for."""
+    indices = indices.astype(np.promote_types(indices.dtype, np.int32))
+    return (indices >= 0) & (indices < experts)
+
+
 def order_of(indices: jax.Array, experts: int, capacity: int | None = None) -> Order:
     """Returns the `Order` that sorts choices [T, k] by expert; those beyond `capacity` come last."""
-    # Indices outside of 0 to experts - 1 become `experts`, for which their own dtype may be too
-    # narrow.
     chosen = indices.T.reshape(-1)
-    chosen = chosen.astype(np.promote_types(chosen.dtype, np.int32))
-    chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).astype(jnp.int32)
+    chosen = jnp.where(_are_experts(chosen, experts), chosen.astype(jnp.int32), experts)
     choice = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=experts + 1)[:experts].astype(jnp.int32)
     if capacity is not None:

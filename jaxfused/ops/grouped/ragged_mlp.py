@@ -37,9 +37,9 @@ from jaxfused.runtime.runner import Runner
 @python_numbers
 def ragged_mlp(
     x: jax.Array,
-    w_gate: jax.Array | None,
-    w_up: jax.Array | None,
-    w_down: jax.Array,
+    w_gate: jax.Array | QuantizedArray | None,
+    w_up: jax.Array | QuantizedArray | None,
+    w_down: jax.Array | QuantizedArray,
     group_sizes: jax.Array,
     *,
     activation: str | None = "silu",
@@ -119,15 +119,17 @@ def ragged_mlp(
         )
         return _by_products(product, activation, x, w_gate, w_up, w_down)
     options = Options(op, activation, w_gate is not None, transpose_weights, precision)
-    first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
+    first: Any = w_up if w_gate is None else w_gate
+    second: Any = None if w_gate is None else w_up
+    down: Any = w_down
     device = dispatch.current_device(x)
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     run = Runner(implementation, device)
-    operands = (x, first, second, w_down, sizes, offset)
-    if takes_reference(op, implementation, device, x, first, w_down, missing=missing):
-        if not sharding.is_explicit(x, first, w_down):
-            first, second, w_down = _cast(x, first, second, w_down)
-            y = ragged_mlp_xla.ragged_mlp(options, x, first, second, w_down, sizes, offset)
+    operands = (x, first, second, down, sizes, offset)
+    if takes_reference(op, implementation, device, x, first, down, missing=missing):
+        if not sharding.is_explicit(x, first, down):
+            first, second, down = _cast(x, first, second, down)
+            y = ragged_mlp_xla.ragged_mlp(options, x, first, second, down, sizes, offset)
             return named(y, op, "output")
         run = Runner("xla", device)
     is_joined = w_gate is not None and w_up is None
