@@ -421,6 +421,18 @@ def searchsorted(
     return jax.numpy.searchsorted(ordered, values, side=side, method=method)
 
 
+def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
+    """`jax.eval_shape`, with results that are operands of another one in any `shard_map`.
+
+    Where some mesh axes are Manual and others Auto, the results say along which axes they vary but have
+    no mesh, and JAX refuses them with an AssertionError (0.11.2).
+    """
+    return jax.tree.map(
+        lambda s: s if s.sharding is not None else jax.ShapeDtypeStruct(s.shape, s.dtype),
+        jax.eval_shape(f, *args),
+    )
+
+
 def vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
     """Returns the arrays with types that vary along the Manual axes `names`, as kernels require."""
     return _vary(arrays, names)

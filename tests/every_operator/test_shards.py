@@ -312,3 +312,17 @@ def test_one_axis_of_a_mesh_may_be_manual(name, others):
         split = jax.shard_map(f, in_specs=specs, out_specs=spec, axis_names={"x"})
         actual = loss(split)(*map(jnp.asarray, operands))
     chex.assert_trees_all_close(jax.device_get(actual), loss(f)(*operands), rtol=1e-4, atol=1e-5)
+
+
+@on_eight_devices
+@parametrize("name", ["conv", "quantized_conv", "rope"], quick=range(2))
+def test_kernels_lower_where_one_axis_of_a_mesh_is_manual(name):
+    call = calls(rows=FEW, images=8)[name]
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    specs = tuple(P("x") if o.has_batch else P() for o in call.operands)
+
+    def run(*operands):
+        split = jax.shard_map(call.f, in_specs=specs, out_specs=P("x"), axis_names={"x"})
+        return split(*operands)
+
+    lower(run, mesh, [P()] * len(specs), call.operands)

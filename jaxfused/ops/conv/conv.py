@@ -373,7 +373,7 @@ class _Call:
         missing = {"cuda": f"the CUDA kernels of conv are depthwise, and {why_not_depthwise}"}
         window = dense_conv.window_of(values, w, **self.options)
         simplify, dense = dense_conv.simplified(window, values)
-        like_x, like_w = jax.eval_shape(simplify, values, w)
+        like_x, like_w = sharding.eval_shape(simplify, values, w)
         why_not = dense_conv_forward.why_unsupported(self.device, dense, like_x, like_w, residual)
         left: Callable[[], LeftToXla | None] | None = None
         if why_not is not None:

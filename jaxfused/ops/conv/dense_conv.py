@@ -157,7 +157,7 @@ def left_to_xla(
 
 def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[StageCall]:
     """Yields the kernels of a convolution and its gradients, with their operands' shapes."""
-    x, w, residual = jax.eval_shape(
+    x, w, residual = sharding.eval_shape(
         lambda x, w, residual: (images(x), weights_of_images(x, w), images(residual)),
         x,
         w,
@@ -387,6 +387,6 @@ def _takes_statistics(
     """
     if options.keeps_preactivation or not sharding.is_in_one_piece(x, w):
         return False
-    like_x, like_w = jax.eval_shape(request.simplify, x, w)
+    like_x, like_w = sharding.eval_shape(request.simplify, x, w)
     choice = run.choice(ForwardWithStatistics(options), like_x, like_w, bias, residual)
     return choice.implementation == "pallas"

@@ -51,7 +51,9 @@ def left_to_xla(
 
 def stages(options: "_Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[StageCall]:
     """Yields the kernels of a depthwise convolution and its gradients, with their operands' shapes."""
-    x, w, residual = jax.eval_shape(functools.partial(_as_images, options.window), x, w, residual)
+    x, w, residual = sharding.eval_shape(
+        functools.partial(_as_images, options.window), x, w, residual
+    )
     window, (batch, height, width, channels) = options.window, x.shape
     dz = jax.ShapeDtypeStruct((batch, *window.result(height, width), channels), x.dtype)
     for saves in (False, True)[: 1 + (options.activation is not None)]:

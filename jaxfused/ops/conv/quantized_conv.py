@@ -195,7 +195,7 @@ def _left_to_xla(
     run: Runner, options: "_Options", x: Any, w: Any, bias: Any, residual: Any
 ) -> LeftToXla | None:
     """Returns why XLA runs a call that names no implementation, or None if the kernel may be faster."""
-    x, residual = jax.eval_shape(
+    x, residual = sharding.eval_shape(
         lambda *arrays: tuple(map(dense_conv_forward.images, arrays)), x, residual
     )
     w = jax.ShapeDtypeStruct((*options.window.kernel, *w.shape[-2:]), w.dtype)

@@ -436,7 +436,7 @@ def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:
 
 def _stages(interleaved: bool, *arrays: jax.Array | None) -> Iterator[StageCall]:
     """Yields the kernel calls of the rotation and of its gradient, each with its operands' shapes."""
-    operands = jax.eval_shape(
+    operands = sharding.eval_shape(
         lambda q, k, *tables: (*_grouped(q, k), *(t.astype(jnp.float32) for t in tables)), *arrays
     )
     yield _Rotation(interleaved, False), operands
