@@ -1,4 +1,4 @@
-# requires: gptqmodel==7.7.0 torch==2.13.0 transformers==5.23.0
+# requires: gptqmodel==7.7.0 torch==2.14.1 transformers==5.23.0
 """GPTQ of GPTQModel, formats v1 and v2, with groups in the order of activations too."""
 
 import numpy as np
