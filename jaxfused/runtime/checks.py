@@ -163,7 +163,7 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
             checks[name] = functools.partial(_as_word, words=words, optional=optional)
         elif jax.Array in leaves and not leaves & {str, float, *words}:
             checks[name] = functools.partial(
-                _as_operand, optional=optional, floats=QuantizedArray not in leaves
+                _as_operand, optional=optional, floats=leaves <= {jax.Array, type(None)}
             )
     return checks
 
