@@ -1,5 +1,7 @@
 """Products whose rows are cut into parts: devices sum one part while they multiply the next."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +18,21 @@ def of_rows(x: jax.Array) -> list[jax.Array]:
     tokens = x.shape[-2]
     counts = [n for n in range(1, _PARTS + 1) if tokens % n == 0 and tokens >= n * _LEAST_ROWS]
     return jnp.split(x, counts[-1] if counts else 1, axis=-2)
+
+
+def multiplied(
+    multiply: Callable[[jax.Array], jax.Array], rows: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns `multiply(part)` of each part of rows [..., T, D], one after the other.
+
+    Without that order, XLA would merge small products by one weight into one.
+    """
+    products: list[jax.Array] = []
+    for part in of_rows(rows):
+        if products:
+            products[-1], part = lax.optimization_barrier((products[-1], part))
+        products.append(multiply(part))
+    return tuple(products)
 
 
 def added_up(axis_name: AxisName, parts: tuple[jax.Array, ...]) -> jax.Array:

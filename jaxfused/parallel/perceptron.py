@@ -99,7 +99,7 @@ def _in_parts(run: Runner, layers: Layers, x, weights, w_down):
 
 def _last(run: Runner, layers: Layers, h, w_down) -> tuple[jax.Array, ...]:
     last = layers.options.last_layer
-    return tuple(run(last, part, w_down, None, None)[0] for part in parts.of_rows(h))
+    return parts.multiplied(lambda part: run(last, part, w_down, None, None)[0], h)
 
 
 def _in_parts_fwd(run: Runner, layers: Layers, x, weights, w_down):

@@ -70,14 +70,14 @@ class _Gathered(NamedTuple):
 def _gathered_product(run: Runner, options: Options, x, w, bias):
     layer = options.layer(x.dtype)
     turns = ring.travelling(options.axis_name, x)
-    results = [[run(layer, rows, w, bias, None)[0] for rows in one] for one in turns]
+    results = ring.each(turns, lambda rows: run(layer, rows, w, bias, None)[0])
     return ring.in_order(options.axis_name, results)
 
 
 def _gathered_product_fwd(run: Runner, options: Options, x, w, bias):
     layer = options.layer(x.dtype, saves=options.activation is not None)
     turns = ring.travelling(options.axis_name, x)
-    results = [[run(layer, rows, w, bias, None) for rows in one] for one in turns]
+    results = ring.each(turns, lambda rows: run(layer, rows, w, bias, None))
     y, z = (
         None
         if results[0][0][i] is None
@@ -134,9 +134,7 @@ def _product_scattered_fwd(run: Runner, options: Options, x, w):
 def _product_scattered_bwd(run: Runner, options: Options, saved, dy):
     x, w = saved
     turns = ring.travelling(options.axis_name, dy.astype(x.dtype))
-    dx = [
-        [input_gradient(run, rows, w, x.dtype, options.precision) for rows in one] for one in turns
-    ]
+    dx = ring.each(turns, lambda rows: input_gradient(run, rows, w, x.dtype, options.precision))
     every = ring.in_order(options.axis_name, turns)
     dw = weight_gradient(run, "linear", x, every, w.dtype, options.precision)
     return ring.in_order(options.axis_name, dx), dw
@@ -148,7 +146,7 @@ _product_scattered.defvjp(_product_scattered_fwd, _product_scattered_bwd)
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1))
 def _product_in_parts(run: Runner, options: Options, x, w):
     layer = options.layer(x.dtype)
-    return tuple(run(layer, part, w, None, None)[0] for part in parts.of_rows(x))
+    return parts.multiplied(lambda part: run(layer, part, w, None, None)[0], x)
 
 
 def _product_in_parts_bwd(run: Runner, options: Options, saved, dys):

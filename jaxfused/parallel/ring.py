@@ -81,6 +81,22 @@ def in_order(axis_name: AxisName, turns: Turns) -> jax.Array:
     return every
 
 
+def each(turns: Turns, f: Callable[[Any], Any]) -> Turns:
+    """Returns `f(rows)` for each direction and hop, one after the other.
+
+    Without that order XLA would merge products by one weight into one, which would wait for later hops.
+    """
+    results: Turns = [[] for _ in turns]
+    last: list[Any] = []
+    for at_hop in zip(*turns, strict=True):
+        for d, rows in enumerate(at_hop):
+            if last:
+                last[-1], rows = lax.optimization_barrier((last[-1], rows))
+            results[d].append(f(rows))
+            last = results[d]
+    return results
+
+
 def summed(
     axis_name: AxisName,
     turns: Turns,
