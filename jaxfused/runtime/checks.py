@@ -162,8 +162,12 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
         elif leaves <= {str, type(None), *words}:
             checks[name] = functools.partial(_as_word, words=words, optional=optional)
         elif jax.Array in leaves and not leaves & {str, float, *words}:
+            # An alias, as that of pages, stands for several types, which the operator checks.
+            is_quantized = any(
+                leaf is QuantizedArray or hasattr(leaf, "__value__") for leaf in leaves
+            )
             checks[name] = functools.partial(
-                _as_operand, optional=optional, floats=leaves <= {jax.Array, type(None)}
+                _as_operand, optional=optional, floats=not is_quantized
             )
     return checks
 
