@@ -280,17 +280,14 @@ def test_a_quantised_checkpoint_stays_quantised(tmp_path, dtype):
     """Layers that are one here, and layers with an order of inputs, equal their dequantised weights."""
     row = ROWS["Qwen2"]
     arrays = {name: read() for name, read in arrays_of(row).items()}
-    whole, floats = {}, dict(arrays)
-    for name, array in arrays.items():
-        whole[name] = array
-        if name.endswith("proj.weight"):
-            q = jaxfused.quantize(jnp.array(array.T), dtype)
-            layer = name.removesuffix(".weight")
-            bias = arrays.get(f"{layer}.bias")
-            whole[layer] = QuantizedLayer(q, None, None if bias is None else jnp.array(bias))
-            floats[name] = np.asarray(q.dequantize().T)
-            del whole[name]
-            whole.pop(f"{layer}.bias", None)
+    whole, floats = dict(arrays), dict(arrays)
+    for name in (name for name in arrays if name.endswith("proj.weight")):
+        q = jaxfused.quantize(jnp.array(arrays[name].T), dtype)
+        floats[name] = np.asarray(q.dequantize().T)
+        layer = name.removesuffix(".weight")
+        del whole[name]
+        bias = whole.pop(f"{layer}.bias", None)
+        whole[layer] = QuantizedLayer(q, None, None if bias is None else jnp.array(bias))
     (tmp_path / "config.json").write_text(json.dumps(row.options["config"]))
     jaxfused.quantization.save(tmp_path, whole)
     model = load_model(tmp_path, dtype=jnp.float32)
