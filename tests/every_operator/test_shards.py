@@ -326,3 +326,24 @@ def test_kernels_lower_where_one_axis_of_a_mesh_is_manual(name):
         return split(*operands)
 
     lower(run, mesh, [P()] * len(specs), call.operands)
+
+
+@on_eight_devices
+def test_places_of_a_sparse_matrix_may_differ_between_devices():
+    """Gradients of entries and b, which all devices have, are sums over devices."""
+    places = jnp.asarray(np.concatenate([SPARSE, SPARSE[:, ::-1] % [4, 6]]))
+    b, data = _float(6, 8), _float(3)
+
+    def product(places, b, data):
+        return jaxfused.sparse_matmul(BCOO((data, places), shape=(4, 6)), b)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda b, data: jnp.sum(jnp.sin(f(b, data))), (0, 1)))(b, data)
+
+    halves = [gradients(lambda *x, half=half: product(half, *x)) for half in jnp.split(places, 2)]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        split = jax.shard_map(product, in_specs=(P("x"), P(), P()), out_specs=P("x"))
+        actual = gradients(lambda *x: split(places, *x))
+    expected = jax.tree.map(jnp.add, *halves)
+    chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-5)
