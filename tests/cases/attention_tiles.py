@@ -51,7 +51,9 @@ def in_kernels(configs, query, key, value, dout, operands, logits):
     """Returns the output and the gradients, by configs of the forward and of the backward's kernels."""
     for_out, *backward = configs
     how = dict(logits=logits, multiprocessors=1)
-    out, lse = attention.forward(query, key, value, operands, **how, config=for_out)
+    out, lse, *rest = attention.forward(query, key, value, operands, **how, config=for_out)
+    if rest:
+        operands = operands._replace(lse_rest=rest[0][:, :, : query.shape[1], None])
     gradients = attention.backward(
         query, key, value, operands, out, lse, dout, None, **how, config=BackwardConfig(*backward)
     )
