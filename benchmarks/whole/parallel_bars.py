@@ -53,7 +53,7 @@ class Case:
     alone: Build
     variants: Mapping[str, Variant]
     is_weak: bool = False
-    """Whether each device has as much work as one alone."""
+    """True if each device has as much work as one alone."""
     jobs: int = 8
     """Programs that are compiled at the same time; 1 where XLA's autotuner chooses the products."""
 
@@ -174,7 +174,7 @@ def run(name: str, case: Case, devices: Sequence[Any], save: Callable[[Row], Non
                 row |= ready.counted()
                 if is_here:
                     found = projected(ready)
-                    # What XLA computes for stock rounds otherwise than ours, on one device too.
+                    # Stock is compared with stock on one device: XLA rounds it otherwise than ours.
                     other = next(
                         (n for n, v in case.variants.items() if v.alone and n in label), ""
                     )

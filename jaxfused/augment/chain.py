@@ -18,7 +18,7 @@ from jaxfused.augment.running import (
     check_squares,
     checked,
 )
-from jaxfused.augment.transform import Part, Transform
+from jaxfused.augment.transform import Part, Transform, check_transform
 from jaxfused.runtime.checks import as_dtype, check_finite
 from jaxfused.runtime.lowering import jax_defaults
 
@@ -72,11 +72,7 @@ class Chain:
         implementation: dispatch.Implementation | None = None,
     ):
         for transform in transforms:
-            if not isinstance(transform, Transform):
-                raise ValueError(
-                    f"Chain: {transform!r} is no transform; pass those of jaxfused.augment, and those of"
-                    " a list one by one: Chain(*transforms)."
-                )
+            check_transform("Chain", transform)
         as_dtype("Chain", "dtype", dtype)
         if dtype is not None and not (
             dtype == jnp.uint8 or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)

@@ -19,6 +19,7 @@ from jaxfused.augment.transform import (
     Pointwise,
     Transform,
     check_share,
+    check_transform,
     transform,
     whole,
 )
@@ -35,11 +36,7 @@ class _Several(Transform):
     def _check(self, transforms: Sequence[Any]) -> tuple[Transform, ...]:
         op = type(self).__name__
         for t in transforms:
-            if not isinstance(t, Transform):
-                raise ValueError(
-                    f"{op}: {t!r} is no transform; pass those of jaxfused.augment, and those of a list"
-                    f" one by one: {op}(*transforms)."
-                )
+            check_transform(op, t)
             for part in t.parts:
                 if getattr(part, "crops", False) or isinstance(part, Mixing):
                     raise ValueError(

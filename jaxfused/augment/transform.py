@@ -202,3 +202,12 @@ def check_share(op: str, name: str, value: float) -> None:
     """Checks that a number is from 0 to 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"{op}: {name} is {value}, but it is a share; pass a number from 0 to 1.")
+
+
+def check_transform(op: str, value: Any) -> None:
+    """Checks that a value is a transform."""
+    if not isinstance(value, Transform):
+        raise ValueError(
+            f"{op}: {value!r} is no transform; pass those of jaxfused.augment, and those of a list one"
+            f" by one: {op}(*transforms)."
+        )

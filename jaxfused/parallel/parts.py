@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfused.parallel import ring
 from jaxfused.runtime.sharding import AxisName
 
 _PARTS, _LEAST_ROWS = 4, 256
@@ -23,15 +24,8 @@ def of_rows(x: jax.Array) -> list[jax.Array]:
 def multiplied(
     multiply: Callable[[jax.Array], jax.Array], rows: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns `multiply(part)` of each part of rows [..., T, D], one after the other.
-
-    Without that order, XLA would merge small products by one weight into one.
-    """
-    products: list[jax.Array] = []
-    for part in of_rows(rows):
-        if products:
-            products[-1], part = lax.optimization_barrier((products[-1], part))
-        products.append(multiply(part))
+    """Returns `multiply(part)` of each part of rows [..., T, D], one after the other."""
+    [products] = ring.each([of_rows(rows)], multiply)
     return tuple(products)
 
 
@@ -40,9 +34,5 @@ def added_up(axis_name: AxisName, parts: tuple[jax.Array, ...]) -> jax.Array:
 
     Without that order, XLA would merge the sums into one, which could start only after the last product.
     """
-    sums: list[jax.Array] = []
-    for part in parts:
-        if sums:
-            sums[-1], part = lax.optimization_barrier((sums[-1], part))
-        sums.append(lax.psum(part, axis_name))
+    [sums] = ring.each([[*parts]], lambda part: lax.psum(part, axis_name))
     return jnp.concatenate(sums, axis=-2)

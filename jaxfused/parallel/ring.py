@@ -84,7 +84,8 @@ def in_order(axis_name: AxisName, turns: Turns) -> jax.Array:
 def each(turns: Turns, f: Callable[[Any], Any]) -> Turns:
     """Returns `f(rows)` for each direction and hop, one after the other.
 
-    Without that order XLA would merge products by one weight into one, which would wait for later hops.
+    Without that order XLA would merge products by one weight, or sums, into one, which would wait for
+    later hops.
     """
     results: Turns = [[] for _ in turns]
     last: list[Any] = []

@@ -412,13 +412,13 @@ def varying(*operands: jax.Array) -> frozenset[str]:
 def searchsorted(
     ordered: jax.Array, values: jax.Array, *, side: str = "left", method: str = "scan"
 ) -> jax.Array:
-    """`jnp.searchsorted`, by a sort in a `shard_map` of some mesh axes of which others are Auto.
+    """`jnp.searchsorted` in int32; by a sort in a `shard_map` of some mesh axes beside Auto ones.
 
     With the other methods JAX raises an AssertionError there (0.11.2).
     """
     mesh = jax.sharding.get_abstract_mesh()
     method = "sort" if mesh.manual_axes and mesh.auto_axes else method
-    return jax.numpy.searchsorted(ordered, values, side=side, method=method)
+    return jax.numpy.searchsorted(ordered, values, side=side, method=method).astype(jax.numpy.int32)
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:

@@ -130,7 +130,7 @@ def _over_tiles(
 
     def tile_at(index: jax.Array) -> _Tile:
         group = sharding.searchsorted(last, index, side="right", method="compare_all")
-        group = jnp.minimum(group, groups - 1).astype(jnp.int32)
+        group = jnp.minimum(group, groups - 1)
         start = bounds[group] + (index - (last - counts)[group]) * height
         first = jnp.clip(start, 0, rows - height).astype(jnp.int32)
         return _Tile(group, first, start, jnp.minimum(start + height, bounds[group + 1]))

@@ -255,9 +255,7 @@ def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) 
     counts = counts.at[tokens.sequence].add(tokens.is_token.astype(jnp.int32))
     ends = jnp.cumsum(-(-counts // size))
     starts = ends - -(-counts // size)
-    owner = jnp.minimum(sharding.searchsorted(ends, tile, side="right"), batch - 1).astype(
-        jnp.int32
-    )
+    owner = jnp.minimum(sharding.searchsorted(ends, tile, side="right"), batch - 1)
     within = (tile - starts[owner]) * size
     count = jnp.where(tile < ends[-1], jnp.clip(counts[owner] - within, 0, size), 0)
     # Rows that `cu_q_lens` has beyond the batch's are the last ones of their sequences.

@@ -196,7 +196,7 @@ def tokens_of(
         used = used.reshape(())
     is_used = jnp.arange(sequences, dtype=jnp.int32) < used
     ends = jnp.where(is_used, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)
-    sequence = sharding.searchsorted(ends, row, side="right").astype(jnp.int32)
+    sequence = sharding.searchsorted(ends, row, side="right")
     sequence = jnp.minimum(sequence, sequences - 1)
     position = row - cu_q_lens[sequence + 1] + kv_lens[sequence]
     last = cu_q_lens[jnp.clip(used, 0, sequences)]

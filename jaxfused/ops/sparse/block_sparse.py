@@ -237,9 +237,7 @@ def _lines(lines: jax.Array, places: jax.Array, count: int) -> BlockList:
     Blocks beyond the matrix are in the last line's list, at a position beyond its end.
     """
     order = jnp.lexsort((places, lines)).astype(jnp.int32)
-    starts = sharding.searchsorted(lines[order], jnp.arange(count, dtype=jnp.int32)).astype(
-        jnp.int32
-    )
+    starts = sharding.searchsorted(lines[order], jnp.arange(count, dtype=jnp.int32))
     end = jnp.full(1, len(order), jnp.int32)
     return BlockList(jnp.concatenate([starts, end]), jnp.stack([order, places[order]]))
 

@@ -85,7 +85,7 @@ def coordinates(matrix: SparseMatrix) -> Coordinates:
     if isinstance(matrix, BCSR):
         places = jnp.arange(matrix.indices.shape[0], dtype=matrix.indptr.dtype)
         # Entries before the first row's start get row -1, and are ignored.
-        rows = sharding.searchsorted(matrix.indptr, places, side="right").astype(jnp.int32) - 1
+        rows = sharding.searchsorted(matrix.indptr, places, side="right") - 1
         columns = _from_the_end(matrix.indices, matrix.shape[1])
         return Coordinates(rows, columns, True, bool(matrix.unique_indices))
     rows, columns = matrix.indices[:, 0], matrix.indices[:, 1]

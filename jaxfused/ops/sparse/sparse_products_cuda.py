@@ -54,7 +54,7 @@ def sparse_product(data: jax.Array, places: Coordinates, b: jax.Array, *, rows: 
     if not places.in_order:
         order = jnp.argsort(of_rows, stable=True)
         of_rows, columns, data = of_rows[order], columns[order], data[order]
-    starts = sharding.searchsorted(of_rows, jnp.arange(rows + 1, dtype=jnp.int32)).astype(jnp.int32)
+    starts = sharding.searchsorted(of_rows, jnp.arange(rows + 1, dtype=jnp.int32))
     out = jax.ShapeDtypeStruct((rows, b.shape[1]), b.dtype)
     return jax.ffi.ffi_call("jaxfused_csr_matmul", out)(starts, columns, data, b)
 
