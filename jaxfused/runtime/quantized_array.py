@@ -179,18 +179,22 @@ class QuantizedArray:
         check_parts(op, "", self)
         _check_groups_are_clear(op, self)
 
-    def tree_flatten_with_keys(self) -> tuple[Any, "_Static"]:
-        """Returns the arrays with their names, and the static fields."""
-        name = "values" if self.layout == "rows" else "columns"
-        name = name if self.codebook is None else f"codes_in_{name}"
-        arrays = {name: self.values, "scale": self.scale, "zero_point": self.zero_point}
+    def tree_flatten(self) -> tuple[Any, "_Static"]:
+        """Returns the arrays, and the static fields; JAX asks at every call of a compiled function."""
         # A transformation may have put None in place of an offset; the tree still has the offset's
         # entry.
         has_offset = self.offset is not None or "_has_offset" in vars(self)
+        arrays: tuple[Any, ...] = (self.values, self.scale, self.zero_point)
         if has_offset:  # Checkpoints of arrays without an offset have no entry for it.
-            arrays["offset"] = self.offset
-        keyed = tuple((jax.tree_util.GetAttrKey(key), part) for key, part in arrays.items())
-        return keyed, (*(getattr(self, name) for name in _STATIC), has_offset)
+            arrays += (self.offset,)
+        return arrays, (self.axis, self.layout, self.group_size, self.codebook, has_offset)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, "_Static"]:
+        """Returns the arrays with their names, and the static fields."""
+        arrays, static = self.tree_flatten()
+        name = "values" if self.layout == "rows" else "columns"
+        names = (name if self.codebook is None else f"codes_in_{name}", *_ARRAYS[1:])
+        return tuple(zip(map(jax.tree_util.GetAttrKey, names), arrays, strict=False)), static
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", arrays: Any) -> "QuantizedArray":

@@ -85,7 +85,9 @@ class Norm:
 def forward(norm: Norm, able: Collection[str], *, saves_statistics: bool) -> Rule:
     """Returns the order of the implementations `able` to run a norm's forward."""
     megabytes = norm.forward_megabytes
-    if norm.is_small:
+    # After a residual XLA computes the sum and its squares in one kernel, the result in a second.
+    in_two_kernels = norm.residual and norm.aligned
+    if norm.is_small and not in_two_kernels:
         return _xla("XLA's norm without a mean ends before a kernel has started")
     if saves_statistics and backward_shares(norm, has_pallas="pallas" in able):
         return _xla("XLA's backward, which is faster, shares what its forward reads")

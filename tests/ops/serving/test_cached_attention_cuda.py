@@ -227,7 +227,7 @@ def step(cache, query, key, value):
         ("float8_e4m3fn", 128, 4, [APPEND, ATTEND]),
         ("int8", 64, 5, [APPEND, "attention"]),
         ("int8", 32, 1, [APPEND, "attention"]),
-        ("bfloat16", 64, 1, ["attention"]),
+        ("bfloat16", 64, 1, [APPEND, "attention"]),
     ],
 )
 def test_a_step_launches(with_library, dtype, head_size, tokens, names):
