@@ -2,10 +2,12 @@
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ import benchmarks
 from benchmarks import cases, jla, optimizer
 from benchmarks.fuzz import command as fuzz
 from benchmarks.report import plot, report, results
-from benchmarks.run import budget, ceilings, peers, runner
+from benchmarks.run import budget, ceilings, lowering, peers, runner
 from benchmarks.run.case import LABELS, LESS, OURS
 from benchmarks.sweep import command as sweep
 from benchmarks.whole import (
@@ -94,12 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f" {jax.devices()[0].device_kind!r}; install jax[cuda13] on a machine that has one."
         )
         return 2
-    with budget.limited(options.seconds):
-        return _measured(options, {name: modules[name] for name in names}, wanted)
+    workers = lowering.processes(max(1, (os.cpu_count() or 1) // 2))
+    with budget.limited(options.seconds), workers:
+        return _measured(options, {name: modules[name] for name in names}, wanted, workers)
 
 
 def _measured(
-    options: argparse.Namespace, modules: dict[str, ModuleType], wanted: list[str]
+    options: argparse.Namespace,
+    modules: dict[str, ModuleType],
+    wanted: list[str],
+    workers: Executor,
 ) -> int:
     gpu = jax.devices()[0].device_kind
     missing = peers.missing(wanted)
@@ -111,6 +117,7 @@ def _measured(
     measured = ceilings.measure()
     print(report.ceilings_line({"ceilings": measured}), flush=True)
 
+    lowering.register()
     for name, module in modules.items():
         begin = time.monotonic()
         section: dict[str, Any] = {
@@ -126,7 +133,9 @@ def _measured(
             section["cases"] = cases
             results.save_section(options.out, gpu, name, section)
 
-        runner.run(module.cases(options.quick), chosen, budget=options.budget, save=save)
+        cases = module.cases(options.quick)
+        elsewhere = lowering.start(workers, name, options.quick, cases, chosen)
+        runner.run(cases, chosen, budget=options.budget, save=save, elsewhere=elsewhere)
         section["seconds"] = time.monotonic() - begin
         machine["gpu_after"] = results.gpu_state()
         path = results.save_section(options.out, gpu, name, section)

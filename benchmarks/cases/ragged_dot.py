@@ -49,7 +49,7 @@ _READ_BY_COPY = 1.12
 
 def cases(quick: bool = False, shapes: Sequence[Sequence[Any]] | None = None) -> list[Case]:
     chosen = [Sizes(*s) for s in shapes or (QUICK_SHAPES if quick else SHAPES)]
-    pairs = [(s, g) for s in chosen for g in (False, True) if not (g and _is_decode(s))]
+    pairs = [(s, g) for g in (False, True) for s in chosen if not (g and _is_decode(s))]
     return [_case(*pair) for pair in pairs]
 
 

@@ -1,6 +1,7 @@
 """A command's rows within a budget of seconds: each is printed and saved as soon as it is measured."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import threading
@@ -23,7 +24,7 @@ _COMPILING = 0.6
 def limited(seconds: float | None, *, remove: str | None = None) -> Iterator[None]:
     """Ends the process with status 0 after so many seconds, whatever it waits for; None for no limit.
 
-    The folder `remove` is then removed.
+    Its processes are then killed, and the folder `remove` is removed.
     """
     if seconds is None:
         yield
@@ -31,6 +32,8 @@ def limited(seconds: float | None, *, remove: str | None = None) -> Iterator[Non
 
     def end() -> None:
         print(f"the budget of {seconds:g} s is spent; what was measured is saved", flush=True)
+        for process in multiprocessing.active_children():
+            process.kill()
         if remove is not None:
             shutil.rmtree(remove, ignore_errors=True)
         os._exit(0)

@@ -1,5 +1,6 @@
 """Compiles, checks and times the cases of one file; a row records its failure, and the run goes on."""
 
+import contextlib
 import itertools
 import os
 import statistics
@@ -12,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.run import peers, timing
+from benchmarks.run import lowering, peers, timing
 from benchmarks.run.case import LABELS, LESS, Arrays, Case, Function
 
 _ROUNDS = 2
-_TOGETHER = 24
-"""Cases that are compiled before the first of them is timed."""
+_FIRST, _TOGETHER = 4, 8
+"""Cases that are compiled before the first of them is timed, at first and later."""
 _Row = dict[str, Any]
 
 
@@ -27,8 +28,12 @@ def run(
     *,
     budget: float,
     save: Callable[[list[dict[str, Any]]], None],
+    elsewhere: Sequence[lowering.Futures] = (),
 ) -> None:
     """Measures `chosen` (ours and peers) on every case; `save` gets all results after each case.
+
+    Nothing compiles while a case is timed, because XLA tunes on the GPU. Other processes may go on
+    lowering then, for which `elsewhere` stands: kernel times do not depend on the host.
 
     After `budget` seconds the remaining cases are measured without torch.compile, which is slow.
     """
@@ -40,10 +45,10 @@ def run(
     results: list[dict[str, Any]] = []
     executables: list[dict[str, Future[Any]]] = []
     for number, case in enumerate(cases):
-        if number % _TOGETHER == 0:
-            batch = cases[number : number + _TOGETHER]
-            say(f"compiling {len(batch)} cases")
-            executables = compile_all(batch, chosen)
+        if not executables:
+            batch = slice(number, number + (_TOGETHER if number else _FIRST))
+            say(f"compiling {len(cases[batch])} cases")
+            executables = compile_all(cases[batch], chosen, elsewhere[batch])
             say("compiled")
         skipped = {name: reason for name, reason in case.skipped.items() if name in chosen}
         if (
@@ -52,7 +57,7 @@ def run(
             and time.monotonic() - begin > budget
         ):
             skipped["torch_compile"] = f"the budget of {budget:.0f} s was spent"
-        rows = _run_case(case, {*chosen} - {*skipped}, executables[number % _TOGETHER], skipped)
+        rows = _run_case(case, {*chosen} - {*skipped}, executables.pop(0), skipped)
         results.append(
             {
                 "case": case.name,
@@ -82,53 +87,81 @@ def _summary(rows: dict[str, _Row]) -> str:
 # --- compile --------------------------------------------------------------------------------------
 
 
-def compile_all(cases: Sequence[Case], chosen: Collection[str]) -> list[dict[str, Future[Any]]]:
-    """Compiles each case's JAX functions, its "truth" and its "inputs" in parallel.
+def compile_all(
+    cases: Sequence[Case], chosen: Collection[str], elsewhere: Sequence[lowering.Futures] = ()
+) -> list[dict[str, Future[Any]]]:
+    """Compiles each case's JAX functions, its "truth" and its "inputs" in parallel threads.
 
-    Tracing runs in this thread, and compiling, which takes most of a run's time, in others. Programs of
-    the same text are compiled after each other, so that XLA tunes their products once.
+    This thread lowers what no other process does, first. Programs of the same text are compiled after
+    each other, so that XLA tunes their products once.
     """
-    result = []
+    result: list[dict[str, Future[Any]]] = [{} for _ in cases]
     first: dict[str, Future[Any]] = {}
     # Some of the threads only wait for the program with the same text.
     with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         submit = partial(_submit, pool, first)
-        for case in cases:
+        later: list[Callable[[], None]] = []
+        for number, (case, futures) in enumerate(zip(cases, result, strict=True)):
             key = jax.random.key(0)
             shapes = jax.eval_shape(case.make_inputs, key)
-            names = {*chosen} - {*case.skipped}
-            functions = {n: f for n, f in case.jax.items() if n in names}
-            futures = {n: submit(f, shapes, x64=False) for n, f in functions.items()}
-            futures["truth"] = submit(in_float64(case.truth), shapes, x64=True)
-            futures["inputs"] = submit(case.make_inputs, (key,), x64=False)
-            result.append(futures)
+            futures["inputs"] = submit(_lower(case.make_inputs, (key,)), tuned=False)
+            truth = in_float64(case.truth)
+            futures["truth"] = submit(_lower(truth, shapes), x64=True, tuned=False)
+            modules = elsewhere[number] if elsewhere else {}
+            for name in [n for n in case.jax if n in {*chosen} - {*case.skipped}]:
+                lower = _lower(case.jax[name], shapes, modules.get(name))
+
+                def start(futures=futures, name=name, lower=lower) -> None:
+                    futures[name] = submit(lower)
+
+                later.append(start) if name in modules else start()
+        for start in later:
+            start()
     return result
+
+
+def _lower(
+    f: Function, shapes: Any, module: Future[lowering.Module] | None = None
+) -> Callable[[], Any]:
+    """Returns a function that lowers `f`, or takes the module of it where that could be made."""
+
+    def lower() -> Any:
+        with contextlib.suppress(Exception):
+            if module is not None:
+                return lowering.lowered(module.result())
+        return jax.jit(f).lower(*shapes)
+
+    return lower
 
 
 def _submit(
     pool: ThreadPoolExecutor,
     first: dict[str, Future[Any]],
-    f: Function,
-    shapes: Any,
+    lower: Callable[[], Any],
     *,
-    x64: bool,
+    x64: bool = False,
+    tuned: bool = True,
 ) -> Future[Any]:
-    def compile_in_thread(lowered: Any, same: Future[Any] | None) -> Any:
+    def compile_in_thread(lowered: Any, options: Any, same: Future[Any] | None) -> Any:
         if same is not None:
             wait([same])
         with jax.enable_x64(x64):
-            return lowered.compile()
+            return lowered.compile(compiler_options=options)
 
     # An implementation's error belongs to its row and must not end the run.
     try:
         with jax.enable_x64(x64):
-            lowered = jax.jit(f).lower(*shapes)
+            lowered = lower()
     except Exception as error:
         failed: Future[Any] = Future()
         failed.set_exception(error)
         return failed
     text = lowered.as_text()
-    future = pool.submit(compile_in_thread, lowered, first.get(text))
+    on_gpu = jax.default_backend() == "gpu"
+    # Whether cuDNN has a convolution in float64 that it takes untuned is not known.
+    tuned = tuned or not on_gpu or "stablehlo.convolution" in text
+    options = None if tuned else lowering.NO_AUTOTUNING
+    future = pool.submit(compile_in_thread, lowered, options, first.get(text))
     first.setdefault(text, future)
     return future
 

@@ -11,12 +11,10 @@ from typing import Any
 import jax
 
 from benchmarks.report import results
-from benchmarks.run import peers
+from benchmarks.run import lowering, peers
 from benchmarks.sweep import configs, judge, report
 from benchmarks.sweep.lowering import DIRECTIONS, Workers
 from benchmarks.without_gpu import beside_stock
-from jaxfused.ops.linear import cublaslt
-from jaxfused.runtime import cuda_library
 
 NAME = "sweep"
 
@@ -114,10 +112,7 @@ class _Sweep:
 
     def run(self, cases: Sequence[configs.Config]) -> None:
         """Lowers all cases in other processes, and compiles and times them batch by batch."""
-        if cuda_library.why_unavailable() is None:
-            # Modules lowered in other processes call CUDA kernels by names that must be registered here.
-            cuda_library.register()
-            cublaslt.why_unavailable()
+        lowering.register()
         workers = Workers(
             min(self._options.workers, len(cases)),
             [configs.to_line(case) for case in cases],

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.run import peers, timing
+from benchmarks.run import lowering, peers, timing
+from benchmarks.run.lowering import Module
 from benchmarks.sweep import configs, programs
 from benchmarks.sweep.lowering import (
     COMPARE,
@@ -25,7 +26,6 @@ from benchmarks.sweep.lowering import (
     WHOLE,
     YARDSTICK,
     Lowered,
-    Module,
 )
 from benchmarks.sweep.program_parts import Programs
 from jaxfused.tuning.timing import COLD_BYTES
@@ -36,7 +36,6 @@ MEMORY_LIMIT = 24 * 2**30
 _TRUTH_ROUNDING = 2.0**-18
 """Allowance for the error of the float32 truth, relative to its largest value."""
 
-_NO_AUTOTUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _AS_WRITTEN = {"xla_allow_excess_precision": False}
 """XLA's options for the low-precision reference, which must round wherever its formula does: by default
 XLA leaves out roundings inside fusions."""
@@ -57,7 +56,7 @@ def compile_case(
     once in a process, and the config it selects varies between runs; so a product that two programs
     share has the same config in both.
     """
-    quick = _NO_AUTOTUNING if on_gpu else {}
+    quick = lowering.NO_AUTOTUNING if on_gpu else {}
     options = dict.fromkeys((INPUTS, TRUTH, COMPARE), quick) | {YARDSTICK: quick | _AS_WRITTEN}
 
     def compiling(name: str, module: Module) -> Callable[[], Any]:
@@ -97,10 +96,7 @@ def _one_after_the_other(
 
 def compile_module(module: Module, options: dict[str, Any] | None = None) -> Any:
     """Compiles a module that another process may have lowered."""
-    if isinstance(module, str):
-        raise RuntimeError(module)
-    args, _ = jax.tree.unflatten(module.in_tree, module.in_avals)
-    return jax.jit(module.call).lower(*args).compile(compiler_options=options or None)
+    return lowering.lowered(module).compile(compiler_options=options or None)
 
 
 def _compile_here(f: Callable[..., Any], arrays: Sequence[Any]) -> Any:

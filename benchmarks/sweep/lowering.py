@@ -3,19 +3,17 @@
 The modules are sent to the process that has the GPU, which compiles them in threads.
 """
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.run import peers
+from benchmarks.run.lowering import Module, export, processes
 from benchmarks.sweep import configs, programs
 from jaxfused import dispatch
 from jaxfused.runtime import runner
@@ -25,10 +23,6 @@ DIRECTIONS = {"forward": (FORWARD,), "forward+backward": (WHOLE,), "both": (FORW
 
 INPUTS, TRUTH, YARDSTICK = "inputs", "truth", "yardstick"
 OURS, STOCK, COMPARE = "ours", "stock", "compare"
-
-
-Module = jax.export.Exported | str
-"""A lowered function, or the error that lowering it raised."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +39,14 @@ def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
     """Lowers the case that `line` describes, for the devices of `platform`."""
     config = configs.from_line(line)
     written = programs.of(config)
-    export = partial(_export, platform)
+    module_of = partial(export, platform)
     arrays = jax.eval_shape(written.make_inputs, _KEY)
     yardstick = written.whole(written.plain(), with_gradient=True)
     true, plain = (jax.eval_shape(f, *arrays) for f in (written.in_float32(), yardstick))
     shared = {
-        INPUTS: export(lambda seed: written.make_inputs(jax.random.key(seed)), _SEED),
-        TRUTH: export(written.in_float32(), *arrays),
-        YARDSTICK: export(yardstick, *arrays),
+        INPUTS: module_of(lambda seed: written.make_inputs(jax.random.key(seed)), _SEED),
+        TRUTH: module_of(written.in_float32(), *arrays),
+        YARDSTICK: module_of(yardstick, *arrays),
     }
     by_direction = {}
     for direction in directions:
@@ -62,11 +56,11 @@ def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
         count = len(true) if direction == WHOLE else written.cotangents
         forms = {OURS: written.ours}
         forms |= {f"{STOCK} {name}": form for name, form in written.stock.items()}
-        modules = {name: export(whole(form), *arrays) for name, form in forms.items()}
+        modules = {name: module_of(whole(form), *arrays) for name, form in forms.items()}
         kinked = getattr(config, "activation", None) == "relu"
         strict = written.cotangents if kinked else count
         figures = partial(_compare_judged, written.judged, strict=strict)
-        modules[COMPARE] = export(figures, plain[:count], plain[:count], true[:count])
+        modules[COMPARE] = module_of(figures, plain[:count], plain[:count], true[:count])
         by_direction[direction] = modules
     return Lowered(shared, by_direction)
 
@@ -78,7 +72,7 @@ def lower_ours(line: str, direction: str, platform: str) -> tuple[Module, list[s
         return "it has no gradient", []
     arrays = jax.eval_shape(written.make_inputs, _KEY)
     with dispatch.recorded() as choices:
-        module = _export(platform, written.whole(written.ours, direction == WHOLE), *arrays)
+        module = export(platform, written.whole(written.ours, direction == WHOLE), *arrays)
     device = dispatch.current_device()
     ways = []
     for choice in choices:
@@ -133,21 +127,6 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(x**2) / max(1, x.size))
 
 
-def _export(platform: str, f: Callable[..., Any], *shapes: Any) -> Module:
-    # JAX refuses to export calls of custom libraries, which may change between versions; here the same
-    # version compiles the module.
-    anything = jax.export.DisabledSafetyCheck.custom_call("ALL")
-    # An operator's error belongs to its case and must not end the sweep.
-    try:
-        exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=[anything])(
-            *shapes
-        )
-        # `_get_vjp` is a closure that cannot be pickled; the module contains the gradients.
-        return replace(exported, _get_vjp=None)
-    except Exception as error:
-        return peers.describe(error)
-
-
 # --- worker processes -----------------------------------------------------------------------------
 
 
@@ -193,14 +172,8 @@ class Workers:
 
     def _start(self, indices: Iterable[int]) -> None:
         self.close()
-        # These processes see the GPU, by which operators choose kernels, but use none of its memory.
-        context = get_context("spawn")
-        self._pool = ProcessPoolExecutor(self._count, context, initializer=_without_memory)
+        self._pool = processes(self._count)
         for index in indices:
             future = self._futures.get(index)
             if future is None or not future.done() or future.exception() is not None:
                 self._futures[index] = self._pool.submit(self._lower, self._lines[index])
-
-
-def _without_memory() -> None:
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

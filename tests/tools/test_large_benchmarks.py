@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from benchmarks import __main__
 from benchmarks.cases import quantized_table, ragged_dot
 from benchmarks.report import results
-from benchmarks.run import budget, runner, timing
+from benchmarks.run import budget, lowering, runner, timing
 from benchmarks.run.case import BARE, MIXED
 
 
@@ -85,6 +86,37 @@ def test_programs_of_one_text_and_inputs_are_compiled():
         for a, b in zip(inputs, case.make_inputs(jax.random.key(3)), strict=True):
             assert (a == b).all()
         assert found[BARE].result()(*inputs).shape == (16, 24)
+
+
+def test_programs_lowered_elsewhere_are_compiled_and_what_fails_there_is_lowered_here(monkeypatch):
+    case = quantized_table.cases(shapes=[(16, 256, 24)])[0]
+    monkeypatch.setattr(lowering, "_cases", lambda name, quick: [case])
+    with ThreadPoolExecutor(1) as pool:
+        (modules,) = lowering.start(pool, "quantized_table", False, [case], {MIXED, BARE})
+    assert set(modules) == {MIXED}  # a bare product is quick to lower
+    failed = Future()
+    failed.set_result("ValueError: it cannot be exported")
+    inputs = case.make_inputs(jax.random.key(0))
+    results = []
+    for module in (modules[MIXED], failed):
+        (found,) = runner.compile_all([case], {MIXED}, [{MIXED: module}])
+        results.append(found[MIXED].result()(*inputs))
+    assert "call_exported" in lowering.lowered(modules[MIXED].result()).as_text(debug_info=True)
+    assert (results[0] == results[1]).all()
+
+
+def test_few_cases_are_compiled_before_the_first_row(monkeypatch):
+    events = []
+
+    def compile_all(cases, *_):
+        events.append(len(cases))
+        return [{} for _ in cases]
+
+    monkeypatch.setattr(runner, "compile_all", compile_all)
+    monkeypatch.setattr(runner, "_run_case", lambda *_: {})
+    cases = quantized_table.cases(shapes=[(16, 256, 24)])[:6]
+    runner.run(cases, {MIXED}, budget=1.0, save=lambda results: events.append("row"))
+    assert events == [4, *["row"] * 4, 2, *["row"] * 2]
 
 
 def test_table_has_the_formats_that_fit():

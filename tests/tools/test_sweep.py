@@ -190,7 +190,7 @@ def test_sweep_lowers_again_what_a_dead_process_took_along(monkeypatch):
         def shutdown(self, **_):
             pass
 
-    monkeypatch.setattr(lowering, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(lowering, "processes", Pool)
     workers = lowering.Workers(2, ["a", "bad", "b"], (lowering.FORWARD,), "cpu")
     assert workers.result(0) == "a"
     with pytest.raises(RuntimeError, match="a process died"):
