@@ -125,7 +125,8 @@ def decode(rows: Rows, names: Sequence[str], tiny: bool) -> int:
     rows.add("read ceiling", {"gigabytes_per_second": ceiling})
     models = {"float": speed.random_model(config, "bfloat16", "float")}
     if any(ROWS[name].format == "int4" for name in names):
-        models["int4"] = quantized(models["float"], "int4")
+        # AWQ's and GPTQ's checkpoints have groups of 128.
+        models["int4"] = quantized(models["float"], "int4", group_size=128)
     programs = {name: _Program(ROWS[name], models[ROWS[name].format], tiny) for name in names}
 
     def measure(name: str, compiled: Any) -> dict[str, Any]:

