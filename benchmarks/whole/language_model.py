@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -211,11 +212,21 @@ class _Program:
                 carry = compiled(self._params, carry)
             jax.block_until_ready(carry)
 
+        def dispatched(count: int = 8) -> float:
+            """Returns the milliseconds in which the host sends off a step."""
+            nonlocal carry
+            begin = time.perf_counter()
+            for _ in range(count):
+                carry = compiled(self._params, carry)
+            seconds = time.perf_counter() - begin
+            jax.block_until_ready(carry)
+            return 1e3 * seconds / count
+
         row: dict[str, Any] = timing.steps(run)
         shape = ",".join(map(str, carry[0][0].key.shape))
         copies = len(re.findall(rf"= bf16\[{shape}\]\S* copy\(", compiled.as_text()))
         row |= {"error": error, "largest_logit": largest, "copies": copies}
-        return row | {"launches": _launches(partial(run, 1, first=1))}
+        return row | {"host": dispatched(), "launches": _launches(partial(run, 1, first=1))}
 
 
 def _attention_error(
