@@ -221,11 +221,13 @@ class _KeyGradients:
             do_smem=value.memory((do_stages,), rows, dtype),
             k_smem=head.memory((keys,), WGMMA_ROWS, dtype),
             v_smem=value.memory((keys,), WGMMA_ROWS, dtype),
-            lse_smem=plgpu.SMEM((q_stages, rows), jnp.float32),
+            lse_smem=[plgpu.SMEM((q_stages, rows), jnp.float32)] * self.logits.row_numbers,
             delta_smem=plgpu.SMEM((do_stages, rows), jnp.float32),
             kv_full=plgpu.Barrier(num_arrivals=head.count + value.count, num_barriers=keys),
             kv_free=plgpu.Barrier(num_arrivals=readers, num_barriers=keys),
-            q_full=plgpu.Barrier(num_arrivals=head.count + 1, num_barriers=q_stages),
+            q_full=plgpu.Barrier(
+                num_arrivals=head.count + self.logits.row_numbers, num_barriers=q_stages
+            ),
             q_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=q_stages),
             do_full=plgpu.Barrier(num_arrivals=value.count + 1, num_barriers=do_stages),
             do_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=do_stages),
@@ -305,22 +307,22 @@ class _KeyGradients:
         return end
 
     def copy_queries(self, cta: Cta, at: KeyPlace, head_idx: Any, i: Any, step: Any) -> None:
-        """Copies Q and dO of block i of the queries, with the log-sum-exp and delta of each query."""
+        """Copies Q and dO of block i of the queries, with log-sum-exp (and rest) and delta of each."""
         queries, douts = self.rings(cta)
         q_gmem, _, _, do_gmem, lse_gmem, delta_gmem = cta.arrays
         start = i * self.config.query_block
-        for ring, gmem, vector_gmem, vector_smem in (
-            (queries, q_gmem, lse_gmem, cta.memory["lse_smem"]),
-            (douts, do_gmem, delta_gmem, cta.memory["delta_smem"]),
+        rows = (at.batch_idx, head_idx, pl.ds(start, self.config.query_block))
+        of_q = [lse_gmem.at[rows]]
+        if self.logits.saves_rest:
+            of_q.append(cta.operands.lse_rest.at[*rows[:2], 0, rows[2]])
+        for ring, gmem, vectors, vectors_smem in (
+            (queries, q_gmem, of_q, cta.memory["lse_smem"]),
+            (douts, do_gmem, [delta_gmem.at[rows]], [cta.memory["delta_smem"]]),
         ):
             slot = ring.slot(step)
             ring.fill(slot, Heads(gmem), at.batch_idx, start, head_idx)
-            rows = pl.ds(start, self.config.query_block)
-            plgpu.copy_gmem_to_smem(
-                vector_gmem.at[at.batch_idx, head_idx, rows],
-                vector_smem.at[slot],
-                ring.full.at[slot],
-            )
+            for vector, smem in zip(vectors, vectors_smem, strict=True):
+                plgpu.copy_gmem_to_smem(vector, smem.at[slot], ring.full.at[slot])
 
     # --- shared by the consumers of both kernels --------------------------------------------------
 
@@ -361,7 +363,7 @@ class _KeyGradients:
                 transposed=True,
                 bits=visits.bits(i, part),
             )
-            tile = tile.loaded(cta.operands)
+            tile = tile.loaded(cta.operands._replace(lse_rest=None))
             visit(_Visit(first + i, tile, visits.is_partial(i), at.extent))
 
         def of_head(g, first):
@@ -402,11 +404,13 @@ class _KeyGradients:
         if logits.mask.is_always_full(self.config.query_block, self.config.key_block):
             is_partial = False
         x = logits.logits_if_masked(products, visit.tile, cta.operands, visit.extent, is_partial)
-        lse_smem, layout = cta.memory["lse_smem"], visit.tile.layout.reduce(0)
-        lse2 = plgpu.load(lse_smem.at[self.slots(cta, visit)[0]], layout=layout)
+        slot, _ = self.slots(cta, visit)
+        lse_smem, *rest = (smem.at[slot] for smem in cta.memory["lse_smem"])
+        lse2 = plgpu.load(lse_smem, layout=visit.tile.layout.reduce(0))
         shift = logits.shift(visit.tile, cta.operands)
         of_block = lse2 if shift is None else lse2 - shift
-        p = logits.probabilities(x, of_block, visit.tile, cta.operands)
+        tile = visit.tile.with_rest(cta.operands, rest)
+        p = logits.probabilities(x, of_block, tile, cta.operands)
         if logits.mask.has_query_lengths or logits.mask.query_count % self.config.query_block:
             p = logits.within_rows(p, lax.broadcast_in_dim(lse2, x.shape, [1]))
         return p, logits.derivative(products, visit.tile, cta.operands)

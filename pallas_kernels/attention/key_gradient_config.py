@@ -83,7 +83,8 @@ class KeyGradientConfig:
         rows, keys = self.query_block, self.key_slots * WGMMA_ROWS
         count = head.bytes(self.query_stages * rows) + value.bytes(self.dout_stages * rows)
         count += head.bytes(keys) + value.bytes(keys)
-        count += 4 * rows * (self.query_stages + self.dout_stages)
+        # Log-sum-exp and its rest with Q, delta with dO.
+        count += 4 * rows * (2 * self.query_stages + self.dout_stages)
         if self.splits_roles:
             count += 2 * PROBABILITY_SLOTS * WGMMA_ROWS * rows
         return count + BARRIER_BYTES

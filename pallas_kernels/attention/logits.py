@@ -263,6 +263,16 @@ class Tile:
         early = tuple((ref, self.read(ref)) for ref in few)
         return replace(self, bits=None if self.bits is None else self._words(), early=early)
 
+    def with_rest(self, operands: Operands, rest: Sequence[Any]) -> Any:
+        """Returns the tile with `lse_rest`, a kernel's copy [queries] in shared memory, if there is one.
+
+        One for each column of a transposed tile is too many to load early, and loads late from global
+        memory would be waited for.
+        """
+        layout = self.layout.reduce(1 - self.query_axis)
+        values = [(operands.lse_rest, plgpu.load(smem, layout=layout)) for smem in rest]
+        return replace(self, early=(*self.early, *values))
+
     def _words(self) -> Any:
         if isinstance(self.bits, OwnBits):
             return self.bits.words(self.layout)

@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.logits import (
     EMPTY_LSE,
-    LOG2E,
     Logits,
     Operands,
     forward_results,
@@ -73,32 +72,41 @@ def merge(
 
 
 def only_part(
-    outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns `merge`'s results for a single part, by XLA: it applies sinks and lengths, and rounds.
-
-    Logits that `saves_rest` are left to `merge`.
-    """
+    outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any, logits: Logits
+) -> tuple[jax.Array, ...]:
+    """Returns `merge`'s results for a single part, by XLA: it applies sinks and lengths, and rounds."""
     batch, query_count, _, heads, key_heads, _, value_size = shape
     packing = Packing.of(shape)
     out = packing.unpacked(outs.reshape(batch, key_heads, packing.rows, value_size))
-    lse2 = lses[:, 0, : packing.rows].reshape(batch, heads, query_count)
-    empty = lse2 <= EMPTY_LSE
+    lse2, *rest = (
+        lses[:, i, : packing.rows].reshape(batch, heads, query_count)
+        for i in range(logits.row_numbers)
+    )
+    empty = rest[0] == -jnp.inf if rest else lse2 <= EMPTY_LSE
     if operands.sinks is not None:
-        sinks = jnp.broadcast_to(operands.sinks[None, :, None] * LOG2E, lse2.shape)
-        with_sink = jnp.logaddexp2(lse2, sinks)
-        share = jnp.where(empty, 0.0, jnp.exp2(lse2 - with_sink))
-        out = out * share.transpose(0, 2, 1)[..., None]
-        lse2, empty = with_sink, with_sink <= EMPTY_LSE
+        sinks = jnp.broadcast_to(operands.sinks[None, :, None] * logits.unit, lse2.shape)
+        if rest:
+            maximum = jnp.maximum(lse2, sinks)
+            total = logits.exp(lse2 - maximum, rest[0]) + logits.exp(sinks - maximum)
+            with_sink, of_both = logits.log_sum_exp(maximum, total)
+            share = logits.exp(lse2 - with_sink, rest[0] - of_both)
+            rest, without = [of_both], total == 0.0
+        else:
+            with_sink = jnp.logaddexp2(lse2, sinks)
+            share = jnp.exp2(lse2 - with_sink)
+            without = with_sink <= EMPTY_LSE
+        out = out * jnp.where(empty, 0.0, share).transpose(0, 2, 1)[..., None]
+        lse2, empty = with_sink, without
     if operands.query_lengths is not None:
         positions = jnp.arange(query_count, dtype=jnp.int32)[None, None]
         beyond = positions >= operands.query_lengths[:, None, None]
         out = jnp.where(beyond.transpose(0, 2, 1)[..., None], 0.0, out)
         empty = empty | beyond
-    lse = jnp.where(empty, EMPTY_LSE, lse2 * (1 / LOG2E))
-    missing = saved_length(query_count) - query_count
-    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, missing)), constant_values=EMPTY_LSE)
-    return out.astype(dtype), lse
+    lse = jnp.where(empty, EMPTY_LSE, lse2 * (1 / logits.unit))
+    missing = ((0, 0), (0, 0), (0, saved_length(query_count) - query_count))
+    lse = jnp.pad(lse, missing, constant_values=EMPTY_LSE)
+    rest = [jnp.pad(jnp.where(empty, 0.0, x), missing) for x in rest]
+    return out.astype(dtype), lse, *rest
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class ShortBackwardConfig:
         count = head.bytes(keys) + value.bytes(keys)
         count += head.bytes(queries) + value.bytes(2 * queries)
         count += 2 * self.keys * WGMMA_ROWS + head.bytes(WGMMA_ROWS)
-        return count + 4 * 4 * queries <= SHARED_MEMORY_BYTES - BARRIER_BYTES
+        return count + 5 * 4 * queries <= SHARED_MEMORY_BYTES - BARRIER_BYTES
 
 
 def smallest_config(key_count: int) -> ShortBackwardConfig:
@@ -328,7 +328,7 @@ class _ShortBackward:
         config, dtype, head, value = self.config, self.dtype, self.head, self.value
         warpgroups, tiles = config.warpgroups, config.tiles
         key_slots, query_slots = config.key_slots, config.query_slots
-        copies = head.count + 2 * value.count + (2 if self.has_dlse else 1)
+        copies = head.count + 2 * value.count + self.has_dlse + self.logits.row_numbers
         return dict(
             q_smem=head.memory((query_slots,), WGMMA_ROWS, dtype),
             k_smem=head.memory((key_slots, tiles), WGMMA_ROWS, dtype),
@@ -337,7 +337,8 @@ class _ShortBackward:
             do_smem=value.memory((query_slots,), WGMMA_ROWS, dtype),
             ds_smem=memory.tiled((tiles,), WGMMA_ROWS, WGMMA_ROWS, dtype),
             dq_smem=head.memory((), WGMMA_ROWS, dtype),
-            rows_smem=[plgpu.SMEM((query_slots, WGMMA_ROWS), jnp.float32)] * 4,
+            rows_smem=[plgpu.SMEM((query_slots, WGMMA_ROWS), jnp.float32)]
+            * (3 + self.logits.row_numbers),
             query_full=plgpu.Barrier(num_arrivals=copies, num_barriers=query_slots),
             query_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=query_slots),
             key_full=plgpu.Barrier(
@@ -415,18 +416,22 @@ class _ShortBackward:
         plgpu.wait_smem_to_gmem(0)
 
     def copy_queries(self, cta: _Cta, step: Any) -> None:
-        """Copies Q, dO, out and the log-sum-exp of a step's queries, and dlse if there is one."""
+        """Copies Q, dO, out and log-sum-exp of a step's queries, and dlse and rest if there are any."""
         batch_idx, head_idx, start = self.place(cta, step)
         slot = self.query_slot(step)
         cta.wait("query_free", slot)
         full = cta.shared["query_full"].at[slot]
         for name, heads in (("q", cta.heads[0]), ("do", cta.dout), ("o", cta.out)):
             cta.matrix(name, slot).fill(heads, batch_idx, start, head_idx, full)
-        lse_smem, dlse_smem, _, _ = cta.shared["rows_smem"]
-        for smem, gmem in ((lse_smem, cta.lse), (dlse_smem, cta.dlse)):
-            if gmem is not None:
-                rows = pl.ds(start, WGMMA_ROWS)
-                plgpu.copy_gmem_to_smem(gmem.at[batch_idx, head_idx, rows], smem.at[slot], full)
+        lse_smem, dlse_smem, _, _, *rest_smem = cta.shared["rows_smem"]
+        place = (batch_idx, head_idx, pl.ds(start, WGMMA_ROWS))
+        copies = [(cta.lse.at[place], lse_smem)]
+        if cta.dlse is not None:
+            copies.append((cta.dlse.at[place], dlse_smem))
+        for smem in rest_smem:
+            copies.append((cta.operands.lse_rest.at[*place[:2], 0, place[2]], smem))
+        for rows, smem in copies:
+            plgpu.copy_gmem_to_smem(rows, smem.at[slot], full)
 
     def copy_keys(self, cta: _Cta, item: Any) -> None:
         """Starts the copies of K and V of a CTA's item (a key head of a batch entry)."""
@@ -443,7 +448,7 @@ class _ShortBackward:
         """Stores delta = sum(out * dout) - dlse and base-2 log-sum-exp of a step's 64 queries."""
         slot = self.query_slot(step)
         rows = plgpu.Layout.WGMMA.reduce(1)
-        lse_smem, dlse_smem, delta_smem, lse2_smem = cta.shared["rows_smem"]
+        lse_smem, dlse_smem, delta_smem, lse2_smem = cta.shared["rows_smem"][:4]
         cta.wait("query_full", slot)
         parts = []
         out, dout = cta.matrix("o", slot), cta.matrix("do", slot)
@@ -603,7 +608,7 @@ class _ShortBackward:
         slot, logits, operands = self.query_slot(step), self.logits, cta.operands
         q, do = cta.matrix("q", slot), cta.matrix("do", slot)
         k, v = (cta.matrix(name, key_slot, tile) for name in ("k", "v"))
-        _, _, delta_smem, lse2_smem = cta.shared["rows_smem"]
+        _, _, delta_smem, lse2_smem, *rest_smem = cta.shared["rows_smem"]
         square = (WGMMA_ROWS, WGMMA_ROWS)
         logits_tile = TransposedTile(
             batch_idx, head_idx, start, tile * WGMMA_ROWS, square, transposed=True
@@ -619,6 +624,7 @@ class _ShortBackward:
         masked = not logits.mask.is_always_full(WGMMA_ROWS, self.config.keys)
         lse2 = logits_tile.along_queries(lse2_smem.at[slot])
         x = logits.logits(s, logits_tile, operands, extent, masked)
+        logits_tile = logits_tile.with_rest(operands, [smem.at[slot] for smem in rest_smem])
         p = logits.probabilities(x, lse2, logits_tile, operands)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
         # From here on P is rounded to the operands' dtype, unless a bias's gradient is computed from P.

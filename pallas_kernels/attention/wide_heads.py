@@ -143,9 +143,8 @@ def forward(
     )(packing.queries(query), key, value, *optional)
     outs = outs[:, : packing.rows, : shape.value_size]
     outs = outs.reshape(-1, config.splits, packing.rows, shape.value_size)
-    if config.splits == 1 and not logits.saves_rest:
-        return only_part(outs, lses, operands, shape, query.dtype)
-    return merge(outs, lses, operands, shape, query.dtype, logits)
+    finish = only_part if config.splits == 1 else merge
+    return finish(outs, lses, operands, shape, query.dtype, logits)
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,7 @@ def test_lowers(case):
 @parametrize("case", [CASES[2], CASES[-1]], quick=(1,))
 def test_every_config_lowers(case, config):
     launched = kernels(split(case, DROPOUT_RATE, config), *case.arrays(jnp.float16))
-    # A bias has a rest of the log-sum-exp, which the merge computes for a single part too.
-    is_merged = config.splits > 1 or case.bias is not None
-    assert launched == (FORWARD if is_merged else ONE_PART)
+    assert launched == (ONE_PART if config.splits == 1 else FORWARD)
 
 
 @pytest.mark.parametrize(
