@@ -186,6 +186,7 @@ def test_bias_and_mask_are_not_padded_where_multiples_of_64_meet(queries, keys, 
 
     def gradients(query, key, operands, out, lse):
         saved = (out, lse, out, None)
+        operands = operands._replace(lse_rest=lse[:, :, :queries, None])
         return attention.backward(
             query, key, key, operands, *saved, dbias_dtype=jnp.bfloat16, **options
         )
