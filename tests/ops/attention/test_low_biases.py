@@ -9,6 +9,10 @@ import pytest
 
 import jaxfused
 from jaxfused import masks
+from pallas_kernels.attention.logits import Logits, Operands
+from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.merge_splits import merge, only_part
+from pallas_kernels.attention.shape import Shape
 from tests.support import mosaic_interpreter
 from tests.support.grids import parametrize
 
@@ -148,6 +152,29 @@ def assert_as_xla(implementation, name, queries, keys):
 def test_low_biases_with_options(interpreted_hopper, monkeypatch, name, queries, keys):
     mosaic_interpreter.complete(monkeypatch)
     assert_as_xla("pallas", name, queries, keys)
+
+
+@pytest.mark.parametrize("sinks", [None, [0.5, -2e9, -np.inf, 3.0]])
+def test_a_single_part_of_keys_is_finished_as_the_merge_does(
+    interpreted_hopper, monkeypatch, sinks
+):
+    mosaic_interpreter.complete(monkeypatch)
+    random = np.random.default_rng(0)
+    shape = Shape(2, 5, 40, 4, 2, 64, 64)
+    outs = random.normal(size=(4, 1, 10, 64)).astype(np.float32)
+    lses = random.normal(size=(4, 2, 64)).astype(np.float32)
+    # A rest is what rounding takes.
+    lses[:, 0, ::2], lses[:, 1, 1::2] = -1e9, 0.0
+    outs[:, :, 3], lses[:, 0, 3], lses[:, 1, 3] = 0.0, LOWEST, -np.inf
+    operands = Operands(
+        sinks=None if sinks is None else jnp.float32(sinks), query_lengths=jnp.int32([5, 3])
+    )
+    logits = Logits(1.0, BlockMask(5, 40, has_query_lengths=True), has_bias=True)
+    given = (outs, lses, operands, shape, jnp.float32, logits)
+    for mine, right in zip(only_part(*given), merge(*given), strict=True):
+        # What is saved is padded to 64 queries, with any numbers.
+        mine, right = (x if x.ndim == 4 else x[:, :, :5] for x in (mine, right))
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
