@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from benchmarks.whole.parallel_programs import Build, Sizes
 from benchmarks.whole.parallel_timing import Ready, lowered
 
 Row = dict[str, Any]
+Projection = Callable[[], list[np.ndarray]]
+"""A program's run; returns its results' products with a fixed vector along the last axis."""
 
 ERROR = 1e-2
 """Largest difference from one device, as norms' quotient: twice that of two roundings to bfloat16."""
@@ -163,22 +165,23 @@ def run(name: str, case: Case, devices: Sequence[Any], save: Callable[[Row], Non
     times: dict[str, float] = {}
     truths: dict[str, list[np.ndarray]] = {}
     is_wrong = False
-    for label, ready in _compiled({**alone, **every}, case.jobs):
+    for label, found in _compiled({**alone, **every}, case.jobs):
         row: Row = dict(case=name, model=label, devices=1 if label in alone else len(devices))
         row["seconds"] = time.monotonic() - begin
         variant = case.variants.get(label)
-        if isinstance(ready, Exception):
-            row["error"] = peers.describe(ready)
+        if isinstance(found, Exception):
+            row["error"] = peers.describe(found)
         else:
+            ready, project = found
             try:
                 row |= ready.counted()
                 if is_here:
-                    found = projected(ready)
+                    arrays = project()
                     # Stock is compared with stock on one device: XLA rounds it otherwise than ours.
                     other = next(
                         (n for n, v in case.variants.items() if v.alone and n in label), ""
                     )
-                    row["differs"] = difference(found, truths.setdefault(other, found))
+                    row["differs"] = difference(arrays, truths.setdefault(other, arrays))
                     row |= ready.timed()
                     times[label] = row["milliseconds"]
                 if is_here and variant is not None:
@@ -196,28 +199,38 @@ def run(name: str, case: Case, devices: Sequence[Any], save: Callable[[Row], Non
 
 def _compiled(
     builds: Mapping[str, tuple[Build, Sequence[Any], Mapping[str, Any]]], jobs: int
-) -> Iterator[tuple[str, Ready | Exception]]:
+) -> Iterator[tuple[str, tuple[Ready, Projection] | Exception]]:
     """Yields each program once all are compiled; others take the products tuned for the first."""
     with ThreadPoolExecutor(jobs) as pool:
-        futures = {}
+        futures: dict[str, Future[tuple[Ready, Projection]]] = {}
+        first: Future[Any] | None = None
         for label, (build, devices, options) in builds.items():
             try:
-                futures[label] = pool.submit(lowered(build, devices, options))
-                if len(futures) == 1:
-                    futures[label].exception()
+                # The rest is traced while the first compiles.
+                futures[label] = pool.submit(_ready, lowered(build, devices, options), first)
+                first = first or futures[label]
             except Exception as error:
                 yield label, error
+    # No reference is kept, so that a program's operands are freed after it ran.
+    first = None
     while futures:
         label, future = next(iter(futures.items()))
-        # No reference is kept, so that a program's operands are freed after it ran.
         del futures[label]
         error = future.exception()
         yield label, error if isinstance(error, Exception) else future.result()
         del future
 
 
-def projected(ready: Ready) -> list[np.ndarray]:
-    """Runs a program once; returns its results' products with a fixed vector along the last axis."""
+def _ready(compile: Callable[[], Ready], first: Future[Any] | None) -> tuple[Ready, Projection]:
+    """Compiles a program, and what projects its results, once `first` is done."""
+    if first is not None:
+        first.exception()
+    ready = compile()
+    return ready, projection(ready)
+
+
+def projection(ready: Ready) -> Projection:
+    """Compiles what projects a program's results; an absent device runs nothing."""
 
     @jax.jit
     def project(tree: Any) -> Any:
@@ -227,10 +240,22 @@ def projected(ready: Ready) -> list[np.ndarray]:
 
         return [of_leaf(a) for a in jax.tree.leaves(tree) if a.ndim and a.size]
 
-    arrays = [np.asarray(a) for a in jax.device_get(project(ready.program.judged(ready.call())))]
-    if (order := ready.program.order) is None:
-        return arrays
-    return [a[:, np.argsort(order)] for a in arrays]
+    program, compiled = ready.program, ready.compiled
+    shapes = jax.tree.map(
+        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+        compiled.out_info,
+        compiled.output_shardings,
+    )
+    is_here = ready.mesh.devices.flat[0] in jax.devices()
+    projecting = project.lower(program.judged(shapes)).compile() if is_here else project
+
+    def run() -> list[np.ndarray]:
+        arrays = [np.asarray(a) for a in jax.device_get(projecting(program.judged(ready.call())))]
+        if program.order is None:
+            return arrays
+        return [a[:, np.argsort(program.order)] for a in arrays]
+
+    return run
 
 
 def difference(found: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:
