@@ -812,15 +812,19 @@ def test_parallel_needs_two_gpus(capsys):
 
 
 @pytest.mark.exhaustive
-def test_training_from_files_is_held_against_its_parts(tmp_path, monkeypatch, capsys):
+def test_training_from_files_is_held_against_its_parts(tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setattr(pipeline, "_ROUNDS", 2)
     monkeypatch.setattr(pipeline, "_STEPS", 1)
     monkeypatch.setattr(pipeline, "_DISTINCT", 8)
     flags = ["--model", "vit-digits", "--image-size", "8", "--batch-size", "4", "--workers", "0"]
     monkeypatch.setattr(pipeline, "MUST", 0.0)
-    assert pipeline.main([*flags, "--out", str(tmp_path)]) == 0
+    with jax.log_compiles():
+        assert pipeline.main([*flags, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "] decoding: " in printed and "] step: " in printed and "share" in printed
+    rows = [line.split("] ")[1].split(":")[0] for line in printed.splitlines() if "] " in line]
+    assert rows == ["step", "decoding", "training"] and "share" in printed
+    compiled = [r for r in caplog.messages if r.startswith("Compiling jit(train_step)")]
+    assert len(compiled) == 1
 
 
 def test_received_bytes_are_read_in_the_program():
