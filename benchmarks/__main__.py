@@ -96,7 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f" {jax.devices()[0].device_kind!r}; install jax[cuda13] on a machine that has one."
         )
         return 2
-    workers = lowering.processes(max(1, (os.cpu_count() or 1) // 2))
+    count = max(1, (os.cpu_count() or 1) // 2)
+    workers = lowering.processes(count)
+    # They import all that they need while the ceilings are measured.
+    for _ in range(count):
+        workers.submit(lowering.load, names)
     with budget.limited(options.seconds), workers:
         return _measured(options, {name: modules[name] for name in names}, wanted, workers)
 

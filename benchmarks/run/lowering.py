@@ -65,6 +65,13 @@ def register() -> None:
         cublaslt.why_unavailable()
 
 
+def load(names: Sequence[str]) -> None:
+    """Imports benchmarks.cases.`names`, and what Pallas imports for its first kernel."""
+    importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    for name in names:
+        importlib.import_module(f"benchmarks.cases.{name}")
+
+
 def start(
     pool: Executor, name: str, quick: bool, cases: Sequence[Case], chosen: Collection[str]
 ) -> list[Futures]:
