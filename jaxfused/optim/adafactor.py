@@ -22,7 +22,7 @@ def adafactor(
     multiply_by_parameter_scale: bool = True,
     clipping_threshold: jax.typing.ArrayLike | None = 1.0,
     momentum: jax.typing.ArrayLike | None = None,
-    dtype_momentum: Any = jnp.float32,
+    dtype_momentum: Any = "float32",
     weight_decay_rate: optax.ScalarOrSchedule | None = None,
     eps: jax.typing.ArrayLike = 1e-30,
     factored: bool = True,

@@ -11,6 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime.checks import said
 
 Decay = float | Callable[[jax.Array], Any]
 """A number in [0, 1), or a function (number of updates so far) -> decay."""
@@ -108,7 +111,7 @@ class RationalWarmup:
         return jnp.where(updates == 0, 0.0, growing)
 
 
-def check(what: str, decay: Decay) -> None:
+def check(what: str, decay: Any) -> None:
     """Checks that a decay is valid; `what` names it in messages."""
     if callable(decay):
         value = jax.eval_shape(decay, jax.ShapeDtypeStruct((), jnp.int32))
@@ -118,8 +121,8 @@ def check(what: str, decay: Decay) -> None:
                 f"{what} is a function that returns {value}, but a decay is one number; pass a"
                 " function from the number of updates to a scalar in [0, 1]."
             )
-    elif not 0 <= decay < 1:
+    elif not isinstance(decay, (int, float, np.number, jax.Array)) or not 0 <= decay < 1:
         raise ValueError(
-            f"{what} is {decay}, but an average needs a decay in [0, 1);"
+            f"{what} is {said(decay)}, but an average needs a decay in [0, 1);"
             " pass 0.999, or None for no average."
         )

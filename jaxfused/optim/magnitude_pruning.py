@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxfused.optim.moving_leaves import flatten
 from jaxfused.optim.options import checked_options
 from jaxfused.runtime.checks import check_count
 
@@ -103,9 +104,9 @@ def magnitude_pruning(
         fraction = sparsity(state.step) if callable(sparsity) else sparsity
         due = state.step % every == 0
 
-        def of_leaf(u: jax.Array, p: jax.Array, kept: Any) -> tuple[jax.Array, Any]:
-            if kept is None:
-                return u, None
+        def of_leaf(u: Any, p: Any, kept: Any) -> tuple[Any, Any]:
+            if u is None or kept is None:
+                return u, kept
             new = p.astype(jnp.float32) + u.astype(jnp.float32)
             kept = jax.lax.cond(
                 due,
@@ -117,10 +118,10 @@ def magnitude_pruning(
             wide = jnp.result_type(u, p)
             return jnp.where(whole, u.astype(wide), -p.astype(wide)), kept
 
-        treedef: Any = jax.tree.structure(updates)
-        trees = (treedef.flatten_up_to(tree) for tree in (updates, params, state.kept))
-        pairs = [of_leaf(*leaves) for leaves in zip(*trees, strict=True)]
-        new_updates, kept = (treedef.unflatten(leaves) for leaves in zip(*pairs, strict=True))
+        leaves, treedef = flatten(updates)
+        trees = (treedef.flatten_up_to(tree) for tree in (params, state.kept))
+        pairs = [of_leaf(*row) for row in zip(leaves, *trees, strict=True)]
+        new_updates, kept = (treedef.unflatten([pair[i] for pair in pairs]) for i in range(2))
         return new_updates, PruningState(optax.safe_increment(state.step), kept)
 
     return optax.GradientTransformation(init, update)

@@ -46,12 +46,21 @@ def _check(name: str, annotation: Any) -> _Check | None:
     if annotation is bool:
         return functools.partial(checks.as_flag, words=(), optional=False)
     if "dtype" in name:
-        return checks.as_dtype
+        return _dtype
     if jax.Array in leaves:
         is_schedule = any(get_origin(leaf) is collections.abc.Callable for leaf in leaves)
         optional = type(None) in leaves
         return functools.partial(_number, is_schedule=is_schedule, optional=optional)
     return None
+
+
+def _dtype(op: str, name: str, value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{op}: {name} is {checks.said(value)}, which is no dtype; pass its name, as 'bfloat16':"
+            " optax.inject_hyperparams takes jnp.bfloat16, which can be called, for a schedule."
+        )
+    return checks.as_dtype(op, name, value)
 
 
 def _number(op: str, name: str, value: Any, *, is_schedule: bool, optional: bool) -> Any:

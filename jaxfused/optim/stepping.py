@@ -20,8 +20,9 @@ from jaxfused import dispatch
 from jaxfused.ops.optimizer import optimizer_step
 from jaxfused.optim import eight_bit
 from jaxfused.optim import ema as averages
-from jaxfused.optim.moving_leaves import of_moving_leaves
+from jaxfused.optim.moving_leaves import flatten, of_moving_leaves
 from jaxfused.runtime import stochastic_rounding
+from jaxfused.runtime.checks import python_numbers, said
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.reference_rules import with_reference_rules
 from jaxfused.runtime.serialization import serializable
@@ -72,7 +73,8 @@ class CountingStepState(StepState):
     """Number of updates of the average so far, int32."""
 
 
-def init(
+@python_numbers
+def init_step(
     tx: optax.GradientTransformation,
     params: optax.Params,
     *,
@@ -95,6 +97,11 @@ def init(
             f"init_step: rounding_seed is {rounding_seed}, but it must be from 0 to 2**32 - 1;"
             " pass 0, or None to round to the nearest."
         )
+    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
+        raise ValueError(
+            f"init_step: compute_dtype is {jnp.dtype(compute_dtype)}, but a copy of the parameters is of"
+            " floats; pass jnp.bfloat16, or None for no copy."
+        )
     if growth_interval < 1:
         raise ValueError(
             f"init_step: growth_interval is {growth_interval}, but the loss scale can only grow"
@@ -111,7 +118,7 @@ def init(
         make = functools.partial(CountingStepState, ema_updates=jnp.zeros([], jnp.int32))
     return make(
         optimizer=tx.init(params),
-        ema=None if ema_decay is None else copy(lambda p: accumulator_dtype(p.dtype)),
+        ema=None if ema_decay is None else copy(lambda p: accumulator_dtype(jnp.result_type(p))),
         compute=None if compute_dtype is None else copy(lambda p: compute_dtype),
         loss_scale=None if loss_scale is None else jnp.array(loss_scale, jnp.float32),
         good_steps=None if loss_scale is None else jnp.zeros([], jnp.int32),
@@ -133,17 +140,21 @@ def step(
     implementation: str | None,
 ) -> tuple[optax.Params, Any]:
     """Implements `FusedTransformation.step`, which documents the arguments."""
-    is_known = max_norm is not None and not isinstance(max_norm, jax.Array)
-    if is_known and not (
-        isinstance(max_norm, _NUMBERS) and np.ndim(max_norm) == 0 and max_norm > 0
+    is_array = isinstance(max_norm, jax.Array) and not max_norm.ndim
+    is_number = isinstance(max_norm, _NUMBERS) and not isinstance(max_norm, bool)
+    if not (
+        max_norm is None or is_array or (is_number and np.ndim(max_norm) == 0 and max_norm > 0)
     ):
         raise ValueError(
-            f"step: max_norm is {max_norm!r}, but gradients can only be clipped to a positive norm;"
+            f"step: max_norm is {said(max_norm)}, but gradients can only be clipped to a positive norm;"
             " pass 1.0, or None for no clipping."
         )
     why = _why(tx, grads, state, params)
     chosen = dispatch.choose("step", implementation, why)
-    step = _donating_step if is_outside_of_traces() else _keeping_step
+    step = _keeping_step
+    if is_outside_of_traces():
+        step = _donating_step
+        _check_donated(grads, (params, state))
     return step(tx, grads, params, state, max_norm, skip_nonfinite, chosen, _Reasons(why))
 
 
@@ -524,7 +535,33 @@ def _check_state(tx: optax.GradientTransformation, state: Any, params: optax.Par
         )
 
 
+def _check_donated(grads: optax.Updates, donated: Any) -> None:
+    """Checks that no array occurs twice where its buffer is to become a result's."""
+    arrays = [leaf for leaf in jax.tree.leaves(donated) if isinstance(leaf, jax.Array)]
+    places = {id(array) for array in arrays}
+    if len(places) < len(arrays) or any(id(g) in places for g in jax.tree.leaves(grads)):
+        raise ValueError(
+            "step: one array has two places in grads, params and state, but the step writes its results"
+            " into the arrays of params and state; keep a shared parameter in one place of the tree, or"
+            " pass copies, by jnp.array(x, copy=True)."
+        )
+
+
 def _check_gradients(grads: optax.Updates, params: optax.Params) -> None:
+    leaves, treedef = flatten(grads)
+    try:
+        treedef.flatten_up_to(params)
+    except ValueError as error:
+        strangers = sorted(_shapes(grads) - _shapes(params))
+        raise ValueError(
+            f"step: grads have leaves and shapes that params do not have, {strangers[:3]}, or lack some"
+            f" ({error}); pass gradients in a tree like params, with None for a parameter that stays."
+        ) from error
+    if any(jnp.result_type(leaf) == jax.dtypes.float0 for leaf in leaves if leaf is not None):
+        raise ValueError(
+            "step: grads have a leaf of dtype float0, as jax.grad gives it to integers; pass None in its"
+            " place, and the parameter stays as it is."
+        )
     strangers = sorted(_shapes(grads) - _shapes(params))
     if strangers:
         raise ValueError(

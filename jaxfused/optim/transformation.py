@@ -179,7 +179,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         Source: Micikevicius et al., "Mixed Precision Training", 2018,
         https://arxiv.org/abs/1710.03740
         """
-        return stepping.init(
+        return stepping.init_step(
             self,
             params,
             ema_decay=ema_decay,
@@ -286,6 +286,13 @@ class Recipe:
     ) -> tuple[optax.Updates, Any]:
         """Implements `update` of Optax's transformations."""
         del extra_args  # In a chain, Optax passes an argument meant for one member to all members.
+        parts = state if type(state) is tuple else (state,)
+        if not all(hasattr(part, "_fields") for part in parts):
+            raise ValueError(
+                f"update: the state is {[type(part).__name__ for part in parts]}, but this optimizer's"
+                " is a tuple of named tuples; pass one made by its init(params) (of init_step's,"
+                " state.optimizer), and restore a checkpoint with it as the target."
+            )
         with _optax_promotions():
             return self.update_with(self.hyperparameters(state), updates, state, params)
 

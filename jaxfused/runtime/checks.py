@@ -131,8 +131,9 @@ _COUNTS = frozenset(
 )
 """Options that count something, and so are at least 1."""
 
-_BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
-"""Options that other numbers are compared with, such as a label to ignore: they may exceed 32 bits."""
+_BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size", "rounding_seed"})
+"""Options that other numbers are compared with, such as a label to ignore, or that have 32 bits and no
+sign: they may exceed int32."""
 
 type _Check = Callable[[str, str, Any], Any]
 
@@ -185,8 +186,9 @@ def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]
 
 def _leaves(annotation: Any) -> set[Any]:
     """Returns the types that an annotation contains, and the strings of its `Literal`s."""
-    arguments = get_args(annotation)
-    return set().union(*map(_leaves, arguments)) if arguments else {annotation}
+    is_list = isinstance(annotation, list)  # as of the arguments of a Callable
+    arguments = annotation if is_list else get_args(annotation)
+    return set().union(*map(_leaves, arguments)) if arguments or is_list else {annotation}
 
 
 def _is_of_several(annotation: Any) -> bool:
@@ -312,7 +314,8 @@ def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
 def as_dtype(op: str, name: str, value: Any) -> Any:
     """Returns the value if it is None or a dtype: a str, a type of numbers or a dtype itself."""
     is_name = isinstance(value, (str, type, np.dtype)) or hasattr(value, "dtype")
-    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    # A name from a NumPy array is both a str and a NumPy scalar.
+    is_array = not isinstance(value, str) and isinstance(value, (jax.Array, np.ndarray, np.generic))
     try:
         if value is None or (is_name and not is_array and jnp.dtype(value) is not None):
             return value

@@ -345,6 +345,10 @@ def test_what_is_no_dtype_is_refused(dtype):
         jaxfused.linen.Dense(8, dtype=dtype)
 
 
+def test_a_name_of_a_dtype_may_come_from_numpy():
+    assert jaxfused.linear(X, W, out_dtype=np.array(["float16"])[0]).dtype == jnp.float16
+
+
 @pytest.mark.parametrize("axis", ["batch", 0, 1.5, {}, (1.5,), True, np.int64(1), ("a", 2)])
 def test_what_names_no_mapped_axis_is_refused(axis):
     for name in ("batch_norm", "softmax_cross_entropy"):

@@ -41,6 +41,16 @@ def test_the_smallest_are_pruned_by_the_schedule_and_stay_so():
     assert (params["b"] != 0).all()
 
 
+def test_a_parameter_without_a_gradient_stays():
+    opt = optax.chain(jaxfused.optim.sgd(0.1), jaxfused.optim.magnitude_pruning(0.5))
+    params = {"w": drawn(4, 4), "frozen": drawn(4, 4)}
+    gradients = {"w": drawn(4, 4), "frozen": None}
+    updates, state = opt.update(gradients, opt.init(params), params)
+    assert updates["frozen"] is None
+    assert opt.update(gradients, state, params)[1][-1].kept["frozen"].all()
+    assert opt.update({}, opt.init({}), {})[0] == {}
+
+
 @pytest.mark.exhaustive
 def test_blocks():
     opt = jaxfused.optim.magnitude_pruning(0.5, block_size=32)

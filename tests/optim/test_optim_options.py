@@ -96,3 +96,12 @@ def test_scalars_of_any_kind_are_one_number(name):
         updates(optax.constant_schedule(0.5)), expected, rtol=1e-5, atol=1e-6
     )
     assert make(name, learning_rate=1).init(params) is not None
+
+
+def test_dtypes_under_inject_hyperparams():
+    params = {"w": jnp.ones((4, 8))}
+    make_tx = optax.inject_hyperparams(optim.adafactor)
+    tx = make_tx(optax.linear_schedule(0.1, 0.0, 10), momentum=0.9)
+    assert optax.tree_utils.tree_get(tx.init(params), "ema")["w"].dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"adamw: mu_dtype is .*no dtype; pass its name"):
+        optax.inject_hyperparams(optim.adamw)(0.1, mu_dtype=jnp.bfloat16).init(params)

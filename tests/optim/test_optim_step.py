@@ -405,7 +405,7 @@ def test_state_of_other_shapes():
         tx.step(jnp.ones(2), tx.init(jnp.ones(3)), jnp.ones(2))
 
 
-@pytest.mark.parametrize("grads", [{"w": jnp.ones(3)}, {"w": jnp.ones(2), "v": jnp.ones(2)}])
+@pytest.mark.parametrize("grads", [{"w": jnp.ones(3)}, {"w": jnp.ones(2), "v": jnp.ones(2)}, {}])
 def test_gradients_of_other_places_or_shapes(grads):
     tx = optim.adamw(0.1)
     params = {"w": jnp.ones(2)}
@@ -413,7 +413,37 @@ def test_gradients_of_other_places_or_shapes(grads):
         tx.step(grads, tx.init(params), params)
 
 
-@pytest.mark.parametrize("max_norm", [0, -1.0, np.nan, np.float32(-1), np.ones(2), "1"])
+def test_gradients_of_integers():
+    tx, params = optim.sgd(0.1), {"w": jnp.ones(2), "i": jnp.arange(2)}
+    grads = {"w": jnp.ones(2), "i": np.zeros(2, jax.dtypes.float0)}
+    with pytest.raises(ValueError, match=r"float0.* pass None"):
+        tx.step(grads, tx.init(params), params)
+    moved, _ = tx.step(grads | {"i": None}, tx.init(params), params)
+    assert moved["i"].tolist() == [0, 1]
+
+
+def test_an_array_in_two_places_cannot_be_donated():
+    tx, shared = optim.sgd(0.1), jnp.ones(2)
+    params = {"embedding": shared, "head": shared}
+    with pytest.raises(ValueError, match=r"one array has two places.* pass copies"):
+        tx.step(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+
+
+@pytest.mark.parametrize("other", ["chain", "init_step", "raw"])
+def test_update_names_the_state_that_it_needs(other):
+    tx, params = optim.adamw(0.1), jnp.ones(2)
+    state = {
+        "chain": optax.chain(optax.clip(1.0), tx).init(params),
+        "init_step": tx.init_step(params),
+        "raw": [{"count": 0, "mu": params, "nu": params}, None, None],
+    }[other]
+    with pytest.raises(ValueError, match=r"update: the state is .* init\(params\)"):
+        tx.update(params, state, params)
+
+
+@pytest.mark.parametrize(
+    "max_norm", [0, -1.0, np.nan, np.float32(-1), np.ones(2), jnp.ones(2), True, "1"]
+)
 def test_max_norm_must_be_positive(max_norm):
     tx = optim.sgd(0.1)
     params = jnp.ones(2)
@@ -429,6 +459,12 @@ def test_max_norm_must_be_positive(max_norm):
         {"loss_scale": 0.5},
         {"loss_scale": np.inf},
         {"loss_scale": 2.0, "growth_interval": 0},
+        {"loss_scale": 2.0, "growth_interval": 2.5},
+        {"loss_scale": "8"},
+        {"ema_decay": "0.9"},
+        {"compute_dtype": "int8"},
+        {"compute_dtype": "half16"},
+        {"rounding_seed": 1.5},
     ],
 )
 def test_init_step_arguments(options):
