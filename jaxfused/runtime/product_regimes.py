@@ -14,12 +14,13 @@ from pallas_kernels.gemm.cost import WeightWork, Work
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
-_SHARE, _RAGGED_SHARE, LINE = 0.08, 0.24, 32
+_SHARE, _RAGGED_SHARE, LINE = 0.081, 0.24, 32
 """A kernel is faster if XLA's passes before and after its product take at least `_SHARE` of the
-product's time, or `_RAGGED_SHARE` if a row of an operand is no multiple of LINE elements. Where XLA
-needs no such pass, it computes a wgrad with at most LINE rows or columns."""
-_LARGE, _SMALLEST = 8_000_000, 500_000
-"""Elements of a product's result: from `_LARGE` on it has many tiles. Below `_SMALLEST` XLA is faster at
+product's time, or `_RAGGED_SHARE` if the length K of a sum is no multiple of LINE; copies that pad the
+kernel's weights count against it. Where XLA needs no such pass, it computes a wgrad with at most LINE
+rows or columns."""
+LARGE, _SMALLEST = 8_000_000, 500_000
+"""Elements of a product's result: from `LARGE` on it has many tiles. Below `_SMALLEST` XLA is faster at
 a single product: few tiles leave SMs idle, and XLA then splits the sum over K among them."""
 SPLIT_SUM = 1024
 """Least length K of a sum that XLA splits in a product with small M or few tiles."""
@@ -29,9 +30,10 @@ K = SPLIT_SUM on there is no minimum."""
 _SHORT_SUM = 256
 """Most rows (the reduction axis) at which XLA is faster than a kernel at a single wgrad that needs no
 sums over rows and no padding."""
-_FEW_TILES = 1_200_000
+FEW_TILES = 1_100_000
 """Most elements of a wgrad at which the kernel, which splits long sums over a cluster, is faster. Up to
-`_LARGE` it is faster where XLA's passes take at least `_SHARE` of the product's time."""
+`LARGE` it is faster where XLA's passes take at least `_SHARE` of the product's time, and up to twice as
+many XLA pads misaligned rows."""
 
 
 def estimate(
@@ -62,17 +64,23 @@ def estimate(
         return _few_rows(work, several)
     if not passes > 0:
         return _xla("its product includes the epilogue")
-    share = passes / product(work.m, work.products * work.n, work.k, work.itemsize)
+    whole = product(work.m, work.products * work.n, work.k, work.itemsize)
+    share = gain = passes / whole
     told = f"its passes take {share:.2f} of its product's time"
     elements = work.products * work.m * work.n
-    is_large = elements >= _LARGE
-    is_ragged = work.k // work.terms % LINE != 0 or (work.n % LINE != 0 and not work.k_last)
+    is_large = elements >= LARGE
+    is_ragged = work.k // work.terms % LINE != 0
+    if elements >= _SMALLEST and work.n % LINE and not work.k_last:
+        # A kernel reads copies of the weights with longer rows, which XLA writes first.
+        padding = Passes(bytes_of_element=2 * work.itemsize, launches=work.products)
+        gain -= padding.time(work.products * work.k * work.n) / whole
     too_small = elements < _SMALLEST or (work.k > SPLIT_SUM and not is_large)
-    converts = work.b_bytes != work.itemsize
-    too_few = (converts and work.m <= 2 * MAX_ROWS) or (work.terms > 1 and elements < _SMALLEST)
-    too_long = too_few and work.k // work.terms > SPLIT_SUM
+    converts = work.b_bytes != work.itemsize and work.m <= 2 * MAX_ROWS
+    too_long = (converts and work.k // work.terms > SPLIT_SUM) or (
+        work.m * work.n < FEW_TILES and work.k > 2 * SPLIT_SUM
+    )
     is_fit = not too_long and (several or not too_small)
-    spares = is_fit and share >= (_RAGGED_SHARE if is_ragged else _SHARE)
+    spares = is_fit and gain >= (_RAGGED_SHARE if is_ragged else _SHARE)
     # gelu in its epilogue does not slow down cuBLASLt's product, unless it also writes the
     # preactivation.
     gelu_alone = work.activations > 0 and work.written_bytes <= work.itemsize
@@ -89,6 +97,8 @@ def _few_rows(work: Work, several: bool) -> Rule:
     megabytes = work.products * work.k * work.n * work.b_bytes / MEGABYTE
     if megabytes < _LEAST_WEIGHTS and work.k < SPLIT_SUM and not several:
         return _xla(f"its product of {megabytes:.1f} MB of weights ends sooner")
+    if work.m == 1 and work.b_bytes != work.itemsize and 2 * work.k > LINE * work.n:
+        return _xla(f"its sums of {work.k} are divided among more SMs than the kernel's")
     if megabytes > _MOST_WEIGHTS:
         return _xla(f"its product reads {megabytes:.0f} MB of weights as fast")
     return Rule(("pallas", "xla"), f"the small-M kernel reads {megabytes:.1f} MB of weights once")
@@ -109,8 +119,8 @@ def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
         passes = several * again.time(work.rows * work.features)
     if work.sums:
         passes += Passes(bytes_of_element=work.itemsize, launches=2).time(work.rows * width)
-    if work.rows * work.itemsize % cuda_library.VECTOR_BYTES:
-        # XLA pads both operands to aligned rows.
+    if work.elements <= 2 * FEW_TILES and work.rows * work.itemsize % cuda_library.VECTOR_BYTES:
+        # XLA splits the sums of few tiles and then pads both operands to aligned rows.
         padding = Passes(bytes_of_element=2 * work.itemsize, launches=2)
         passes += padding.time(work.rows * (work.features + width))
     share = passes / product(work.features, width, work.rows, work.itemsize)
@@ -119,7 +129,7 @@ def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
     short = work.rows <= _SHORT_SUM
     if (not passes and (narrow or short)) or (short and work.elements <= MAX_ROWS**2):
         return _xla(f"{told}, of few rows or columns")
-    if work.elements <= _FEW_TILES or (work.elements <= _LARGE and share >= _SHARE):
+    if work.elements <= FEW_TILES or (work.elements <= LARGE and share >= _SHARE):
         return Rule(("pallas", "xla"), f"{told}, and XLA splits its sums in more kernels")
     return _xla(f"{told}, and its product is as fast")
 

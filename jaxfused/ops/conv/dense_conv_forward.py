@@ -15,7 +15,7 @@ from jaxfused.ops.linear.linear_stages import CHEAP_ACTIVATIONS
 from jaxfused.ops.norm import batch_norm_xla
 from jaxfused.runtime import product_regimes
 from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
-from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.roofline import Passes, is_modelled
 from jaxfused.runtime.runner import Axes, Results
@@ -23,6 +23,7 @@ from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.small_m import MAX_ROWS
 
 
 def why_unsupported(
@@ -115,9 +116,16 @@ class Windowed(AsProduct):
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         call = self.call(device, *operands)
-        if "pallas" not in able or call.window.is_pointwise or not is_modelled(device):
+        if "pallas" not in able or not is_modelled(device):
             return super().estimate(device, able, *operands)
-        return dense_conv_regimes.rule(call)
+        if not call.window.is_pointwise:
+            return dense_conv_regimes.rule(call)
+        work, passes = self.product(device, *operands)
+        if work.k < product_regimes.LINE:
+            return Rule(("xla",), f"memory bounds a product of {work.k} channels in XLA too")
+        # With more channels than a step of the kernel's sum, small results are the kernel's too.
+        several = work.m > MAX_ROWS and MAX_ROWS < work.k <= product_regimes.SPLIT_SUM
+        return product_regimes.estimate(device, work, passes, several=several or None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pallas_kernels.conv.conv import ConvCall
 
 _FEW_CHANNELS = 48
 """Channels of x below which cuDNN is faster than Pallas with two spatial axes (not with three)."""
-_FEW_VALUES, _LONG_SUM = 2**16, 4096
+FEW_VALUES, _LONG_SUM = 2**16, 4096
 """Values of a result up to which cuDNN, which splits sums among CTAs, is faster, if each value sums more
 than _LONG_SUM products (taps * channels) in a dgrad of images, or twice as many in a forward.
 """
@@ -53,9 +53,9 @@ def why_cudnn(call: ConvCall, *, of_weights: bool = False) -> str | None:
     if channels < _FEW_CHANNELS and not is_volume:
         return f"cuDNN is faster with fewer than {_FEW_CHANNELS} channels, and there are {channels}"
     longest = _LONG_SUM if call.flipped else 2 * _LONG_SUM
-    if values <= _FEW_VALUES and length > longest and not (call.flipped and is_volume):
+    if values <= FEW_VALUES and length > longest and not (call.flipped and is_volume):
         return (
-            f"cuDNN is faster at {_FEW_VALUES} values or fewer that are sums of more than {longest},"
+            f"cuDNN is faster at {FEW_VALUES} values or fewer that are sums of more than {longest},"
             f" and there are {values} sums of {length}"
         )
     return None

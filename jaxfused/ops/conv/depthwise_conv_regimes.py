@@ -7,6 +7,7 @@ judges a change of them); `jaxfused.tune` measures what they leave open.
 from typing import Any
 
 from jaxfused import dispatch
+from jaxfused.ops.conv import dense_conv_regimes
 from jaxfused.ops.conv.depthwise_conv_cuda import Tile, Window
 
 _SMALL, _LARGE = 3, 7
@@ -31,9 +32,12 @@ def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
             f"kernels of 3 x 3 are faster where at most {1 - least:.0%} of their lanes idle, and with"
             f" {channels} channels and {width} columns {1 - useful:.0%} would"
         )
-    by_tiles = Tile.why_unfit(device.compute_capability, channels, window, x.dtype) is None
-    if by_tiles or (window.stride == 1 and min(window.kernel) >= _LARGE):
+    if window.stride == 1 and min(window.kernel) >= _LARGE:
         return None
+    if Tile.why_unfit(device.compute_capability, channels, window, x.dtype) is None:
+        if 2 * x.size >= dense_conv_regimes.FEW_VALUES:
+            return None
+        return f"cuDNN starts sooner than the kernels, and x has only {x.size} values"
     rows, columns = window.kernel
     return (
         "depthwise kernels are known to be faster of few taps along one axis, of 3 x 3, on tensor cores"

@@ -9,7 +9,7 @@ import jax
 from jaxfused.ops.linear import mlp_cuda, mlp_xla
 from jaxfused.ops.linear.mlp_stages import passes_of, why_not_of
 from jaxfused.runtime import product_regimes
-from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import side_by_side, sums_side_by_side
 from jaxfused.runtime.roofline import Passes
@@ -149,6 +149,9 @@ class GatedHiddenGradient(ProductStage):
     def estimate(self, device, able, dy, w_down, gate, up) -> Estimate:
         del able
         work = self.work(dy, w_down, gate, up)
+        is_small = work.m > MAX_ROWS and work.m * work.n <= 2 * product_regimes.LARGE
+        if self.joined and is_small and work.k >= product_regimes.SPLIT_SUM:
+            return Rule(("xla",), "its products read one array, of dgate and dup, which XLA writes")
         evaluations = work.activations + sum(self.sums_rows)
         passes = passes_of(work, self.activation, evaluations=evaluations)
         if work.m > MAX_ROWS:

@@ -165,14 +165,21 @@ class Forward:
         passes = Passes(bytes_of_element=steps * moved, launches=len(heads.widths) * steps)
         few, spared = work.m <= MAX_ROWS, passes.time(work.m * work.n)
         is_long, is_even = work.k > product_regimes.SPLIT_SUM, work.k % product_regimes.LINE == 0
+        is_longer = work.k >= 2 * product_regimes.SPLIT_SUM
         # XLA pads a D that is no multiple of LINE, takes two kernels for one row, splits only long sums.
-        if few and work.m > 1 and parameters[0].dtype != x.dtype and is_long and is_even:
+        as_it_reads = work.m > 1 and is_long and is_even
+        # Without a small-M kernel for these heads, weights are converted before a tile of 128 rows.
+        narrow = heads.finishes and heads.size < MAX_ROWS
+        if few and parameters[0].dtype != x.dtype and (as_it_reads or narrow):
             return Rule(("xla",), "its product converts the weights as it reads them")
         if few and heads.finishes and heads.unit > _WIDE_HEAD:
             return Rule(("xla",), f"a CTA of few rows has a whole head, of {heads.unit} columns")
-        if not few and heads.finishes and is_long and heads.size >= _WIDE_HEAD:
+        if not few and heads.finishes and is_longer and heads.size >= _WIDE_HEAD:
             return Rule(("xla",), f"its long sums are faster beside heads of {heads.size} columns")
-        return product_regimes.estimate(device, work, spared, several=few)
+        # XLA copies three results, and is faster where it splits long sums of few tiles.
+        splits = is_long and work.m * work.n <= product_regimes.FEW_TILES
+        several = few or (work.k >= 2 * MAX_ROWS and not splits)
+        return product_regimes.estimate(device, work, spared, several=several)
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:
         *weights_and_biases, q_scale, k_scale, cos, sin = parameters
@@ -349,7 +356,7 @@ def _why_not(device: dispatch.Device, x: Any, heads: Heads) -> dict[str, str | N
 
 _WIDE_HEAD = 128
 """Features of a head above which XLA is faster at small M with a norm or rotation, because one CTA
-computes a whole head, and from which it is faster at larger M if D is above SPLIT_SUM."""
+computes a whole head, and from which it is faster at larger M if D is at least 2 * SPLIT_SUM."""
 _OF_PAIRS = 2
 """XLA's time to rotate interleaved pairs of features, which it loads one by one, divided by its time to
 rotate the halves of a head."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
-from jaxfused.runtime import cuda_choice
+from jaxfused.runtime import cuda_choice, product_regimes
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.quantized_array import (
     Layout,
@@ -256,8 +256,9 @@ class LayerOfBoth(Layer):
             return Rule(("xla",), "a kernel's tile has many more rows than x")
         if "pallas" not in able or not is_modelled(device):
             return None
-        if x.shape[0] * values.shape[0] < _SMALLEST_RESULT:
-            return Rule(("xla",), "the result has few tiles")
+        is_short = x.shape[1] <= product_regimes.SPLIT_SUM
+        if is_short and x.shape[0] * values.shape[0] < _SMALLEST_RESULT:
+            return Rule(("xla",), "the result has few tiles of short sums")
         return Rule(
             ("pallas", "xla"), "8-bit products take half the time, with scales in the epilogue"
         )
