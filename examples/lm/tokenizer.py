@@ -133,8 +133,13 @@ class Tokenizer:
         if self.template is None:
             raise ExampleError(NO_TEMPLATE)
         try:
+            # Templates ask whether tools and documents are None, as they are in transformers.
             text = self._compiled.render(
-                messages=messages, add_generation_prompt=True, **self.names
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self.names,
             )
         except needed("jinja2").TemplateError as error:
             raise ExampleError(
@@ -150,7 +155,26 @@ class Tokenizer:
     @functools.cached_property
     def _compiled(self) -> Any:
         sandbox = needed("jinja2.sandbox")
-        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        extensions = needed("jinja2.ext")
+
+        class Generation(extensions.Extension):
+            """The tags around an answer, which mark what is trained; they write nothing."""
+
+            tags = frozenset({"generation"})
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, extensions.loopcontrols],
+        )
+        # Jinja's own filter writes "<" and letters beyond ASCII as escapes.
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, **dict(ensure_ascii=False) | options
+        )
 
         def refuse(message: str) -> None:
             raise needed("jinja2").TemplateError(message)
@@ -166,7 +190,8 @@ class Tokenizer:
         decoder = json.loads(self.rules.to_str())["decoder"]
         of_token = _of_byte_level if "ByteLevel" in json.dumps(decoder) else _of_words
         result = []
-        for i in range(self.rules.get_vocab_size()):
+        # Numbers may be left out, so the last one can be beyond the size of the vocabulary.
+        for i in range(max(self.rules.get_vocab().values(), default=-1) + 1):
             if i in added:
                 result.append(b"" if added[i].special else added[i].content.encode())
             else:
@@ -192,7 +217,10 @@ class ByteTokenizer:
 
 def _of_byte_level(token: str) -> bytes:
     """Returns the bytes of a token in GPT-2's byte-level alphabet, in which a blank is "Ġ"."""
-    return bytes(_alphabet()[character] for character in token)
+    letters = _alphabet()
+    if not letters.keys() >= set(token):
+        return token.encode()  # as the package tokenizers decodes a token that has other characters
+    return bytes(letters[character] for character in token)
 
 
 @functools.cache

@@ -206,6 +206,33 @@ def test_conversations_have_the_models_own_form():
         Tokenizer.of_gguf(fields() | refusing).encode_chat([])
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{% if loop.last %}{% break %}{% endif %}a{% endfor %}c", "c"),
+        ("{%- generation -%} a {{ bos_token }} {%- endgeneration -%}", "a <end>"),
+        ("{% if tools is not none or documents is not none %}a{% endif %}c", "c"),
+        ("{{ messages[0].content | tojson }}", '"<é>"'),
+    ],
+)
+def test_templates_have_what_transformers_gives_them(template, text):
+    pytest.importorskip("tokenizers", reason="it is in the extra lm")
+    tokenizer = Tokenizer.of_gguf(fields() | {"chat_template": template})
+    tokens = tokenizer.encode_chat([dict(role="user", content="<é>")])
+    assert b"".join(tokenizer.bytes_of(t) or b"<end>" for t in tokens).decode() == text
+
+
+def test_tokens_whose_numbers_leave_some_out(tmp_path):
+    pytest.importorskip("tokenizers", reason="it is in the extra lm")
+    path = tmp_path / "tokenizer.json"
+    Tokenizer.of_gguf(fields()).rules.save(str(path))
+    rules = json.loads(path.read_text())
+    rules["model"]["vocab"] |= {"Ġ1": 900, "字": 901}
+    path.write_text(json.dumps(rules))
+    tokenizer = Tokenizer.of_directory(tmp_path)
+    assert [tokenizer.bytes_of(t).decode() for t in (899, 900, 901, 902)] == ["", " 1", "字", ""]
+
+
 def test_a_vocabulary_that_is_cut_by_unknown_rules_is_refused():
     with pytest.raises(ExampleError, match="it is 'gpt2' with 'tekken'"):
         Tokenizer.of_gguf(fields(pre="tekken"))

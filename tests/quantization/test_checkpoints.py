@@ -316,6 +316,9 @@ def test_what_files_hold_as_it_is_stored(tmp_path):
     assert found["w"].dtype == jnp.bfloat16 and found["n"] == 5
     np.testing.assert_array_equal(found["w"], arrays["w"])
     assert jaxfused.quantization.read_metadata(tmp_path) == {"made": "here"}
+    same = {"layers.0.wq": arrays["w"]}
+    safetensors_file.write(tmp_path / "consolidated.safetensors", same, {"made": "elsewhere"})
+    assert jaxfused.quantization.read_tensors(tmp_path).keys() == arrays.keys()
 
 
 def test_a_split_gguf(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 from jaxfused.quantization.checkpoints import safetensors_file
 
 _MOST_CONFIG_BYTES = 100_000_000
-_INDEX = "model.safetensors.index.json"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def tensors_of(op: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -91,6 +91,9 @@ def _files(op: str, path: Path) -> tuple[list[Path], dict[str, Path]]:
         files = {name: _regular(op, path, name, ".safetensors") for name in names}
         return list(files.values()), {tensor: files[name] for tensor, name in weight_map.items()}
     names = sorted(file.name for file in path.glob("*.safetensors"))
+    if _WHOLE in names:
+        # Beside it may lie the same weights under other names, as consolidated.safetensors.
+        names = [_WHOLE]
     if names:
         return [_regular(op, path, name, ".safetensors") for name in names], {}
     others = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)

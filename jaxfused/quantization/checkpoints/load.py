@@ -102,8 +102,9 @@ def load(
     after another on the device. No pickle is read.
 
     Args:
-      path: a folder with config.json and .safetensors files, with or without an index; or a
-        .safetensors file, with its config.json next to it; or a .gguf file, any part of a split one.
+      path: a folder with config.json and .safetensors files, with or without an index (without one,
+        model.safetensors alone if there is one, as in Transformers); or a .safetensors file, with its
+        config.json next to it; or a .gguf file, any part of a split one.
       config: the `quantization_config`, in place of the one next to the files.
       prefix: only tensors whose names start with it are read; results have their whole names.
       sharding: where arrays are to be: a `jax.sharding.Sharding` for all, or a function of a name and

@@ -82,7 +82,7 @@ def _config_there(folder: Path) -> dict[str, Any]:
     """Returns the folder's config.json, {} if it has none.
 
     Raises:
-      ValueError: the config cannot be read, or the folder has files that `load` would read too.
+      ValueError: the config cannot be read, or the folder has files that some libraries read too.
     """
     weights = sorted(file.name for file in folder.glob("*.safetensors*") if file.name != _FILE)
     if weights:
