@@ -174,7 +174,9 @@ class ActivationGradient:
                 ("xla",), "XLA evaluates the derivative as fast, and there is nothing to sum"
             )
         misaligned = z.shape[1] * z.dtype.itemsize % cuda_library.VECTOR_BYTES
-        if misaligned or z.size < 2 * cuda_choice.LEAST_VALUES:
+        # XLA computes relu's derivative in the kernel that sums it.
+        least = cuda_choice.LEAST_VALUES * (2 if self.activation == "relu" else 1)
+        if misaligned or z.size < least:
             return Rule(("xla",), "rows are misaligned, or XLA starts sooner")
         return Rule(("cuda",), "CUDA C evaluates and sums faster than XLA")
 
