@@ -96,20 +96,20 @@ def fuse[F: Callable[..., Any]](f: F, *, without: Collection[str] = ()) -> F:
 
     @functools.wraps(f, updated=())
     def fused(*args: Any, **kwargs: Any) -> Any:
-        traced = trace(f, args, kwargs)
-        program = graph.build(traced.jaxpr)
-        refused: dict[str, str] = {}
-        while True:
-            found = recognise(program, name_of(f), tuple(without), refused)
-            try:
-                results = evaluate.run(found.plan, traced.arguments)
-                break
-            except evaluate.Refused as refusal:
-                if refusal.site.label in refused:
-                    raise
-                refused[refusal.site.label] = str(refusal)
-        report.record(found.report)
-        return traced.finish(results)
+        with trace(f, args, kwargs) as traced:
+            program = graph.build(traced.jaxpr)
+            refused: dict[str, str] = {}
+            while True:
+                found = recognise(program, name_of(f), tuple(without), refused)
+                try:
+                    results = evaluate.run(found.plan, traced.arguments)
+                    break
+                except evaluate.Refused as refusal:
+                    if refusal.site.label in refused:
+                        raise
+                    refused[refusal.site.label] = str(refusal)
+            report.record(found.report)
+            return traced.finish(results)
 
     return cast(F, fused)
 

@@ -529,6 +529,63 @@ def test_an_argument_that_is_a_module_of_nnx_is_written_back():
     assert float(model.calls[...]) == 1
 
 
+def test_a_variable_that_is_an_argument_is_written_back():
+    calls = nnx.Variable(jnp.zeros(()))
+
+    def f(state, x):
+        state["calls"][...] += 1
+        return x * state["the same"][...]
+
+    state = {"calls": calls, "the same": calls}
+    np.testing.assert_array_equal(jaxfused.fuse(f)(state, X), X)
+    np.testing.assert_array_equal(jaxfused.fuse(f)(state, X), 2 * X)
+    assert calls[...] == 2
+
+
+class Sowing(nnx.Module):
+    def __init__(self):
+        self.dropout = nnx.Dropout(0.5)
+        self.old = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "x", x)
+        return x
+
+
+def test_intermediates_are_captured_around_the_call_or_within():
+    for forward in (
+        nnx.capture(jaxfused.fuse(lambda model, x: model(x)), nnx.Intermediate),
+        jaxfused.fuse(nnx.capture(lambda model, x: model(x), nnx.Intermediate)),
+    ):
+        _, captured = forward(Sowing(), X)
+        np.testing.assert_array_equal(captured["x"][0], X)
+
+
+def test_what_a_call_adds_to_an_object_or_takes_from_it_stays_so():
+    def f(model, x):
+        model.new = nnx.Param(x)
+        model.eval()
+        del model.old
+        return x
+
+    model = Sowing()
+    jaxfused.fuse(f)(model, X)
+    np.testing.assert_array_equal(model.new[...], X)
+    assert model.dropout.deterministic and not hasattr(model, "old")
+
+
+def test_an_object_of_a_trace_around_may_stand_beside_one_that_changes():
+    model, outer = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(()))
+
+    def loss(model, x):
+        return jaxfused.fuse(lambda model, outer, x: jnp.sum(model(x) * outer[...]))(
+            model, outer, x
+        )
+
+    gradient = nnx.grad(loss, argnums=1)(model, X)
+    assert model.rngs.count[...] == 1 and float(jnp.max(gradient)) == 2
+
+
 def test_random_streams_of_nnx_go_on_where_the_call_left_them():
     dropout = nnx.Dropout(0.5)
     ours, stock = nnx.Rngs(3), nnx.Rngs(3)
