@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +171,12 @@ class KVCache:
             scales = tuple(jnp.asarray(scale, jnp.float32) for scale in scales)
             for name, scale in zip(("key_scale", "value_scale"), scales, strict=True):
                 check_shape("KVCache", name, scale, (*stack, key_heads), "each head has a scale")
+                known = readable_values(scale)
+                if known is not None and not (np.isfinite(known) & (known > 0)).all():
+                    raise ValueError(
+                        f"KVCache: {name} is {known.tolist()}, but tokens are divided by it; pass"
+                        " positive, finite scales."
+                    )
         if starts is not None:
             check_shape(
                 "KVCache", "starts", as_int32(starts), (batch,), f"there are {batch} sequences"
@@ -204,10 +210,16 @@ class KVCache:
 
         They count from each sequence's start; those of padding before it are negative.
         """
+        if not isinstance(tokens, int | np.integer) or tokens < 0:
+            raise ValueError(
+                f"KVCache.positions: tokens is {tokens!r}, but it is the number of new tokens; pass an"
+                " int of 0 or more."
+            )
         self = self._of_jax()
         positions = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
         return positions if self.starts is None else positions - self.starts[:, None]
 
+    @python_numbers
     def append(
         self,
         key: jax.Array,
@@ -220,7 +232,7 @@ class KVCache:
         sin: jax.Array | None = None,
         interleaved: bool = False,
         implementation: dispatch.Implementation | None = None,
-    ) -> "KVCache":
+    ) -> Self:
         """Returns the cache with T new tokens of each sequence written; `advance` updates the lengths.
 
         Args:
@@ -246,9 +258,10 @@ class KVCache:
           ValueError: shapes do not fit, or a sequence comes twice.
         """
         self = self._of_jax()
+        key, value = as_arrays(key, value)
         self._check_layer(layer)
         lengths, given = self._lengths(key, counts, batch_index)
-        self._check_sequences(counts, batch_index)
+        self._check_sequences("append", counts, batch_index)
         batch, tokens = key.shape[:2]
         what = f"the cache has {self.key.shape[-2]} key heads"
         for name, new, kept in (("key", key, self.key), ("value", value, self.value)):
@@ -336,6 +349,7 @@ class KVCache:
         self = self._of_jax()
         self._check_layer(layer)
         lengths, given = self._lengths(query, counts, batch_index)
+        self._check_sequences("attend", counts, batch_index)
         check_floating("KVCache.attend", {"query": query})
         tokens = query.shape[1]
         tree_mask, alibi_slopes = new_tokens.check("KVCache.attend", query, tree_mask, alibi_slopes)
@@ -451,13 +465,13 @@ class KVCache:
 
     # --- places and masks -------------------------------------------------------------------------
 
-    def _of_jax(self) -> "KVCache":
+    def _of_jax(self) -> Self:
         """Returns the cache with JAX's arrays, in place of NumPy's of a checkpoint, or of lists."""
         names = ("key", "value", "key_scale", "value_scale")
         arrays = as_arrays(*(getattr(self, name) for name in names))
         starts = None if self.starts is None else as_int32(self.starts)
         kept: dict[str, Any] = dict(zip(names, arrays, strict=True))
-        return replace(self, lengths=as_int32(self.lengths), starts=starts, **kept)
+        return replace(self, lengths=_integers("lengths", self.lengths), starts=starts, **kept)
 
     def _check_layer(self, layer: Any) -> None:
         if (layer is None) != (self.key.ndim == 4):
@@ -477,8 +491,11 @@ class KVCache:
                 f" to {layers - 1}."
             )
 
-    def _check_sequences(self, counts: Any, batch_index: Any) -> None:
-        """Checks, if the values are known, that `batch_index` repeats no sequence with new tokens."""
+    def _check_sequences(self, method: str, counts: Any, batch_index: Any) -> None:
+        """Checks, if the values are known, the sequences with new tokens.
+
+        The cache must have them, and `append` must have each of them once.
+        """
         if batch_index is None:
             return
         index, new = (
@@ -487,10 +504,16 @@ class KVCache:
         )
         if index is None or new is None:
             return
-        index = np.where(index < 0, index + self.lengths.shape[0], index)
-        sequences, times = np.unique(
-            index[np.broadcast_to(new > 0, index.shape)], return_counts=True
-        )
+        index, batch = index[np.broadcast_to(new > 0, index.shape)], self.lengths.shape[0]
+        if index.size and not -batch <= index.min() <= index.max() < batch:
+            raise ValueError(
+                f"KVCache.{method}: batch_index is {batch_index}, but the cache has {batch} sequences;"
+                f" pass numbers from 0 to {batch - 1}, or counts of 0 for the others."
+            )
+        if method == "attend":
+            return
+        index = np.where(index < 0, index + batch, index)
+        sequences, times = np.unique(index, return_counts=True)
         twice = sequences[times > 1]
         if twice.size:
             raise ValueError(

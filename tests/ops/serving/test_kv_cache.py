@@ -412,6 +412,17 @@ def test_alibi_is_a_bias_by_distance():
             lambda: zeros(4).append(*tokens(1)[1:], batch_index=[1, -1]),
             r"batch_index is \[1, -1\], with tokens of sequence 1 more than once",
         ),
+        (lambda: zeros(4).attend(tokens(1)[0], batch_index=[0, 2]), "the cache has 2 sequences"),
+        (lambda: zeros(4).append(None, tokens(1)[2]), "KVCache: key is None"),
+        (lambda: zeros(4).positions(2.5), "positions: tokens is 2.5.* pass an int"),
+        (
+            lambda: dataclasses.replace(zeros(4), lengths=jnp.ones(2)).advance(1),
+            "lengths has dtype float32",
+        ),
+        (
+            lambda: zeros(4, dtype="int8", key_scale=-np.ones(K), value_scale=np.ones(K)),
+            "key_scale is .* pass positive",
+        ),
     ],
 )
 def test_refuses(call, message):
