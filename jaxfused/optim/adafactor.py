@@ -76,6 +76,12 @@ def adafactor(
     Source: Shazeer, Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018,
     https://arxiv.org/abs/1804.04235
     """
+    least: Any = min_dim_size_to_factor
+    if isinstance(least, jax.core.Tracer):
+        raise ValueError(
+            "adafactor: min_dim_size_to_factor is traced, but it decides the shapes of the state; pass"
+            ' static_args="min_dim_size_to_factor" to optax.inject_hyperparams.'
+        )
     stages = _Stages(
         optax.scale_by_factored_rms(
             factored, decay_rate, decay_offset, min_dim_size_to_factor, eps

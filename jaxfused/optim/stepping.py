@@ -22,7 +22,7 @@ from jaxfused.optim import eight_bit
 from jaxfused.optim import ema as averages
 from jaxfused.optim.moving_leaves import flatten, of_moving_leaves
 from jaxfused.runtime import stochastic_rounding
-from jaxfused.runtime.checks import python_numbers, said
+from jaxfused.runtime.checks import as_flag, python_numbers, said
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.reference_rules import with_reference_rules
 from jaxfused.runtime.serialization import serializable
@@ -149,6 +149,7 @@ def step(
             f"step: max_norm is {said(max_norm)}, but gradients can only be clipped to a positive norm;"
             " pass 1.0, or None for no clipping."
         )
+    skip_nonfinite = as_flag("step", "skip_nonfinite", skip_nonfinite, words=(), optional=False)
     why = _why(tx, grads, state, params)
     chosen = dispatch.choose("step", implementation, why)
     step = _keeping_step
@@ -551,12 +552,14 @@ def _check_gradients(grads: optax.Updates, params: optax.Params) -> None:
     leaves, treedef = flatten(grads)
     try:
         treedef.flatten_up_to(params)
-    except ValueError as error:
-        strangers = sorted(_shapes(grads) - _shapes(params))
+    except ValueError:
+        of_grads, of_params = _shapes(grads), _shapes(params)
         raise ValueError(
-            f"step: grads have leaves and shapes that params do not have, {strangers[:3]}, or lack some"
-            f" ({error}); pass gradients in a tree like params, with None for a parameter that stays."
-        ) from error
+            f"step: grads are a {type(grads).__name__} and params a {type(params).__name__}: grads have"
+            f" leaves and shapes that params do not have, {sorted(of_grads - of_params)[:3]}, lack"
+            f" {sorted(of_params - of_grads)[:3]}, or have other types of nodes; pass gradients in a"
+            " tree like params, with None for a parameter that stays."
+        ) from None
     if any(jnp.result_type(leaf) == jax.dtypes.float0 for leaf in leaves if leaf is not None):
         raise ValueError(
             "step: grads have a leaf of dtype float0, as jax.grad gives it to integers; pass None in its"

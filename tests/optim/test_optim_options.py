@@ -100,8 +100,12 @@ def test_scalars_of_any_kind_are_one_number(name):
 
 def test_dtypes_under_inject_hyperparams():
     params = {"w": jnp.ones((4, 8))}
-    make_tx = optax.inject_hyperparams(optim.adafactor)
+    make_tx = optax.inject_hyperparams(optim.adafactor, static_args="min_dim_size_to_factor")
     tx = make_tx(optax.linear_schedule(0.1, 0.0, 10), momentum=0.9)
     assert optax.tree_utils.tree_get(tx.init(params), "ema")["w"].dtype == jnp.float32
+    jax.eval_shape(tx.update, params, tx.init(params), params)
+    tx = optax.inject_hyperparams(optim.adafactor)(0.1)
+    with pytest.raises(ValueError, match=r"min_dim_size_to_factor is traced.* static_args"):
+        jax.eval_shape(tx.update, params, tx.init(params), params)
     with pytest.raises(ValueError, match=r"adamw: mu_dtype is .*no dtype; pass its name"):
         optax.inject_hyperparams(optim.adamw)(0.1, mu_dtype=jnp.bfloat16).init(params)

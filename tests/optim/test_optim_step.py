@@ -413,6 +413,13 @@ def test_gradients_of_other_places_or_shapes(grads):
         tx.step(grads, tx.init(params), params)
 
 
+def test_whether_to_skip_is_true_or_false():
+    tx, params = optim.sgd(0.1), jnp.ones(2)
+    with pytest.raises(ValueError, match=r"step: skip_nonfinite is 'yes'.* pass"):
+        tx.step(params + 1, tx.init(params), params, skip_nonfinite="yes")
+    tx.step(params + 1, tx.init(params), params, skip_nonfinite=jnp.array(True))
+
+
 def test_gradients_of_integers():
     tx, params = optim.sgd(0.1), {"w": jnp.ones(2), "i": jnp.arange(2)}
     grads = {"w": jnp.ones(2), "i": np.zeros(2, jax.dtypes.float0)}
