@@ -155,10 +155,17 @@ _HARMLESS = frozenset(
         "add_cross_attention",
         "architectures",
         "attention_dropout",
+        "bad_words_ids",
+        "begin_suppress_tokens",
         "cache_implementation",
-        "do_sample",
         "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "diversity_penalty",
+        "do_sample",
         "dtype",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
         "finetuning_task",
         "id2label",
         "initializer_range",
@@ -166,31 +173,49 @@ _HARMLESS = frozenset(
         "is_encoder_decoder",
         "is_llama_config",
         "label2id",
+        "length_penalty",
         "max_length",
         "max_new_tokens",
+        "max_sequence_length",
         "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_scores",
+        "prefix",
         "pretraining_tp",
         "problem_type",
+        "remove_invalid_values",
         "repetition_penalty",
         "return_dict",
+        "return_dict_in_generate",
         "sliding_window_size",
+        "suppress_tokens",
+        "task_specific_params",
         "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
         "top_k",
         "top_p",
         "torch_dtype",
+        "torchscript",
         "transformers.js_config",
         "transformers_version",
+        "typical_p",
         "unsloth_fixed",
         "unsloth_version",
+        "use_bfloat16",
         "use_cache",
     }
 )
 """Keys that do not change the logits: they concern training, sampling, or the file itself."""
 _HARMLESS_NAME = re.compile(r"_|\w+_token_id$")
 
-_FIXED: Mapping[str, Any] = {"rope_interleaved": False}
+_FIXED: Mapping[str, Any] = {"pruned_heads": {}, "rope_interleaved": False}
 
 _GEMMA = dict(
     tie_word_embeddings=True,
@@ -293,6 +318,12 @@ def read_config(config: Mapping[str, Any]) -> Config:
     read = _Reader({k: v for k, v in family.defaults.items() if k not in none} | given)
 
     width, heads = read.size("hidden_size"), read.size("num_attention_heads")
+    key_heads = read.size("num_key_value_heads", heads)
+    if heads % key_heads:
+        raise ExampleError(
+            f"num_key_value_heads must divide num_attention_heads, but config.json has {key_heads} and"
+            f" {heads}; pass the file that belongs to the weights."
+        )
     head_size = read.size("head_dim", width // heads)
     bias = read.flag("attention_bias")
     features: dict[str, Any] = dict(qkv_bias=bias, project_bias=bias) | dict(family.features)
@@ -304,7 +335,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
         width=width,
         depth=len(windows),
         heads=heads,
-        key_heads=read.size("num_key_value_heads", heads),
+        key_heads=key_heads,
         head_size=head_size,
         hidden=read.size("intermediate_size"),
         max_length=read.size("max_position_embeddings"),

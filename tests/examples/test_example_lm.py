@@ -138,6 +138,8 @@ def test_keys_of_transformers_4_are_read(name, older):
     [
         (dict(model_type="phi3"), "must be one of llama.*but config.json has 'phi3'"),
         (dict(num_local_experts=8), "num_local_experts=8, which models of"),
+        (dict(num_key_value_heads=3), "num_key_value_heads must divide .* 3 and 4"),
+        (dict(pruned_heads={"0": [1]}), "pruned_heads=.* computes only {}"),
         (dict(model_type="bert"), "model_type must be one of llama, qwen2, .* but .* 'bert'"),
         (dict(residual_scale=0.5), "has residual_scale=0.5, which models of 'llama' are not known"),
         (dict(rope_interleaved=True), "rope_interleaved=True, which changes the results"),
@@ -162,6 +164,14 @@ def test_keys_of_transformers_4_are_read(name, older):
 def test_what_is_not_known_is_refused_by_name(changes, message):
     with pytest.raises(ExampleError, match=message):
         read_config(ROWS["Llama 3"].options["config"] | changes)
+
+
+def test_what_all_files_of_transformers_4_may_have_changes_nothing():
+    config = ROWS["Llama 3"].options["config"]
+    more = dict(
+        num_beams=1, length_penalty=1.0, pruned_heads={}, torchscript=False, tokenizer_class="T"
+    )
+    assert read_config(config | more) == read_config(config)
 
 
 def test_gemma_3s_own_files_say_only_what_is_not_the_default():
