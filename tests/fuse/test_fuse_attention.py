@@ -113,6 +113,14 @@ def tiled(q, k, v):
     return bthd(q, k, v, causal())
 
 
+def repeated_then_moved(q, k, v):
+    """Attention by `jnp.matmul`, for which repeated keys are transposed."""
+    q, v = q.transpose(0, 2, 1, 3), jnp.repeat(v, 2, axis=2).transpose(0, 2, 1, 3)
+    logits = jnp.matmul(q, jnp.repeat(k, 2, axis=2).transpose(0, 2, 3, 1)) * H**-0.5
+    p = jax.nn.softmax(jnp.where(causal(), logits, -1e9))
+    return jnp.matmul(p, v).transpose(0, 2, 1, 3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "attention",
@@ -121,6 +129,7 @@ def tiled(q, k, v):
         gemma,
         repeated,
         tiled,
+        repeated_then_moved,
         partial(jax.nn.dot_product_attention, is_causal=True),
     ],
 )

@@ -48,8 +48,7 @@ def make_site(
     of_keys = sizes = layout.sizes
     shared = _unrepeated(key, value, layout)
     if shared is not None:
-        key_value, value_value, of_keys = shared
-        key, value = (key_value, key[1]), (value_value, value[1])
+        key, value, of_keys = shared
     root, arrays = _root(after, (query[0], key[0], value[0]))
     parts = [part for masking in logits.masks for part in masking.parts]
     constant = mask.known(layout, parts)
@@ -238,22 +237,35 @@ def _check_queries_without_keys(logits: Logits) -> None:
 
 def _unrepeated(
     key: tuple[Value, Axes], value: tuple[Value, Axes], layout: mask.Layout
-) -> tuple[Value, Value, dict[str, int]] | None:
-    """Returns keys and values before their heads were repeated, with their axes' sizes, or None."""
+) -> tuple[tuple[Value, Axes], tuple[Value, Axes], dict[str, int]] | None:
+    """Returns keys and values before their heads were repeated, with their axes and sizes, or None."""
     if len(layout.heads) != 1:
         return None
     (head,) = layout.heads
-    inner = []
-    for operand, axes in (key, value):
+    inner: list[tuple[Value, Axes]] = []
+    key_heads: set[int] = set()
+    for operand, axes in (_untransposed(*key), _untransposed(*value)):
         if (head,) not in axes:
             return None
         before = _before_repeat(operand, axes.index((head,)))
         if before is None:
             return None
-        inner.append((before, before.shape[axes.index((head,))]))
-    if inner[0][1] != inner[1][1]:
+        inner.append((before, axes))
+        key_heads.add(before.shape[axes.index((head,))])
+    if len(key_heads) != 1:
         return None
-    return inner[0][0], inner[1][0], layout.sizes | {head: inner[0][1]}
+    return inner[0], inner[1], layout.sizes | {head: key_heads.pop()}
+
+
+def _untransposed(value: Value, axes: Axes) -> tuple[Value, Axes]:
+    """Returns an operand before its transpositions, with its axes' names there."""
+    node = core(value).node
+    while node is not None and node.name == "transpose":
+        order = [int(axis) for axis in node.params["permutation"]]
+        axes = tuple(axes[order.index(axis)] for axis in range(len(axes)))
+        value = node.ins[0]
+        node = core(value).node
+    return value, axes
 
 
 def _before_repeat(value: Value, axis: int) -> Value | None:
