@@ -38,18 +38,30 @@ def without_bias(x, w, b, labels=LABELS):
     )
 
 
+def by_gathering(x, w, b, labels=LABELS):
+    logits = wide(x @ w.astype(x.dtype) + b.astype(x.dtype))
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+
+
+def of_the_next_token(x, w, b, labels=LABELS):
+    logits = wide(x @ w.astype(x.dtype) + b.astype(x.dtype))[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels[:, 1:])
+
+
 def args(dtype):
     return normal(0, 2, 3, 8, dtype=dtype), normal(1, 8, 20), normal(2, 20)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("loss", [of_optax, by_one_hot, without_bias])
+@pytest.mark.parametrize(
+    "loss", [of_optax, by_one_hot, without_bias, by_gathering, of_the_next_token]
+)
 def test_the_loss_of_a_product(loss, dtype):
     inside = LABELS.clip(0, 19)
     assert_fuses(lambda *args: loss(*args, labels=inside).mean(), *args(dtype), into=INTO)
 
 
-@pytest.mark.parametrize("loss", [of_optax, by_one_hot])
+@pytest.mark.parametrize("loss", [of_optax, by_one_hot, by_gathering, of_the_next_token])
 def test_labels_outside_the_classes_give_what_they_gave(loss):
     """In Optax, negative labels count from the end, large ones give NaN, and one-hot rows are 0."""
     assert counts(loss, *args("float32"), LABELS) == INTO
@@ -64,6 +76,16 @@ def test_logits_that_are_used_elsewhere_are_kept():
 
     x, w, _ = args("float32")
     assert_left_alone(f, x, w, LABELS, because="an intermediate result is used")
+
+
+@pytest.mark.parametrize("cut", [np.s_[..., :-1], np.s_[:, :-1, ::2]])
+def test_some_classes_alone_are_no_logits_of_the_product(cut):
+    def f(x, w, labels):
+        return optax.softmax_cross_entropy_with_integer_labels((x @ w)[cut], labels[:, :2])
+
+    x, w, _ = args("float32")
+    x = x if cut[-1].step else x[:, :2]
+    assert counts(f, x, w, LABELS) == {}
 
 
 def test_few_logits_are_kept(monkeypatch):

@@ -1,6 +1,7 @@
 """Finds linear_softmax_cross_entropy: the loss of a product whose logits would fill the memory.
 
-It starts at a log-sum-exp and looks for the label's logit: gathered, or as a sum with a one-hot array.
+It starts at a log-sum-exp and looks for the label's logit or log-probability: gathered, or as a sum with
+a one-hot array. The logits may be those of some positions, as `logits[:, :-1]` of a language model.
 Fewer than FEWEST_LOGITS logits are left to XLA: saving them is faster than computing them again.
 """
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxfused.fusion.algebra import View, between, core, view
 from jaxfused.fusion.constants import evaluate
-from jaxfused.fusion.graph import Node, Value
+from jaxfused.fusion.graph import Node, Value, cuts
 from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections
 from jaxfused.fusion.recognisers.softmax import is_maximum, stands_at_rows
 from jaxfused.fusion.site import Book, Site
@@ -49,7 +50,8 @@ def find(book: Book) -> None:
             found = [(p, biased(book, p)) for p in projections(book)]
             by_result = {affine.value: (p, affine) for p, affine in found}
         loss = _loss(node, logits)
-        product = by_result.get(core(logits)) or by_result.get(logits)
+        of_rows, cut = _before_cut(logits)
+        product = by_result.get(core(of_rows)) or by_result.get(of_rows)
         if loss is None or product is None:
             continue
         p, affine = product
@@ -58,7 +60,15 @@ def find(book: Book) -> None:
         if math.prod(logits.shape) < FEWEST_LOGITS:
             book.miss("linear_softmax_cross_entropy", node, "its logits are few enough to be kept")
             continue
-        _add(book, node, loss, p, affine)
+        _add(book, node, loss, p, affine, cut)
+
+
+def _before_cut(logits: Value) -> tuple[Value, tuple[slice, ...]]:
+    """Returns the logits before a slice of their rows, and the slice of each axis of rows."""
+    node = core(logits).node
+    if node is None or node.name != "slice" or node.ins[0].shape[-1] != logits.shape[-1]:
+        return logits, (slice(None),) * (logits.ndim - 1)
+    return node.ins[0], tuple(cuts(node.out)[:-1])
 
 
 def _logits_of(node: Node) -> Value | None:
@@ -99,6 +109,9 @@ def _loss(node: Node, logits: Value) -> _Loss | None:
             value = reader.out
             continue
         if is_log_softmax:
+            if reader.name == "gather":
+                labels = _labels(reader, value)
+                return None if labels is None else _Loss(reader.out, -1.0, labels, "nan")
             return _loss_by_one_hot(reader, other)
         if not stands_at_rows(view(value), logits.shape, logits.ndim - 1):
             return None
@@ -160,16 +173,24 @@ def _gathered(value: Value, logits: Value) -> Value | None:
                 return None
             value = operand
             continue
-        rows = tuple(range(last))
-        picks_one = (
-            core(operand) is core(logits)
-            and tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (last,)
-            and tuple(numbers.operand_batching_dims) == rows
-            and tuple(numbers.start_indices_batching_dims) == rows
-            and node.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-        )
-        return indices if picks_one else None
+        return _labels(node, logits)
     return None
+
+
+def _labels(node: Node, rows: Value) -> Value | None:
+    """Returns the labels [...] if a gather picks one entry of each of the `rows` [..., F], or None."""
+    operand, indices = node.ins
+    numbers = node.params["dimension_numbers"]
+    last = operand.ndim - 1
+    before = tuple(range(last))
+    picks_one = (
+        core(operand) is core(rows)
+        and tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (last,)
+        and tuple(numbers.operand_batching_dims) == before
+        and tuple(numbers.start_indices_batching_dims) == before
+        and node.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    )
+    return indices if picks_one else None
 
 
 def _one_hot(value: Value) -> Value | None:
@@ -196,8 +217,10 @@ def _one_hot(value: Value) -> Value | None:
     return None
 
 
-def _add(book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased) -> None:
-    rows, classes = p.rows, math.prod(p.features)
+def _add(
+    book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased, cut: tuple[slice, ...]
+) -> None:
+    classes = math.prod(p.features)
     inputs = [p.x, p.w, loss.labels]
     if affine.bias is not None:
         inputs.append(affine.bias)
@@ -206,11 +229,12 @@ def _add(book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased) -> 
     def call(
         x: jax.Array, w: jax.Array, labels: jax.Array, *bias: jax.Array
     ) -> Sequence[jax.Array]:
-        labels = reshaped(labels, *rows)
+        x = p.inputs(x)[cut]
+        labels = reshaped(labels, *x.shape[:-1])
         inside = (labels >= 0) & (labels < classes)
         known = jnp.where(inside, labels, 0) if loss.outside == "zero" else labels
         losses = linear_softmax_cross_entropy(
-            p.inputs(x),
+            x,
             p.matrix(w),
             known,
             p.bias(bias[0]) if bias else None,
