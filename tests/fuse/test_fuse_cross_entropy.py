@@ -48,13 +48,27 @@ def of_the_next_token(x, w, b, labels=LABELS):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels[:, 1:])
 
 
+def of_one_row_for_each_token(x, w, b, labels=LABELS):
+    logits = (x @ w.astype(x.dtype) + b.astype(x.dtype))[:, 1:].reshape(-1, 20)
+    labels = labels[:, 1:].reshape(-1)
+    return optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
+
+
 def args(dtype):
     return normal(0, 2, 3, 8, dtype=dtype), normal(1, 8, 20), normal(2, 20)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "loss", [of_optax, by_one_hot, without_bias, by_gathering, of_the_next_token]
+    "loss",
+    [
+        of_optax,
+        by_one_hot,
+        without_bias,
+        by_gathering,
+        of_the_next_token,
+        of_one_row_for_each_token,
+    ],
 )
 def test_the_loss_of_a_product(loss, dtype):
     inside = LABELS.clip(0, 19)

@@ -1,7 +1,7 @@
 """Finds linear_softmax_cross_entropy: the loss of a product whose logits would fill the memory.
 
 It starts at a log-sum-exp and looks for the label's logit or log-probability: gathered, or as a sum with
-a one-hot array. The logits may be those of some positions, as `logits[:, :-1]` of a language model.
+a one-hot array. The logits' rows may be some of the product's (`logits[:, :-1]`), in another shape.
 Fewer than FEWEST_LOGITS logits are left to XLA: saving them is faster than computing them again.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxfused.fusion.algebra import View, between, core, view
+from jaxfused.fusion.algebra import View, between, core, is_reshape, view
 from jaxfused.fusion.constants import evaluate
 from jaxfused.fusion.graph import Node, Value, cuts
 from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections
@@ -50,8 +50,7 @@ def find(book: Book) -> None:
             found = [(p, biased(book, p)) for p in projections(book)]
             by_result = {affine.value: (p, affine) for p, affine in found}
         loss = _loss(node, logits)
-        of_rows, cut = _before_cut(logits)
-        product = by_result.get(core(of_rows)) or by_result.get(of_rows)
+        product, steps = _product_of(logits, by_result)
         if loss is None or product is None:
             continue
         p, affine = product
@@ -60,15 +59,34 @@ def find(book: Book) -> None:
         if math.prod(logits.shape) < FEWEST_LOGITS:
             book.miss("linear_softmax_cross_entropy", node, "its logits are few enough to be kept")
             continue
-        _add(book, node, loss, p, affine, cut)
+        _add(book, node, loss, p, affine, steps)
 
 
-def _before_cut(logits: Value) -> tuple[Value, tuple[slice, ...]]:
-    """Returns the logits before a slice of their rows, and the slice of each axis of rows."""
-    node = core(logits).node
-    if node is None or node.name != "slice" or node.ins[0].shape[-1] != logits.shape[-1]:
-        return logits, (slice(None),) * (logits.ndim - 1)
-    return node.ins[0], tuple(cuts(node.out)[:-1])
+def _product_of(
+    logits: Value, products: dict[Value, tuple[Projection, Biased]]
+) -> tuple[tuple[Projection, Biased] | None, list[Node]]:
+    """Returns the product that computes logits, and the slices and reshapes of its rows, in order."""
+    steps: list[Node] = []
+    value = logits
+    while True:
+        found = products.get(core(value)) or products.get(value)
+        node = core(value).node
+        if found is not None or node is None or not (node.name == "slice" or is_reshape(node)):
+            return found, steps[::-1]
+        if node.ins[0].shape[-1:] != logits.shape[-1:]:
+            return None, []
+        steps.append(node)
+        value = node.ins[0]
+
+
+def _stepped(x: jax.Array, steps: Sequence[Node]) -> jax.Array:
+    """Returns x [..., D] after slices and reshapes of logits' rows."""
+    for node in steps:
+        if node.name == "slice":
+            x = x[tuple(cuts(node.out)[:-1])]
+        else:
+            x = reshaped(x, *node.out.shape[:-1], x.shape[-1])
+    return x
 
 
 def _logits_of(node: Node) -> Value | None:
@@ -218,7 +236,7 @@ def _one_hot(value: Value) -> Value | None:
 
 
 def _add(
-    book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased, cut: tuple[slice, ...]
+    book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased, steps: Sequence[Node]
 ) -> None:
     classes = math.prod(p.features)
     inputs = [p.x, p.w, loss.labels]
@@ -229,7 +247,7 @@ def _add(
     def call(
         x: jax.Array, w: jax.Array, labels: jax.Array, *bias: jax.Array
     ) -> Sequence[jax.Array]:
-        x = p.inputs(x)[cut]
+        x = _stepped(p.inputs(x), steps)
         labels = reshaped(labels, *x.shape[:-1])
         inside = (labels >= 0) & (labels < classes)
         known = jnp.where(inside, labels, 0) if loss.outside == "zero" else labels
