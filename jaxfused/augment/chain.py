@@ -125,7 +125,7 @@ class Chain:
         Raises:
           ValueError: shapes or dtypes do not fit.
         """
-        if not isinstance(images, Batch) and jnp.ndim(images) == 3:
+        if images is not None and not isinstance(images, Batch) and jnp.ndim(images) == 3:
             one = jnp.asarray(images)[None]
             return self.apply(self.sample(as_key(key)[None], one), one)[0]
         return self.apply(self.sample(key, images, index), images)

@@ -279,6 +279,7 @@ class RandomErasing(_Erasing):
         op = type(self).__name__
         object.__setattr__(self, "scale", pair(op, "scale", self.scale, around=None, least=0))
         object.__setattr__(self, "ratio", pair(op, "ratio", self.ratio, around=None, least=1e-3))
+        check_share(op, "scale's larger number", self.scale[1])
         check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:

@@ -19,7 +19,7 @@ _OF_BATCH = 0x6D69780A
 
 def as_key(key: Any) -> jax.Array:
     """Returns a typed key (`jax.random.key`), converted if it is one of `jax.random.PRNGKey`."""
-    if isinstance(key, str):
+    if key is None or isinstance(key, str):
         raise ValueError(f"Chain: key is {key!r}; pass a key, as of jax.random.key(0).")
     key = jnp.asarray(key)
     is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

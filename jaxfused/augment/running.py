@@ -47,6 +47,8 @@ def checked(images: Any) -> Batch:
     batch = images if isinstance(images, Batch) else Batch(images)
     batch = Batch(*as_arrays(*batch))
     x = batch.images
+    if x is None:
+        raise ValueError("Chain: images are None; pass an array, or a Batch that has them.")
     if x.ndim not in (4, 5) or 0 in x.shape[1:]:
         raise ValueError(
             f"Chain: images have shape {x.shape}, but they are [B, H, W, C] or videos [B, T, H, W, C];"

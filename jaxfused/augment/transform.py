@@ -1,5 +1,6 @@
 """Base classes of transforms, one for each kind of part, and the type of a part's draws."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
@@ -186,9 +187,10 @@ def pair(op: str, name: str, value: Any, *, around: float | None, least: float |
         if least is not None:
             value = (max(least, value[0]), value[1])
     low_high = tuple(float(number) for number in value)
-    if len(low_high) != 2 or not low_high[0] <= low_high[1]:
+    if len(low_high) != 2 or not -math.inf < low_high[0] <= low_high[1] < math.inf:
         raise ValueError(
-            f"{op}: {name} is {value!r}, but a range is (low, high) with low <= high; pass two numbers."
+            f"{op}: {name} is {value!r}, but a range is (low, high) with low <= high; pass two finite"
+            " numbers."
         )
     if least is not None and low_high[0] < least:
         raise ValueError(

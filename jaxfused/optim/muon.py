@@ -19,6 +19,7 @@ from jaxfused.ops.optimizer.gradient_norm import clipping_factor, squared_norm
 from jaxfused.optim import newton_schulz
 from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, from_optax
+from jaxfused.runtime.checks import check_count
 from jaxfused.runtime.product_xla import explicit_mesh
 
 _QUINTIC = (
@@ -236,6 +237,8 @@ def muon(
     if preconditioning not in newton_schulz.PRECONDITIONINGS:
         known = ", ".join(newton_schulz.PRECONDITIONINGS)
         raise ValueError(f"muon: preconditioning is {preconditioning!r}; pass one of {known}.")
+    if not hasattr(ns_steps, "dtype"):
+        check_count("muon", "ns_steps", ns_steps)
     coefficients = _coefficients(ns_coeffs, ns_steps)
     numbers = _numbers(muon_weight_dimension_numbers)
     momentum = _Momentum(

@@ -60,7 +60,12 @@ def _dtype(op: str, name: str, value: Any) -> Any:
             f"{op}: {name} is {checks.said(value)}, which is no dtype; pass its name, as 'bfloat16':"
             " optax.inject_hyperparams takes jnp.bfloat16, which can be called, for a schedule."
         )
-    return checks.as_dtype(op, name, value)
+    if checks.as_dtype(op, name, value) is not None and not jnp.issubdtype(value, jnp.inexact):
+        raise ValueError(
+            f"{op}: {name} is {jnp.dtype(value)}, which holds no fractions; pass jnp.bfloat16 or"
+            " jnp.float32."
+        )
+    return value
 
 
 def _number(op: str, name: str, value: Any, *, is_schedule: bool, optional: bool) -> Any:

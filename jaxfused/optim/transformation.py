@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxfused.ops.optimizer.optimizer_step import KernelRule
 from jaxfused.optim import eight_bit, ema, stepping
 from jaxfused.optim.moving_leaves import flatten, of_moving_leaves
 from jaxfused.runtime import stochastic_rounding
+from jaxfused.runtime.checks import said
 
 Moments = tuple[jax.Array, ...]
 LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]
@@ -217,7 +219,15 @@ def fuse(
         random bits.
     """
     recipe = Recipe(make_rule, tuple(constants), learning_rate, weight_decay, mask, rescale, coding)
-    tx = FusedTransformation(like.init, recipe.update)
+
+    def init(params: optax.Params) -> Any:
+        try:
+            return like.init(params)
+        except ValueError:
+            recipe.decayed(params)  # It raises if the mask does not fit, and names the mask.
+            raise
+
+    tx = FusedTransformation(init, recipe.update)
     tx.recipe = recipe
     return tx
 
@@ -276,8 +286,8 @@ class Recipe:
         """Returns the hyperparameters of the step that starts from `state`."""
         decay = self.weight_decay
         return Hyperparameters(
-            _at(self.learning_rate, state[-1]),
-            None if decay is None else _at(decay, state[1]),
+            _at("learning_rate", self.learning_rate, state[-1]),
+            None if decay is None else _at("weight_decay", decay, state[1]),
             self.constants,
         )
 
@@ -359,7 +369,7 @@ class Recipe:
             treedef,
             leaves,
             [None] * len(leaves) if params is None else treedef.flatten_up_to(params),
-            self._decayed(updates),
+            self.decayed(updates),
             {name: treedef.flatten_up_to(tree) for name, tree in moments.items()},
             None if count is None else optax.safe_increment(count),
         )
@@ -383,8 +393,8 @@ class Recipe:
         schedules = jax.tree.map(lambda c: counted(optax.safe_increment(c), c), state[1:])
         return (type(state[0])(**fields), *schedules)
 
-    def _decayed(self, updates: optax.Updates) -> list[bool]:
-        """Returns, for each leaf, whether weight decay applies to it."""
+    def decayed(self, updates: optax.Updates) -> list[bool]:
+        """Returns, for each leaf of gradients or parameters, whether weight decay applies to it."""
         leaves, treedef = flatten(updates)
         constant_zero = isinstance(self.weight_decay, (int, float)) and self.weight_decay == 0
         if self.weight_decay is None or constant_zero:
@@ -395,7 +405,20 @@ class Recipe:
         # itself its one leaf.
         is_function = all(map(callable, jax.tree.leaves(self.mask) or [None]))
         mask = self.mask(updates) if is_function else self.mask
-        return treedef.flatten_up_to(jax.tree.broadcast(mask, updates))
+        try:
+            decayed = treedef.flatten_up_to(jax.tree.broadcast(mask, updates))
+        except ValueError as error:
+            raise ValueError(
+                f"weight decay: the mask is a {jax.tree.structure(mask)}, but the parameters are a"
+                f" {treedef}; pass bools in a tree like the parameters, or in a prefix of it."
+            ) from error
+        for flag in decayed:
+            if isinstance(flag, str) or np.ndim(flag):
+                raise ValueError(
+                    f"weight decay: the mask has {said(flag)}, but says whether a parameter decays;"
+                    " pass True or False."
+                )
+        return decayed
 
 
 def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
@@ -403,9 +426,17 @@ def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
     return new if dtype is None else new.astype(old.dtype)
 
 
-def _at(value: optax.ScalarOrSchedule, state: Any) -> Any:
+def _at(name: str, value: optax.ScalarOrSchedule, state: Any) -> Any:
     """Returns a hyperparameter at this step: a constant, or a schedule at the count in `state`."""
-    return value(*jax.tree.leaves(state)) if callable(value) else value
+    if not callable(value):
+        return value
+    found = value(*jax.tree.leaves(state))
+    if not isinstance(found, (int, float, np.number, np.ndarray, jax.Array)) or np.ndim(found):
+        raise ValueError(
+            f"update: the schedule of {name} returned {said(found)}, but a step has one number; pass a"
+            " function from the count of steps to a scalar."
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -98,6 +98,29 @@ def test_scalars_of_any_kind_are_one_number(name):
     assert make(name, learning_rate=1).init(params) is not None
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(mask={"w": True}), "mask is a PyTreeDef.* pass bools in a tree"),
+        (dict(mask="w"), "mask has 'w'.* pass True"),
+        (dict(mask={"w": np.ones(2, bool), "b": True}), r"mask has an array of shape \(2,\)"),
+        (dict(learning_rate=lambda count: None), "schedule of learning_rate returned None"),
+        (dict(weight_decay=lambda count: jnp.ones(2)), "schedule of weight_decay returned"),
+        (dict(mu_dtype="int8"), "mu_dtype is int8, which holds no fractions"),
+    ],
+)
+def test_masks_schedules_and_dtypes_are_refused_by_name(options, message):
+    params = {"w": jnp.ones(2), "b": jnp.ones(2)}
+    with pytest.raises(ValueError, match=message):
+        tx = optim.adamw(**dict(learning_rate=0.1) | options)
+        tx.update(params, tx.init(params), params)
+
+
+def test_muon_takes_one_step_or_more():
+    with pytest.raises(ValueError, match=r"muon: ns_steps is 0.* pass"):
+        optim.muon(0.1, ns_steps=0)
+
+
 def test_dtypes_under_inject_hyperparams():
     params = {"w": jnp.ones((4, 8))}
     make_tx = optax.inject_hyperparams(optim.adafactor, static_args="min_dim_size_to_factor")
