@@ -538,9 +538,15 @@ def _check_state(tx: optax.GradientTransformation, state: Any, params: optax.Par
 
 def _check_donated(grads: optax.Updates, donated: Any) -> None:
     """Checks that no array occurs twice where its buffer is to become a result's."""
-    arrays = [leaf for leaf in jax.tree.leaves(donated) if isinstance(leaf, jax.Array)]
-    places = {id(array) for array in arrays}
-    if len(places) < len(arrays) or any(id(g) in places for g in jax.tree.leaves(grads)):
+    leaves, read = jax.tree.leaves(donated), list(map(id, jax.tree.leaves(grads)))
+
+    def are_apart(places: list[int]) -> bool:
+        return len(set(places)) == len(places) and set(places).isdisjoint(read)
+
+    # Python's numbers, which are copied, may be one object too. To ask what each leaf is takes longer.
+    if not are_apart(list(map(id, leaves))) and not are_apart(
+        [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
+    ):
         raise ValueError(
             "step: one array has two places in grads, params and state, but the step writes its results"
             " into the arrays of params and state; keep a shared parameter in one place of the tree, or"

@@ -98,7 +98,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
           ValueError: the state is not this optimizer's for these parameters, grads have a leaf of
-            another place or shape, max_norm is not positive, or the named implementation cannot run.
+            another place or shape, an array is there twice and would be donated twice, max_norm is not
+            positive, or the named implementation cannot run.
 
         Example:
           >>> import jax, jax.numpy as jnp, jaxfused

@@ -255,7 +255,7 @@ class KVCache:
         Tokens past the last place of a cache that is no ring are dropped: nothing else is overwritten.
 
         Raises:
-          ValueError: shapes do not fit, or a sequence comes twice.
+          ValueError: shapes do not fit, or a sequence comes twice or is none of the cache's.
         """
         self = self._of_jax()
         key, value = as_arrays(key, value)
@@ -344,7 +344,8 @@ class KVCache:
           [B, T, N, V], of the query's dtype.
 
         Raises:
-          ValueError: shapes do not fit, or a ring has overwritten tokens that the first queries see.
+          ValueError: shapes do not fit, a sequence is none of the cache's, or a ring has overwritten
+            tokens that the first queries see.
         """
         self = self._of_jax()
         self._check_layer(layer)
