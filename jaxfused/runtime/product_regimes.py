@@ -19,8 +19,8 @@ _SHARE, _RAGGED_SHARE, LINE = 0.081, 0.24, 32
 product's time, or `_RAGGED_SHARE` if the length K of a sum is no multiple of LINE; copies that pad the
 kernel's weights count against it. Where XLA needs no such pass, it computes a wgrad with at most LINE
 rows or columns."""
-LARGE, _SMALLEST = 8_000_000, 500_000
-"""Elements of a product's result: from `LARGE` on it has many tiles. Below `_SMALLEST` XLA is faster at
+LARGE, SMALLEST = 8_000_000, 500_000
+"""Elements of a product's result: from `LARGE` on it has many tiles. Below `SMALLEST` XLA is faster at
 a single product: few tiles leave SMs idle, and XLA then splits the sum over K among them."""
 SPLIT_SUM = 1024
 """Least length K of a sum that XLA splits in a product with small M or few tiles."""
@@ -70,11 +70,11 @@ def estimate(
     elements = work.products * work.m * work.n
     is_large = elements >= LARGE
     is_ragged = work.k // work.terms % LINE != 0
-    if elements >= _SMALLEST and work.n % LINE and not work.k_last:
+    if elements >= SMALLEST and work.n % LINE and not work.k_last:
         # A kernel reads copies of the weights with longer rows, which XLA writes first.
         padding = Passes(bytes_of_element=2 * work.itemsize, launches=work.products)
         gain -= padding.time(work.products * work.k * work.n) / whole
-    too_small = elements < _SMALLEST or (work.k > SPLIT_SUM and not is_large)
+    too_small = elements < SMALLEST or (work.k > SPLIT_SUM and not is_large)
     converts = work.b_bytes != work.itemsize and work.m <= 2 * MAX_ROWS
     too_long = (converts and work.k // work.terms > SPLIT_SUM) or (
         work.m * work.n < FEW_TILES and work.k > 2 * SPLIT_SUM

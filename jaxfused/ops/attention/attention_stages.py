@@ -58,8 +58,8 @@ class Options:
         self, device: dispatch.Device, able: Collection[str], arrays: "Arrays", *, backward: bool
     ) -> Rule:
         """Returns the preferred implementations and the reason; `able` names those that can run."""
-        if arrays.are_wide():
-            return Rule(("xla",), "the kernel for heads above 256 has not been timed against XLA")
+        if arrays.are_wide() and (backward or arrays.query.shape[1] > _FEW_QUERIES):
+            return Rule(("xla",), "the kernel for heads above 256 is timed only for few queries")
         if device.multiprocessors == 0:
             return Rule(KERNELS, "the device's number of SMs is unknown")
         if arrays.key.shape[1] == 1:

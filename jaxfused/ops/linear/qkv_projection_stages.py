@@ -174,11 +174,14 @@ class Forward:
             return Rule(("xla",), "its product converts the weights as it reads them")
         if few and heads.finishes and heads.unit > _WIDE_HEAD:
             return Rule(("xla",), f"a CTA of few rows has a whole head, of {heads.unit} columns")
-        if not few and heads.finishes and is_longer and heads.size >= _WIDE_HEAD:
-            return Rule(("xla",), f"its long sums are faster beside heads of {heads.size} columns")
+        elements = work.m * work.n
+        if not few and heads.finishes and is_longer:
+            if heads.size >= _WIDE_HEAD or elements < product_regimes.LARGE:
+                return Rule(("xla",), "its long sums are faster beside wide heads or few tiles")
         # XLA copies three results, and is faster where it splits long sums of few tiles.
-        splits = is_long and work.m * work.n <= product_regimes.FEW_TILES
-        several = few or (work.k >= 2 * MAX_ROWS and not splits)
+        splits = is_long and elements <= product_regimes.FEW_TILES
+        tiny = heads.finishes and elements < product_regimes.SMALLEST
+        several = few or (work.k >= 2 * MAX_ROWS and not splits and not tiny)
         return product_regimes.estimate(device, work, spared, several=several)
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:

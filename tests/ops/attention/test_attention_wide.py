@@ -177,9 +177,9 @@ def operator(case, implementation, **options):
     return lambda *qkv: jaxfused.dot_product_attention(*qkv, **options)
 
 
-def launched(head_sizes, implementation, gradients=False, **options):
+def launched(head_sizes, implementation, gradients=False, queries=3, **options):
     """Returns the kernels that the operator launches."""
-    case = Case("", 3, 500, 4, 1, *head_sizes, is_causal=True, offset="bottom_right")
+    case = Case("", queries, 500, 4, 1, *head_sizes, is_causal=True, offset="bottom_right")
     f = operator(case, implementation, **options)
     if gradients:
         f = jax.grad(lambda *qkv: jnp.sum(operator(case, implementation)(*qkv) ** 2), (0, 1, 2))
@@ -188,10 +188,11 @@ def launched(head_sizes, implementation, gradients=False, **options):
 
 @pytest.mark.parametrize("gradients", [False, True])
 @parametrize("head_sizes", [(512, 512), (576, 512), (320, 64)], quick=(0,))
-def test_the_operator_launches_the_kernel_by_name(hopper, head_sizes, gradients):
-    """The gradient is XLA's, and so is all of a call that names no implementation."""
+def test_the_operator_launches_the_kernel_for_few_queries_or_by_name(hopper, head_sizes, gradients):
+    """The gradient is XLA's, and so is all of a call with more queries that names no kernel."""
     assert launched(head_sizes, "pallas", gradients) == [WIDE, MERGE]
-    assert launched(head_sizes, None, gradients) == []
+    assert launched(head_sizes, None, gradients) == [WIDE, MERGE]
+    assert launched(head_sizes, None, gradients, queries=17) == []
 
 
 @pytest.mark.parametrize(
