@@ -175,9 +175,9 @@ class Forward:
         if few and heads.finishes and heads.unit > _WIDE_HEAD:
             return Rule(("xla",), f"a CTA of few rows has a whole head, of {heads.unit} columns")
         elements = work.m * work.n
-        if not few and heads.finishes and is_longer:
-            if heads.size >= _WIDE_HEAD or elements < product_regimes.LARGE:
-                return Rule(("xla",), "its long sums are faster beside wide heads or few tiles")
+        wide_or_few = heads.size >= _WIDE_HEAD or elements < product_regimes.LARGE
+        if not few and heads.finishes and is_longer and wide_or_few:
+            return Rule(("xla",), "its long sums are faster beside wide heads or few tiles")
         # XLA copies three results, and is faster where it splits long sums of few tiles.
         splits = is_long and elements <= product_regimes.FEW_TILES
         tiny = heads.finishes and elements < product_regimes.SMALLEST
