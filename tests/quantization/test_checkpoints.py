@@ -407,6 +407,17 @@ def test_saved_layers_are_loaded_again(options, tmp_path):
     np.testing.assert_allclose(found(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["__metadata__", 1])
+def test_names_are_those_that_safetensors_have(name, tmp_path):
+    with pytest.raises(ValueError, match=r"save: an array has the name .* pass it under another"):
+        jaxfused.quantization.save(tmp_path, {name: np.ones(2)})
+
+
+def test_bytes_of_the_other_order_are_turned(tmp_path):
+    jaxfused.quantization.save(tmp_path, {"n": np.arange(3, dtype=">i4")})
+    assert jaxfused.quantization.read_tensors(tmp_path)["n"].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("given", ["s", None, np.ones(2, complex), np.array([{}])])
 def test_what_is_no_array_of_numbers_is_not_written(given, tmp_path):
     with pytest.raises(ValueError, match=r"save: .l. is a .* of dtype .*; pass one"):

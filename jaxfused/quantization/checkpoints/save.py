@@ -35,8 +35,8 @@ def save(
     Raises:
       ValueError: compressed-tensors has no format for an array: one with offsets or another codebook,
         of a layer with a permutation, float8 with zero points, or integers with blocks; two arrays have
-        one name; or the folder has other .safetensors files or an index of them, which `load` would
-        read too.
+        one name, or a name is none that safetensors have; or the folder has other .safetensors files or
+        an index of them, which some libraries read too.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused, pathlib, tempfile
@@ -52,6 +52,11 @@ def save(
     tensors: Tensors = {}
     groups: dict[str, dict[str, Any]] = {}
     for name, given in layers.items():
+        if not isinstance(name, str) or name == "__metadata__":
+            raise ValueError(
+                f"save: an array has the name {name!r}, but names are strings, and '__metadata__' stands"
+                " for what safetensors say of themselves; pass it under another name."
+            )
         if not isinstance(given, QuantizedLayer | QuantizedArray):
             _put(tensors, {name: _numbers(name, given)})
             continue
@@ -110,6 +115,8 @@ def _numbers(name: str, given: Any) -> np.ndarray:
       ValueError: `given` is no array of numbers, or of a dtype that safetensors lacks.
     """
     array = np.asarray(given)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if not safetensors_file.is_held(array.dtype):
         raise ValueError(
             f"save: {name!r} is a {type(given).__name__} of dtype {array.dtype}, but a checkpoint holds"
