@@ -150,7 +150,7 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
             checks[name] = functools.partial(_as_axis_name, bound=Hashable in leaves)
         elif name in kinds:
             checks[name] = functools.partial(
-                _as_numbers, kind=kinds[name], leaves=leaves, several=_is_of_several(annotation)
+                _as_numbers, kind=kinds[name], leaves=leaves, several=_holds(annotation, Sequence)
             )
         elif name.endswith("dtype") and Any in leaves and (name, annotation) != ("dtype", Any):
             # The `dtype: Any` of `quantize` also has names that JAX does not know; `quantize`
@@ -180,6 +180,8 @@ def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]
         leaves = _leaves(annotation)
         if not leaves & {int, float} or leaves & {bool, jax.Array, Any}:
             continue
+        if _holds(annotation, Mapping):
+            continue
         kinds[name] = float if float in leaves else int
     return kinds
 
@@ -191,12 +193,12 @@ def _leaves(annotation: Any) -> set[Any]:
     return set().union(*map(_leaves, arguments)) if arguments or is_list else {annotation}
 
 
-def _is_of_several(annotation: Any) -> bool:
-    """Returns whether an annotation allows a sequence of values."""
+def _holds(annotation: Any, container: type) -> bool:
+    """Returns whether an annotation allows a container of this type, such as a sequence of values."""
     origin = get_origin(annotation)
-    if isinstance(origin, type) and issubclass(origin, Sequence):
+    if isinstance(origin, type) and issubclass(origin, container):
         return True
-    return any(map(_is_of_several, get_args(annotation)))
+    return any(_holds(part, container) for part in get_args(annotation))
 
 
 def _as_numbers(

@@ -134,6 +134,14 @@ def test_general_layers_are_flax(options):
     assert len(fallbacks) == (2 if options.get("axis") == (1, -1) else 0)
 
 
+def test_a_general_layer_of_nnx_with_a_batch_axis_runs_flax_code():
+    args, options = (8, (4, 6)), dict(batch_axis={0: 2})
+    with dispatch.recorded_fallbacks() as fallbacks:
+        actual = nnx_call(jaxfused.nnx, "LinearGeneral", args, X, **options)
+    chex.assert_trees_all_equal(actual, nnx_call(flax.nnx, "LinearGeneral", args, X, **options))
+    assert len(fallbacks) == 1
+
+
 def tolerant(actual, expected, options):
     if options.get("dtype") == jnp.bfloat16:
         chex.assert_trees_all_close(actual, expected, rtol=0.02, atol=0.02)
