@@ -22,8 +22,8 @@ from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 
 _PAGE_OF_A_COPY = 128
-"""Smallest page, in tokens, at which the Pallas kernel comes first: with pages of 64 it takes 1.03 to 1.06 of
-CUDA C's time for 16 and 64 sequences (0.98 for one)."""
+"""Smallest page, in tokens, at which the Pallas kernel comes first: with pages of 64 it takes 1.03 to
+1.06 of CUDA C's time for 16 and 64 sequences (0.98 for one)."""
 
 
 class More(NamedTuple):
