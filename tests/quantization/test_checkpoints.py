@@ -269,9 +269,31 @@ def test_no_device_is_read(tmp_path):
         load(tmp_path / "nowhere")
 
 
+def renamed(*names):
+    """Returns a change of a GGUF file's names, each with the one that takes its place."""
+
+    def text(name):
+        return struct.pack("<Q", len(name)) + name.encode()
+
+    def change(content):
+        for old, new in names:
+            content = content.replace(text(old), text(new))
+        return content
+
+    return change
+
+
+UP, NORM = "blk.0.ffn_up.weight", "output_norm.weight"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (
+            renamed((UP, "blk.000.ffn_up0.weight"), (NORM, "blk.000.ffn_up0")),
+            "has a layer 'blk.000.ffn_up0' and a tensor of this name",
+        ),
+        (renamed((NORM, "blk.0.ffn_up.bias"), ("a", "aa")), r"has shape \(4,\), but its layer has"),
         (lambda c: c[:-64], "truncated or damaged"),
         (lambda c: c[:40], "ends within its header"),
         (lambda c: c[:10], "too few bytes"),
@@ -331,6 +353,10 @@ def test_a_split_gguf(tmp_path):
         (tmp_path / f"m-{i:05d}-of-00002.gguf").write_bytes(part)
     found = load(tmp_path / "m-00002-of-00002.gguf")
     assert {"blk.1.ffn_up", "blk.2.ffn_up", "output_norm.weight"} < found.keys()
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes((tmp_path / "model.gguf").read_bytes())
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes((tmp_path / "model.gguf").read_bytes())
+    with pytest.raises(ValueError, match=r"has tensor .*, which another part has too"):
+        load(tmp_path / "m-00002-of-00002.gguf")
     (tmp_path / "m-00001-of-00002.gguf").unlink()
     with pytest.raises(ValueError, match=r"m-00001-of-00002\.gguf does not exist"):
         load(tmp_path / "m-00002-of-00002.gguf")

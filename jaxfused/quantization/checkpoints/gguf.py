@@ -65,7 +65,13 @@ def planned(
     """Returns a dict from layers to (function that builds the layer, bytes), and the other tensors."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        tensors |= gguf_file.read(op, path)
+        found = gguf_file.read(op, path)
+        for name in found.keys() & tensors.keys():
+            raise ValueError(
+                f"{op}: {path} has tensor {name!r}, which another part has too; download or split"
+                " it again."
+            )
+        tensors |= found
     plans, others = {}, {}
     for name, tensor in tensors.items():
         if not name.startswith(prefix):
@@ -74,7 +80,7 @@ def planned(
             others[name] = tensor.bytes.view(FLOATS[tensor.kind]).reshape(tensor.shape)
             continue
         layer = name.removesuffix(".weight")
-        if len(tensor.shape) < 2:
+        if len(tensor.shape) < 2 or 0 in tensor.shape:
             raise ValueError(
                 f"{op}: tensor {name!r} has shape {tensor.shape} in blocks of {tensor.kind}, but only"
                 " weights are read so; convert it to F32 by llama.cpp."
@@ -82,6 +88,16 @@ def planned(
         bias = tensors.get(f"{layer}.bias")
         is_plain = bias is not None and bias.kind in FLOATS
         added = bias.bytes.view(FLOATS[bias.kind]) if bias is not None and is_plain else None
+        if bias is not None and bias.shape not in (tensor.shape[:-1], tensor.shape[-2:-1]):
+            raise ValueError(
+                f"{op}: tensor '{layer}.bias' has shape {bias.shape}, but its layer has outputs of shape"
+                f" {tensor.shape[:-1]}; convert the model again."
+            )
+        if layer in plans:
+            raise ValueError(
+                f"{op}: the file has both {layer!r} and '{layer}.weight', which would be one layer;"
+                " convert the model again."
+            )
         plans[layer] = plan(Parts(op, layer, {}), tensor, added), tensor.bytes.nbytes
     for layer in plans:
         others.pop(f"{layer}.bias", None)

@@ -278,6 +278,11 @@ def _built(
         done += size
         tell(done, total)
     for name, array in others.items():
+        if name in result:
+            raise ValueError(
+                f"{op}: the checkpoint has a layer {name!r} and a tensor of this name, of which one"
+                " would be lost; pass prefix=, or rename the tensor."
+            )
         result[name] = placed_tensor(op, name, on_device(array), sharding)
         done += array.nbytes
         tell(done, total)
