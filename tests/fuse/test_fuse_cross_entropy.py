@@ -92,6 +92,14 @@ def test_logits_that_are_used_elsewhere_are_kept():
     assert_left_alone(f, x, w, LABELS, because="an intermediate result is used")
 
 
+def test_a_smoothed_loss_is_left_with_a_reason():
+    def f(x, w):
+        smooth = optax.smooth_labels(jax.nn.one_hot(LABELS, 20), 0.1)
+        return optax.softmax_cross_entropy(x @ w, smooth)
+
+    assert_left_alone(f, *args("float32")[:2], because="one label for each row")
+
+
 @pytest.mark.parametrize("cut", [np.s_[..., :-1], np.s_[:, :-1, ::2]])
 def test_some_classes_alone_are_no_logits_of_the_product(cut):
     def f(x, w, labels):

@@ -51,15 +51,19 @@ def find(book: Book) -> None:
             by_result = {affine.value: (p, affine) for p, affine in found}
         loss = _loss(node, logits)
         product, steps = _product_of(logits, by_result)
-        if loss is None or product is None:
+        if product is None:
             continue
         p, affine = product
         if len(p.contracted) != p.w.ndim - 1 or not book.is_free(p.covered | affine.covered):
             continue
-        if math.prod(logits.shape) < FEWEST_LOGITS:
+        is_few = math.prod(logits.shape) < FEWEST_LOGITS
+        if loss is not None and not is_few:
+            _add(book, node, loss, p, affine, steps)
+        elif loss is not None:
             book.miss("linear_softmax_cross_entropy", node, "its logits are few enough to be kept")
-            continue
-        _add(book, node, loss, p, affine, steps)
+        elif not is_few:
+            reason = "its loss is not only the log-probability of one label for each row"
+            book.miss("linear_softmax_cross_entropy", node, reason)
 
 
 def _product_of(
