@@ -252,7 +252,10 @@ def _read_rate(tiny: bool) -> float:
 
 
 def _launches(call: Callable[[], None]) -> dict[str, int]:
-    """Returns how often a call launches CUDA graphs and single kernels, from JAX's profiler."""
+    """Returns how often a call launches CUDA graphs and single kernels, and updates graphs' arguments.
+
+    From JAX's profiler; XLA updates a graph whose arrays have moved.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -261,5 +264,5 @@ def _launches(call: Callable[[], None]) -> dict[str, int]:
         traces = map(jax.profiler.ProfileData.from_file, map(str, Path(folder).rglob("*.pb")))
         lines = [line for trace in traces for plane in trace.planes for line in plane.lines]
         names = [event.name for line in lines for event in line.events]
-    words = {"graphs": "GraphLaunch", "kernels": "LaunchKernel"}
+    words = {"graphs": "GraphLaunch", "kernels": "LaunchKernel", "updates": "command_buffer::update"}
     return {key: sum(word in name for name in names) for key, word in words.items()}
