@@ -123,8 +123,8 @@ class Engine:
         self.length = length = min(length, pages * page_size)
         self._width = -(-length // page_size)
         graphdef, params = nnx.split(model)
-        self._prefill, self._decode = programs(graphdef, batch_invariant=batch_invariant)
-        self._params = nnx.to_pure_dict(params)
+        self._params, tree = jax.tree.flatten(nnx.to_pure_dict(params))
+        self._prefill, self._decode = programs(graphdef, tree, batch_invariant=batch_invariant)
         self._state = State.zeros(
             model, slots=slots, length=length, pages=pages, page_size=page_size
         )

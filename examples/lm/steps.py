@@ -101,16 +101,17 @@ class State:
 
 @functools.cache
 def programs(
-    graphdef: nnx.GraphDef, *, batch_invariant: bool
+    graphdef: nnx.GraphDef, tree: Any, *, batch_invariant: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the compiled `_prefill` and `_decode` of models of this structure.
 
-    The structure is bound by `partial`: as a static argument of jit it would be hashed at every call,
-    which takes longer than a step of a small model.
+    `tree` is that of the parameters, of which the programs take the list of arrays. Both are bound by
+    `partial`: to hash a structure or to flatten parameters at every call takes longer than a step of a
+    small model.
     """
     options = dict(donate_argnums=1, static_argnames=("changes_logits", "log_probs"))
     return tuple(
-        jax.jit(functools.partial(f, graphdef, batch_invariant), **options)
+        jax.jit(functools.partial(f, graphdef, tree, batch_invariant), **options)
         for f in (_prefill, _decode)
     )
 
@@ -134,8 +135,9 @@ def _admit(
 
 def _prefill(
     graphdef: nnx.GraphDef,
+    tree: Any,
     batch_invariant: bool,
-    params: Any,
+    params: Sequence[jax.Array],
     state: State,
     table: jax.Array,
     tokens: jax.Array,
@@ -148,7 +150,7 @@ def _prefill(
     log_probs: bool,
 ) -> tuple[State, jax.Array, jaxfused.LogProbs | None]:
     """Prefills `count` tokens of a text after its first `before`; the last chunk samples the next."""
-    model = nnx.merge(graphdef, params)
+    model = nnx.merge(graphdef, jax.tree.unflatten(tree, params))
     end = before + count
     rows = Rows(
         table,
@@ -171,8 +173,9 @@ def _prefill(
 
 def _decode(
     graphdef: nnx.GraphDef,
+    tree: Any,
     batch_invariant: bool,
-    params: Any,
+    params: Sequence[jax.Array],
     state: State,
     table: jax.Array,
     lengths: jax.Array,
@@ -184,7 +187,7 @@ def _decode(
 
     `lengths` [slots] count the tokens of each text, the last one included; 0 in idle slots.
     """
-    model = nnx.merge(graphdef, params)
+    model = nnx.merge(graphdef, jax.tree.unflatten(tree, params))
     slots = jnp.arange(len(lengths), dtype=jnp.int32)
     starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
     rows = Rows(table, lengths, starts, jnp.maximum(lengths - 1, 0), batch_invariant)

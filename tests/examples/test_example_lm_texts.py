@@ -457,13 +457,14 @@ def kernels_of_a_step(slots):
     )
     model = nnx.eval_shape(lambda: LanguageModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)
-    _, decode = programs(graphdef, batch_invariant=True)
+    params, tree = jax.tree.flatten(nnx.to_pure_dict(params))
+    _, decode = programs(graphdef, tree, batch_invariant=True)
     state = jax.eval_shape(
         lambda: State.zeros(model, slots=slots, length=64, pages=4 * slots, page_size=16)
     )
     whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     f = functools.partial(decode, changes_logits=True, log_probs=True)
-    return kernels(f, nnx.to_pure_dict(params), state, whole((slots, 4)), whole((slots,)))
+    return kernels(f, params, state, whole((slots, 4)), whole((slots,)))
 
 
 @pytest.mark.exhaustive
