@@ -264,5 +264,9 @@ def _launches(call: Callable[[], None]) -> dict[str, int]:
         traces = map(jax.profiler.ProfileData.from_file, map(str, Path(folder).rglob("*.pb")))
         lines = [line for trace in traces for plane in trace.planes for line in plane.lines]
         names = [event.name for line in lines for event in line.events]
-    words = {"graphs": "GraphLaunch", "kernels": "LaunchKernel", "updates": "command_buffer::update"}
+    words = {
+        "graphs": "GraphLaunch",
+        "kernels": "LaunchKernel",
+        "updates": "command_buffer::update",
+    }
     return {key: sum(word in name for name in names) for key, word in words.items()}
