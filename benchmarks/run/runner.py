@@ -158,7 +158,7 @@ def _submit(
         return failed
     text = lowered.as_text()
     on_gpu = jax.default_backend() == "gpu"
-    # Whether cuDNN has a convolution in float64 that it takes untuned is not known.
+    # Convolutions are tuned: cuDNN may have none in float64 that runs untuned.
     tuned = tuned or not on_gpu or "stablehlo.convolution" in text
     options = None if tuned else lowering.NO_AUTOTUNING
     future = pool.submit(compile_in_thread, lowered, options, first.get(text))

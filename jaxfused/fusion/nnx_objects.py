@@ -15,7 +15,7 @@ _TAG = "jaxfused.fuse"
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether the leaf is an nnx object with state."""
+    """Returns whether the leaf is an nnx object with state."""
     nnx = _nnx()
     return nnx is not None and isinstance(leaf, nnx.Pytree | nnx.Variable)
 

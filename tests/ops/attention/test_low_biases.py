@@ -172,7 +172,7 @@ def test_a_single_part_of_keys_is_finished_as_the_merge_does(
     logits = Logits(1.0, BlockMask(5, 40, has_query_lengths=True), has_bias=True)
     given = (outs, lses, operands, shape, jnp.float32, logits)
     for mine, right in zip(only_part(*given), merge(*given), strict=True):
-        # What is saved is padded to 64 queries, with any numbers.
+        # Log-sum-exps and rests are padded to 64 queries, with any numbers.
         mine, right = (x if x.ndim == 4 else x[:, :, :5] for x in (mine, right))
         np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
 
