@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfused.runtime import sharding
+
 
 def common_dtype(*dtypes: Any) -> Any:
     """Returns the dtype to which JAX promotes these arrays' dtypes by default."""
@@ -37,4 +39,5 @@ def along_last_axis(vector: jax.Array, like: jax.Array) -> jax.Array:
     """
     *leading, size = vector.shape
     inner = (1,) * (like.ndim - vector.ndim)
+    vector = sharding.split_with(vector, like, (*range(len(leading)), -1))
     return vector.astype(like.dtype).reshape(*leading, *inner, size)

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxfused.runtime import sharding
+
 
 def is_symbolic(*arrays: Any) -> bool:
     """Returns whether an array, which may be None, has a size that is only known when the program runs.
@@ -35,14 +37,24 @@ def shapes_of(operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct | None, ...
 # Under Explicit mesh axes a reshape may split one axis, or merge adjacent axes into one, at a time.
 
 
+def in_parts(x: jax.Array, axis: int, parts: int) -> jax.Array:
+    """Returns x with an axis gathered if devices cannot share this many parts of it evenly."""
+    of = jax.typeof(x).sharding
+    if of.mesh.explicit_axes and parts % sharding.devices_along(of.mesh, of.spec[axis]):
+        return sharding.unsplit(x, [axis])
+    return x
+
+
 def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
     """Splits an axis of x into axes of these sizes."""
+    x = in_parts(x, axis, sizes[0]) if sizes else x
     return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
 
 
 def merge_axes(x: jax.Array, first: int, count: int = 2) -> jax.Array:
-    """Merges `count` axes of x, from axis `first` on, into one."""
+    """Merges `count` axes of x, from axis `first` on, into one; devices share no more than the first."""
     end = first + count
+    x = sharding.unsplit(x, range(first + 1, end))
     return x.reshape(*x.shape[:first], math.prod(x.shape[first:end]), *x.shape[end:])
 
 

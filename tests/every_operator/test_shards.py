@@ -122,6 +122,158 @@ def test_any_axis_may_be_split(monkeypatch, name, device):
                 jax.eval_shape(call.gradients, *typed(mesh, specs, operands))
 
 
+@on_eight_devices
+@parametrize(
+    ("name", "device"),
+    list(itertools.product(NAMES, (H200, CPU))),
+    quick=[2 * NAMES.index(name) + i for name, i in (("batch_norm", 0), ("mlp", 1))],
+)
+def test_parameters_may_be_fully_sharded(monkeypatch, name, device):
+    """Explicit axes: rows and each parameter's axes are split over the same devices."""
+    have_library(monkeypatch)
+    call = calls(FEW)[name]
+    operands = (*call.operands, *call.others)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    jax.clear_caches()
+    for last in (0, 1):
+        specs = []
+        for operand in operands:
+            even = (
+                [0] if operand.has_batch else [i for i, n in enumerate(operand.shape) if n % 2 == 0]
+            )
+            # A parameter of two axes or more has its first or its last one split.
+            axis = even[-last] if even and name != "quantized_conv" else None
+            specs.append(P() if axis is None else P(*[None] * axis, "d"))
+        with jax.set_mesh(mesh), dispatch.assume(device):
+            jax.eval_shape(call.gradients, *typed(mesh, specs, operands))
+
+
+FULLY_SHARDED = {
+    "layer_norm": (
+        lambda x, scale, bias, r, b: jaxfused.layer_norm(x, scale, bias, residual=r, pre_bias=b),
+        ((4, 6, 12), (12,), (12,), (4, 6, 12), (12,)),
+    ),
+    "layer_norm of images": (
+        lambda x, s, t, scale: jaxfused.layer_norm(x, scale, image_scale=s, image_shift=t),
+        ((4, 6, 12), (4, 12), (4, 12), (12,)),
+    ),
+    "gated_mlp": (
+        lambda x, g, u, d, b, c: jaxfused.gated_mlp(x, g, u, d, b_gate=b, b_down=c),
+        ((4, 12), (12, 8), (12, 8), (8, 12), (8,), (12,)),
+    ),
+    "group_norm": (
+        lambda x, scale, bias, s: jaxfused.group_norm(x, scale, bias, num_groups=3, image_scale=s),
+        ((4, 6, 12), (12,), (12,), (4, 12)),
+    ),
+    "batch_norm": (
+        lambda x, scale, bias, r: jaxfused.batch_norm(x, scale, bias, residual=r)[0],
+        ((4, 6, 12), (12,), (12,), (4, 6, 12)),
+    ),
+    "attention with sinks": (
+        lambda q, k, v, s: jaxfused.dot_product_attention(q, k, v, sinks=s, is_causal=True),
+        ((4, 6, 4, 8), (4, 6, 1, 8), (4, 6, 1, 8), (4,)),
+    ),
+    "losses": (
+        lambda x, w, c: jaxfused.linear_softmax_cross_entropy(
+            x, w, jnp.argmax(x, -1), class_weights=c**2
+        ),
+        ((4, 6, 12), (12, 16), (16,)),
+    ),
+    "prune24": (jaxfused.prune24, ((12, 6),)),
+    "fold_batch_norm": (
+        lambda w, mean, var, s: jaxfused.fold_batch_norm(w, mean=mean, var=var**2, norm_scale=s),
+        ((12, 8), (8,), (8,), (8,)),
+    ),
+}
+
+
+@on_eight_devices
+@parametrize("name", FULLY_SHARDED, quick=range(len(FULLY_SHARDED)))
+def test_fully_sharded_parameters_have_the_numbers_of_one_device(name):
+    """The first operand, rows, is split along its first axis, and the others along their last one."""
+    f, shapes = FULLY_SHARDED[name]
+    operands = [0.3 * _float(*shape) for shape in shapes]
+    run = jax.jit(
+        jax.grad(
+            lambda *a: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*a))), range(len(shapes))
+        )
+    )
+    expected = run(*operands)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    specs = [P(("x", "y")), *[P(*[None] * (len(shape) - 1), "x") for shape in shapes[1:]]]
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(operands, specs, strict=True)
+        ]
+        actual = run(*placed)
+    chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-5)
+
+
+CONVOLUTIONS = {
+    "depthwise": ((8, 8), (3, 3, 1, 8), dict(feature_group_count=8)),
+    "groups": ((7, 6), (2, 3, 4, 6), dict(feature_group_count=2, strides=(2, 1), padding="VALID")),
+    "dilated groups": (
+        (5, 4),
+        (3, 2, 2, 12),
+        dict(
+            feature_group_count=4,
+            padding=((2, 1), (0, 3)),
+            input_dilation=2,
+            kernel_dilation=(1, 2),
+        ),
+    ),
+    "one axis": ((9,), (4, 1, 8), dict(feature_group_count=8, padding="CAUSAL")),
+    "dense": ((8, 8), (3, 3, 8, 8), {}),
+}
+
+
+@on_eight_devices
+@parametrize("name", CONVOLUTIONS, quick=range(len(CONVOLUTIONS)))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_gradient_of_convolution_weights_on_a_mesh_of_several_axes(name, axis_type):
+    """Stock gives the gradient times the devices of axes that do not split the images."""
+    sides, kernel, options = CONVOLUTIONS[name]
+    x, w = _float(4, *sides, 8), _float(*kernel)
+
+    def run(*operands):
+        f = jax.grad(lambda *a: jnp.sum(jnp.sin(jaxfused.conv(*a, **options))), (0, 1))
+        return jax.jit(lambda *a: jax.jvp(f, a, a))(*operands)
+
+    expected = run(x, w)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+    with jax.set_mesh(mesh):
+        for spec in (P("x"), P(None, "x") if sides == (8, 8) else P("y")):
+            actual = run(jax.device_put(x, NamedSharding(mesh, spec)), w)
+            chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-4)
+
+
+GROUPED_HEADS = {
+    "dot_product_attention": lambda q, k: jaxfused.dot_product_attention(q, k, k, is_causal=True),
+    "rope": jaxfused.rope,
+    "rope, interleaved": lambda q, k: jaxfused.rope(q, k, interleaved=True),
+}
+
+
+@on_eight_devices
+@parametrize("name", GROUPED_HEADS, quick=range(len(GROUPED_HEADS)))
+def test_query_heads_may_be_split_among_more_devices_than_there_are_key_heads(name):
+    f, (q, k) = GROUPED_HEADS[name], (_float(2, 6, 8, 8), _float(2, 6, 2, 8))
+    run = jax.jit(
+        jax.grad(lambda *a: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*a))), (0, 1))
+    )
+    expected = run(q, k)
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    for device in (CPU, H200):
+        jax.clear_caches()
+        with jax.set_mesh(mesh), dispatch.assume(device):
+            placed = [jax.device_put(q, NamedSharding(mesh, P(None, None, "x"))), k]
+            if device == H200:
+                jax.eval_shape(run, *placed)
+                continue
+            actual = run(*placed)
+        chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-5)
+
+
 def batched(operands, kind):
     """Returns (operands, specs, in_axes) with a batch of 4, which is split along "d".
 
@@ -198,8 +350,6 @@ def test_vmap_over_a_split_axis_has_the_numbers_of_one_device(monkeypatch, name,
     call = calls(rows=16)[name]
     if "conv" in name and axis_type == AxisType.Explicit:
         pytest.skip("in float32 it is JAX's own convolution, which refuses that vmap")
-    if name == "conv of channels" and kind == "whole":
-        pytest.skip("XLA's partitioner doubles that gradient of JAX's own convolution")
     operands, specs, in_axes = batched((*call.operands, *call.others), kind)
     if all(axis is None for axis in in_axes):
         pytest.skip("its operands are all shared")

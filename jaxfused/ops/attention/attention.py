@@ -39,7 +39,7 @@ from jaxfused.runtime.dropout import dropout_seeds
 from jaxfused.runtime.gate import choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
-from jaxfused.runtime.shapes import merge_axes, why_symbolic
+from jaxfused.runtime.shapes import merge_axes, split_axis, why_symbolic
 from pallas_kernels.attention import attention as pallas_attention
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
@@ -302,7 +302,7 @@ def _run(
     reads: tuple[jax.Array, ...] = (),
 ):
     """Returns the kernels' output [B, T, N, V] and log-sum-exp [B, K, G, R], where R is T padded."""
-    batch, query_count, heads, head_size = query.shape
+    batch, query_count, heads, _ = query.shape
     key_heads = key.shape[2]
     groups = heads // key_heads
     [query] = attention_xla.cleared_beyond(mask.query_lengths, query)
@@ -310,14 +310,13 @@ def _run(
     def matrix(array):
         if array is None:
             return None
-        first, n, *last = array.shape
-        return array.reshape(first, *((1, 1) if n == 1 else (key_heads, groups)), *last)
+        return split_axis(array, 1, *((1, 1) if array.shape[1] == 1 else (key_heads, groups)))
 
     seeds = None
     if dropout_words is not None:
         seeds = dropout_seeds(dropout_words, batch, heads).reshape(2, batch, key_heads, groups)
     arrays = Arrays(
-        query.reshape(batch, query_count, key_heads, groups, head_size),
+        split_axis(query, 2, key_heads, groups),
         key,
         value,
         matrix(bias),

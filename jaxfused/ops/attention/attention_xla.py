@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
+from jaxfused.runtime import sharding
 from jaxfused.runtime.dropout import dropout_seeds, keep_by_seeds, keep_probability
 from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.shapes import split_axis
 
 
 def attention(
@@ -86,7 +88,7 @@ def attention_by_seeds(
         kept = keep_by_seeds(seeds, query_count, key_count, dropout_rate)
         probabilities = jnp.where(kept, probabilities, 0.0) / keep_probability(dropout_rate)
 
-    grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
+    grouped = split_axis(probabilities, 1, key_heads, groups)
     if jnp.issubdtype(value.dtype, jnp.integer):
         # Probabilities are cast to the integers' dtype, as in JAX: all below 1 become 0.
         output = jnp.einsum("bkgts,bskv->btkgv", grouped.astype(value.dtype), value)
@@ -129,23 +131,24 @@ def weights(
     `score_mod` changes all logits [B, N, T, S] before they are masked. The log-sum-exp includes sinks;
     `with_rest`, log2 of the sum of exp(logit - log-sum-exp), which rounding keeps from being 0, follows.
     """
-    batch, query_count, heads, head_size = query.shape
+    batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     if jnp.issubdtype(query.dtype, jnp.integer):
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    grouped = query.reshape(batch, query_count, key_heads, heads // key_heads, head_size)
+    grouped = split_axis(query, 2, key_heads, heads // key_heads)
     logits = product("btkgh,bskh->bkgts", grouped, key)
     logits = logits.reshape(batch, heads, query_count, key_count)
     logits = logits * (scale.astype(logits.dtype) if isinstance(scale, jax.Array) else scale)
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     if bias is not None:
-        logits = logits + bias.astype(logits.dtype)
+        logits = logits + sharding.split_with(bias, logits).astype(logits.dtype)
     allowed = mask.allowed(query_count, key_count)
     if score_mod is not None:
         # Masked scores are 1, where e.g. sqrt has a finite derivative: infinity times 0 would be NaN.
         logits = score_mod(jnp.where(allowed, logits, 1.0)).astype(logits.dtype)
-    sinks = None if sinks is None else sinks.astype(logits.dtype)
+    if sinks is not None:
+        sinks = sharding.split_with(sinks, logits, [1]).astype(logits.dtype)
     probabilities, lse = _softmax(logits, allowed, sinks)
     if not with_rest:
         return probabilities, lse

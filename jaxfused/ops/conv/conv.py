@@ -296,6 +296,7 @@ class _Call:
             residual,
             activation=self.activation,
             precision=self.precision,
+            partitioned=not sharding.is_in_one_piece(x, w),
             **self.options,
         )
 

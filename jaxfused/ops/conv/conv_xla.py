@@ -1,5 +1,6 @@
 """conv in plain JAX: one call of XLA's convolution, then the sum and the activation."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import activate
+from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
+from jaxfused.runtime.shapes import merge_axes, split_axis
 
 
 def conv(
@@ -24,20 +27,19 @@ def conv(
     feature_group_count: int,
     activation: str | None,
     precision: jax.lax.PrecisionLike,
+    partitioned: bool = False,
 ) -> jax.Array:
     """Convolves [B, *spatial, I] with [*kernel, I/groups, O].
 
     The convolution's result has x's dtype, although its sums are float32 on every platform: a float32
     result of bfloat16 operands makes XLA's GPU compiler convert the operands to float32 instead of
-    calling cuDNN on them as they are.
+    calling cuDNN on them as they are. `partitioned` is whether XLA may split the call over devices.
     """
     if sharding.is_explicit(x, w):
         x, residual, w, bias = sharding.split_by_batch((x, residual), (w, bias))
     spatial = "HWD"[: x.ndim - 2]
     x, padding = padded(x, padding, w.shape[:-2], kernel_dilation)
-    y = jax.lax.conv_general_dilated(
-        x,
-        w.astype(x.dtype),
+    options: dict[str, Any] = dict(
         window_strides=strides,
         padding=padding,
         lhs_dilation=input_dilation,
@@ -46,7 +48,58 @@ def conv(
         feature_group_count=feature_group_count,
         precision=precision,
     )
+    w = w.astype(x.dtype)
+    if not partitioned:
+        y = jax.lax.conv_general_dilated(x, w, **options)
+    elif feature_group_count > 1:
+        y = _by_groups(x, w, options)
+    else:
+        x = sharding.whole_images_on_several_axes(x)
+        y = sharding.whole_images_on_several_axes(jax.lax.conv_general_dilated(x, w, **options))
     return finish(y, bias, residual, activation=activation)
+
+
+def _by_groups(x: jax.Array, w: jax.Array, options: dict[str, Any]) -> jax.Array:
+    """Returns a convolution of groups whose gradient to w is right on a mesh of several axes.
+
+    XLA's partitioner multiplies JAX's own gradient by the number of devices along the mesh axes that do
+    not split the images (jax 0.11.2 and 0.12.0.1).
+    """
+
+    @jax.custom_jvp
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(x, w, **options)
+
+    @convolve.defjvp
+    def jvp(primals, tangents):
+        dy = convolve(tangents[0], primals[1])
+        return convolve(*primals), dy + jax.checkpoint(by_taps)(primals[0], tangents[1])
+
+    def by_taps(x, w):
+        """Returns the sum over the taps of products that JAX transposes to products."""
+        groups, strides = options["feature_group_count"], options["window_strides"]
+        inner, between = options["lhs_dilation"], options["rhs_dilation"]
+        padding = options["padding"]
+        if isinstance(padding, str):
+            sizes = [(n - 1) * d + 1 for n, d in zip(x.shape[1:-1], inner, strict=True)]
+            reach = [(k - 1) * d + 1 for k, d in zip(w.shape[:-2], between, strict=True)]
+            padding = jax.lax.padtype_to_pads(sizes, reach, strides, padding)
+        pairs = [(*pair, d - 1) for pair, d in zip(padding, inner, strict=True)]
+        x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pairs, (0, 0, 0)])
+        x, w = (split_axis(a, a.ndim - 1, groups, a.shape[-1] // groups) for a in (x, w))
+        kernel, rows = w.shape[:-3], "bxyz"[: x.ndim - 2]
+        ends = [n - (k - 1) * d for n, k, d in zip(x.shape[1:-2], kernel, between, strict=True)]
+        total: Any = 0
+        for tap in itertools.product(*map(range, kernel)):
+            starts = [k * d for k, d in zip(tap, between, strict=True)]
+            within = (slice(a, a + n, s) for a, n, s in zip(starts, ends, strides, strict=True))
+            pixels, weights = x[:, *within], w[tap].swapaxes(0, 1)
+            total += product(
+                f"{rows}gi,gio->{rows}go", pixels, weights, precision=options["precision"]
+            )
+        return merge_axes(total, total.ndim - 2).astype(x.dtype)
+
+    return convolve(x, w)
 
 
 def finish(
@@ -124,7 +177,9 @@ class Around(NamedTuple):
 
     def pad(self, x: jax.Array) -> jax.Array:
         """Returns a copy of x [B, *spatial, I] with its padding."""
-        return jnp.pad(x, [(0, 0), *self.pairs, (0, 0)], mode=NUMPY_MODES[self.mode])
+        return jnp.pad(
+            sharding.whole_images(x), [(0, 0), *self.pairs, (0, 0)], mode=NUMPY_MODES[self.mode]
+        )
 
 
 def padded(

@@ -31,6 +31,7 @@ from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_xla import side_by_side, unshared
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.shapes import merge_axes, split_axis
 
 
 @python_numbers
@@ -240,8 +241,8 @@ def separate_projections(
     op = "qkv_projection"
     device = dispatch.current_device(x)
     if fp8.is_fp8(precision):
-        flat = [w.reshape(w.shape[0], -1) for w in weights]
-        flat_biases = [None if bias is None else bias.reshape(-1) for bias in biases]
+        flat = [merge_axes(w, 1) for w in weights]
+        flat_biases = [None if bias is None else merge_axes(bias, 0) for bias in biases]
         head_size = weights[0].shape[-1]
         widths = (flat[0].shape[1], flat[1].shape[1], flat[2].shape[1])
         state = fp8.state_of(op, precision)
@@ -251,14 +252,14 @@ def separate_projections(
         for w, bias in zip(weights, biases, strict=True):
             y = linear_xla.linear(
                 x,
-                w.reshape(w.shape[0], -1),
-                None if bias is None else bias.reshape(-1),
+                merge_axes(w, 1),
+                None if bias is None else merge_axes(bias, 0),
                 None,
                 activation=None,
                 precision=precision,
                 out_dtype=x.dtype,
             )
-            projections.append(y.reshape(*x.shape[:-1], *w.shape[1:]))
+            projections.append(split_axis(y, y.ndim - 1, *w.shape[1:]))
         q, k, v = named(projections, op, "output")
         return q, k, v
     key_heads, head_size = weights[1].shape[1:]
@@ -266,7 +267,7 @@ def separate_projections(
     def grouped(array):
         if array is None:
             return None
-        return array.reshape(*array.shape[:-2], key_heads, array.shape[-2] // key_heads, head_size)
+        return split_axis(array, array.ndim - 2, key_heads, array.shape[-2] // key_heads)
 
     operands = (x, *map(grouped, weights), *map(grouped, biases), None, None, None, None)
     options = Options(head_size, 0.0, 0.0, False, precision)

@@ -40,6 +40,7 @@ from jaxfused.ops.loss.cross_entropy_xla import (
 )
 from jaxfused.ops.loss.label_values import check_classes
 from jaxfused.ops.loss.reduction import Reduction, reduce_losses, shares_of, times
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     as_arrays,
     check_floating,
@@ -150,10 +151,12 @@ def softmax_cross_entropy(
     refuse_pallas(op, implementation)
     device = dispatch.current_device(logits)
     is_reference = takes_reference(op, implementation, device, logits)
-    if is_reference and axis_name is None:
+    if axis_name is None:
         classes, soft = (None, labels) if is_soft(labels) else (labels, None)
         logits, classes, soft, weights = aligned(logits, classes, soft, weights)
         labels = classes if soft is None else soft
+    if class_weights is not None:
+        [class_weights] = sharding.whole(class_weights)
     run = None if is_reference else Runner(implementation, device)
     counts = counted(labels, options)
     if class_weights is not None:

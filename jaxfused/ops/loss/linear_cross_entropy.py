@@ -170,11 +170,11 @@ def linear_softmax_cross_entropy(
             " Pass implementation=None for the fastest one that can."
         )
     device = dispatch.current_device(x)
-    counts = counted(labels, options)
     is_reference = takes_reference(op, implementation, device, x, why_xla=why_xla)
-    if is_reference:
-        x, w, bias, labels, weights = _aligned(x, w, bias, labels, weights)
+    x, w, bias, labels, weights = _aligned(x, w, bias, labels, weights)
+    counts = counted(labels, options)
     if class_weights is not None:
+        [class_weights] = sharding.whole(class_weights)
         class_weights = class_weights.astype(accumulator_dtype(x.dtype))
         of_labels = weights_of_labels(class_weights, labels, options)
         if several_terms:

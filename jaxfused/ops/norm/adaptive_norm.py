@@ -157,10 +157,12 @@ def _vectors(
     pre_bias: jax.Array | None,
 ) -> tuple[NormOptions, _Vectors]:
     """Returns the options, and parameters all [*leading, D]; scale and bias include the modulation."""
-    shape = max((array.shape for array in images if array is not None), key=len)
+    like = max((array for array in images if array is not None), key=lambda array: array.ndim)
+    shape = like.shape
     wide = accumulator_dtype(x.dtype)
 
     def of_images(array: jax.Array) -> jax.Array:
+        array = sharding.split_with(array, like, range(-array.ndim, 0))
         if array.shape == shape:
             return array
         axes = (1,) * (len(shape) - array.ndim)
@@ -170,7 +172,7 @@ def _vectors(
     if images.scale is not None and scale is None and bias is None:
         scale, options = images.scale, replace(options, scale_offset=1.0)
     elif images.scale is not None:
-        factor = 1.0 + images.scale.astype(wide)
+        factor = 1.0 + of_images(images.scale).astype(wide)
         bias = None if bias is None else of_images(bias.astype(wide)) * factor
         if scale is not None:
             factor = (of_images(scale.astype(wide)) + options.scale_offset) * factor
@@ -179,7 +181,7 @@ def _vectors(
         bias = images.shift
     elif images.shift is not None:
         assert bias is not None
-        bias = of_images(bias.astype(wide)) + images.shift.astype(wide)
+        bias = of_images(bias.astype(wide)) + of_images(images.shift).astype(wide)
     vectors = (scale, bias, pre_bias, images.gate)
     return options, _Vectors(*(None if v is None else of_images(v) for v in vectors))
 

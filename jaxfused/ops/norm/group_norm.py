@@ -33,9 +33,10 @@ from jaxfused.runtime.checks import (
 from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 from jaxfused.runtime.rectified import masked_gradient
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
+from jaxfused.runtime.shapes import split_axis
 from jaxfused.runtime.vmap import (
     batch_all,
     is_batched,
@@ -161,7 +162,7 @@ def run(
         )
     # Groups become an axis of their own, so that they can be split over devices.
     x_groups, residual, scale, bias = (
-        None if a is None else a.reshape(*a.shape[:-1], num_groups, a.shape[-1] // num_groups)
+        None if a is None else split_axis(a, a.ndim - 1, num_groups, a.shape[-1] // num_groups)
         for a in (x, residual, scale, bias)
     )
     axes = _spelt_axes(x_groups, residual, scale, bias)
@@ -228,12 +229,10 @@ def _modulated(x, scale, bias, image_scale, image_shift):
     )
     if image_scale is not None:
         factor = 1.0 + image_scale
-        scale = factor if scale is None else scale[None] * factor
-        bias = None if bias is None else bias[None] * factor
+        scale = factor if scale is None else along_last_axis(scale, factor) * factor
+        bias = None if bias is None else along_last_axis(bias, factor) * factor
     if image_shift is not None:
-        bias = (
-            image_shift if bias is None else (bias if bias.ndim == 2 else bias[None]) + image_shift
-        )
+        bias = image_shift if bias is None else along_last_axis(bias, image_shift) + image_shift
     return scale, bias
 
 

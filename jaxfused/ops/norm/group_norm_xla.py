@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.ops.norm.moments import is_few, normalised_pairs, parts_of, settled, shifted_moments
+from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import activate, value_and_slope
 from jaxfused.runtime.product_xla import parts_of_rows
-from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
+from jaxfused.runtime.shapes import split_axis
 
 STATISTICS = "jaxfused_statistics"
 """Name that `checkpoint_name` gives a norm's statistics, for policies of `jax.checkpoint`."""
@@ -164,7 +166,7 @@ def gradient(
         scaled = sums if scale is None else sums * scale.astype(sums.dtype)
         return jnp.sum(_groups(scaled, num_groups), -1).reshape(along_groups) / size
 
-    scaled = dz if scale is None else dz * _along_channels(scale, dz)
+    scaled = dz if scale is None else dz * along_last_axis(scale, dz)
     dx = rstd * (
         _groups(scaled, num_groups) - mean_of_group(dbias) - normalised * mean_of_group(dscale)
     )
@@ -203,9 +205,8 @@ large GPU has SMs."""
 
 def _groups(x: jax.Array, num_groups: int) -> jax.Array:
     """Returns x [B, ..., C] as [B, ..., groups, channels of a group] in the accumulator's dtype."""
-    return x.astype(accumulator_dtype(x.dtype)).reshape(
-        *x.shape[:-1], num_groups, x.shape[-1] // num_groups
-    )
+    wide = x.astype(accumulator_dtype(x.dtype))
+    return split_axis(wide, x.ndim - 1, num_groups, x.shape[-1] // num_groups)
 
 
 def _affine(
@@ -216,17 +217,9 @@ def _affine(
 ) -> jax.Array:
     """Returns y * scale + bias + residual for y, residual [B, ..., C], scale and bias [C] or [B, C]."""
     if scale is not None:
-        y = y * _along_channels(scale, y)
+        y = y * along_last_axis(scale, y)
     if bias is not None:
-        y = y + _along_channels(bias, y)
+        y = y + along_last_axis(bias, y)
     if residual is not None:
-        y = y + residual.astype(y.dtype)
+        y = y + sharding.split_with(residual, y).astype(y.dtype)
     return y
-
-
-def _along_channels(parameter: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns a parameter [C] or [B, C] in the dtype of `like` [B, ..., C], broadcastable to it."""
-    leading = parameter.shape[:-1] or (1,)
-    return parameter.astype(like.dtype).reshape(
-        *leading, *(1 for _ in range(like.ndim - 2)), parameter.shape[-1]
-    )

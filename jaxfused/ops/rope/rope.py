@@ -28,6 +28,7 @@ from jaxfused.runtime.gate import LeftToXla, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import along_last_axis
 from jaxfused.runtime.runner import Axes, Results, Runner, StageCall
+from jaxfused.runtime.shapes import split_axis
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.rows import rope as pallas_rope
 
@@ -457,7 +458,7 @@ def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | 
     groups = math.gcd(q.shape[-2], 0 if k is None else k.shape[-2])
 
     def grouped(x):
-        return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
+        return split_axis(x, x.ndim - 2, groups, x.shape[-2] // groups)
 
     return grouped(q), None if k is None else grouped(k)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxfused.runtime.checks import as_arrays, check_floating, check_word, python_numbers
 from jaxfused.runtime.serialization import serializable
-from jaxfused.runtime.shapes import merge_axes, split_axis
+from jaxfused.runtime.shapes import in_parts, merge_axes, split_axis
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 GROUP, KEPT = 4, 2
@@ -166,6 +166,7 @@ def prune24(weight: jax.Array, *, straight_through: bool = False) -> jax.Array:
     """
     [weight] = as_arrays(weight)
     _check_matrix("prune24", weight)
+    weight = in_parts(weight, 0, len(weight) // GROUP)
     places = greatest_places(weight)
     if straight_through:
         return unpruned_gradient(weight, places)
