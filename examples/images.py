@@ -38,16 +38,23 @@ def read_image(path: Path, mode: str) -> Image.Image:
     """Returns the decoded image in the Pillow mode "L" or "RGB", upright.
 
     Raises:
-      ExampleError: the file is missing, truncated or no image.
+      ExampleError: the file is missing, truncated or no image, or has 32 bits a pixel.
     """
+    return _decode(path, lambda image: in_mode(image, mode))
 
-    def convert(image: Image.Image) -> Image.Image:
-        if image.mode.startswith("I"):
-            # 16 bits a pixel: Pillow would clip them at 255 instead of scaling.
-            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
-        return image.convert(mode)
 
-    return _decode(path, convert)
+def in_mode(image: Image.Image, mode: str) -> Image.Image:
+    """Returns the image in the Pillow mode "L" or "RGB"; the upper 8 of 16 bits are kept.
+
+    Raises:
+      ValueError: its pixels have 32 bits.
+    """
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels have 32 bits, mode {image.mode}, without a level for white")
+    if image.mode.startswith("I"):
+        # Pillow would clip 16 bits at 255 instead of scaling them.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert(mode)
 
 
 def read_labels(path: Path) -> np.ndarray:

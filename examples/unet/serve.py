@@ -20,6 +20,7 @@ from PIL import Image, ImageOps
 
 from examples.errors import ExampleError, run_command
 from examples.flags import whole
+from examples.images import in_mode
 from examples.listening import listen, serve, url_of
 from examples.packages import needed
 from examples.unet.runner import Runner, Segmentation, Stages
@@ -151,12 +152,7 @@ def decode(body: bytes, mode: str, *, most_pixels: int) -> np.ndarray:
                     f"an image must have at most {most_pixels:,} pixels, but this one has {width} x"
                     f" {height}; send a smaller one."
                 )
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):
-                # 16 bits a pixel: Pillow would clip them at 255 instead of scaling.
-                wide = np.asarray(upright) >> 8
-                upright = Image.fromarray(wide.clip(0, 255).astype(np.uint8))
-            return np.asarray(upright.convert(mode))
+            return np.asarray(in_mode(ImageOps.exif_transpose(image), mode))
     except ExampleError:
         raise
     # Pillow raises SyntaxError, ValueError, struct.error and others for broken files.

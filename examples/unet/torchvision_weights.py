@@ -21,7 +21,10 @@ _COUNTER = "num_batches_tracked"
 
 
 def load_deeplab(
-    path: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, rates: tuple[int, ...] = (12, 24, 36)
+    path: str | Path,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    rates: tuple[int, ...] = (12, 24, 36),
 ) -> DeepLabV3:
     """Returns the model of a file that holds a state dict, such as that of `deeplabv3_resnet50`.
 
@@ -39,12 +42,13 @@ def load_deeplab(
     return assemble(read_state_dict(path), dtype=dtype, rates=rates)
 
 
-def read_state_dict(path: Path) -> dict[str, np.ndarray]:
+def read_state_dict(path: str | Path) -> dict[str, np.ndarray]:
     """Returns the arrays of a .safetensors or .npz file by name.
 
     Raises:
       ExampleError: it is missing, broken or of another format.
     """
+    path = Path(path)
     remedy = "save model.state_dict() with safetensors.torch.save_file, or with numpy.savez"
     suffix = path.suffix.lower()
     if suffix not in (".safetensors", ".npz"):

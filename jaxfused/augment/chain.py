@@ -1,5 +1,6 @@
 """A chain of transforms: draws the parameters of each for each image, and runs all in few passes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -125,7 +126,7 @@ class Chain:
         Raises:
           ValueError: shapes or dtypes do not fit.
         """
-        if images is not None and not isinstance(images, Batch) and jnp.ndim(images) == 3:
+        if not isinstance(images, (Batch, Mapping, type(None))) and jnp.ndim(images) == 3:
             one = jnp.asarray(images)[None]
             return self.apply(self.sample(as_key(key)[None], one), one)[0]
         return self.apply(self.sample(key, images, index), images)

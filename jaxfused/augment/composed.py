@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.augment.geometry import ElasticTransform, inverted, middle
-from jaxfused.augment.transform import Drawn, Geometric
+from jaxfused.augment.transform import Drawn, Geometric, public_name
 from jaxfused.ops.augment import resample_xla
 from jaxfused.ops.augment.resample_xla import Map, Reading, product
 
@@ -36,14 +36,12 @@ class Frame(NamedTuple):
         for part in self.parts:
             shrinks *= part.shrinks_by(shape)
             shape = part.result_shape(shape)
-        filling = [
-            part.fill for part in self.parts if not isinstance(part.fill, float) or part.fill
-        ]
-        fill: Any = filling[0] if filling else 0.0
+        filling = [part for part in self.parts if not isinstance(part.fill, float) or part.fill]
+        fill: Any = filling[0].fill if filling else 0.0
         fill = (fill,) if isinstance(fill, float) else tuple(fill)
         if len(fill) not in (1, channels):
             raise ValueError(
-                f"{type(self.parts[0]).__name__}: fill has {len(fill)} numbers, but images have"
+                f"{public_name(filling[0])}: fill has {len(fill)} numbers, but images have"
                 f" {channels} channels; pass one, or {channels}."
             )
         return Reading(

@@ -188,5 +188,10 @@ class CenterCrop(Crop):
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         height, width = self.size  # type: ignore[misc]
-        left, top = jnp.round((size[1] - width) / 2), jnp.round((size[0] - height) / 2)
-        return jnp.stack([left, top, jnp.float32(width), jnp.float32(height)])
+
+        def start(n, part):
+            # Of an odd number of pixels around a smaller image, one more comes behind it.
+            return jnp.where(n < part, jnp.ceil((n - part) / 2), jnp.round((n - part) / 2))
+
+        ones = jnp.float32(width), jnp.float32(height)
+        return jnp.stack([start(size[1], width), start(size[0], height), *ones])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxfused.augment.batch import Batch
 from jaxfused.augment.shards import over_batch
 from jaxfused.augment.transform import Drawn, Mixing, Transform
+from jaxfused.runtime.checks import said
 
 Draws = tuple[Drawn, ...]
 """Random parameters of a chain: for each part a `Drawn`, whose arrays are [B, ...]."""
@@ -19,9 +20,13 @@ _OF_BATCH = 0x6D69780A
 
 def as_key(key: Any) -> jax.Array:
     """Returns a typed key (`jax.random.key`), converted if it is one of `jax.random.PRNGKey`."""
-    if key is None or isinstance(key, str):
-        raise ValueError(f"Chain: key is {key!r}; pass a key, as of jax.random.key(0).")
-    key = jnp.asarray(key)
+    try:
+        array = None if key is None else jnp.asarray(key)
+    except (TypeError, ValueError):
+        array = None
+    if array is None:
+        raise ValueError(f"Chain: key is {said(key)}; pass a key, as of jax.random.key(0).")
+    key = array
     is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not is_key and key.dtype != jnp.uint32:
         raise ValueError(

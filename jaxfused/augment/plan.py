@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from jaxfused.augment.colour import Normalize
 from jaxfused.augment.geometry import ElasticTransform
-from jaxfused.augment.transform import Filter, Geometric, Mixing, Part, Pointwise
+from jaxfused.augment.transform import Filter, Geometric, Mixing, Part, Pointwise, public_name
 from jaxfused.ops.augment.resample_xla import Interpolation
 from jaxfused.ops.augment.steps_xla import STATISTICAL
 
@@ -106,7 +106,7 @@ def check(parts: Sequence[Part]) -> None:
         known = get_args(Interpolation)
         if isinstance(part, Geometric) and part.interpolation not in known:
             raise ValueError(
-                f"Chain: {type(part).__name__.lstrip('_')} has interpolation={part.interpolation!r},"
+                f"Chain: {public_name(part)} has interpolation={part.interpolation!r},"
                 f" which is not known; pass one of {', '.join(map(repr, known))}."
             )
         if normalized and getattr(part, "bounded", False):

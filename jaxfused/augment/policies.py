@@ -25,7 +25,7 @@ from jaxfused.augment.transform import (
 )
 from jaxfused.ops.augment.resample_xla import Interpolation
 from jaxfused.ops.augment.steps_xla import Op, Steps
-from jaxfused.runtime.checks import check_count
+from jaxfused.runtime.checks import check_count, check_finite
 
 
 class _Several(Transform):
@@ -76,7 +76,9 @@ class RandomApply(_Several):
     p: float
 
     def __init__(self, *transforms: Transform, p: float = 0.5):
-        check_share(type(self).__name__, "p", p)
+        op = type(self).__name__
+        check_finite(op, "p", p)
+        check_share(op, "p", p)
         object.__setattr__(self, "transforms", self._check(transforms))
         object.__setattr__(self, "p", float(p))
 

@@ -1,7 +1,7 @@
 """Runs the passes of a chain over a batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,15 @@ from jaxfused.augment.geometry import RandomQuarterTurn
 from jaxfused.augment.mixed import mixed
 from jaxfused.augment.plan import FilterPass, ImagePass, MixPass
 from jaxfused.augment.shards import over_batch
-from jaxfused.augment.transform import Blurring, Drawn, Geometric, Mixing, Part, Pointwise
+from jaxfused.augment.transform import (
+    Blurring,
+    Drawn,
+    Geometric,
+    Mixing,
+    Part,
+    Pointwise,
+    public_name,
+)
 from jaxfused.ops.augment import image_pass_xla, steps_xla
 from jaxfused.ops.augment.image_pass import image_pass, joins_blur
 from jaxfused.ops.augment.resample_xla import Map
@@ -44,6 +52,11 @@ def checked(images: Any) -> Batch:
     Raises:
       ValueError: the arrays do not fit.
     """
+    if isinstance(images, Mapping):
+        raise ValueError(
+            f"Chain: images are a {type(images).__name__} with {sorted(map(str, images))}; pass an"
+            " array, or jaxfused.augment.Batch(images=..., masks=...)."
+        )
     batch = images if isinstance(images, Batch) else Batch(images)
     batch = Batch(*as_arrays(*batch))
     x = batch.images
@@ -179,11 +192,8 @@ def check_channels(part: Part, channels: int) -> None:
     """
     operations = part.operations() if isinstance(part, Pointwise) else ()
     if channels not in (1, 3, 4) and COLOURED & {op for ops in operations for op in ops}:
-        # RandAugment and TrivialAugmentWide consist of private parts, whose names begin with _.
-        name = type(part).__name__
-        name = "RandAugment or TrivialAugmentWide" if name.startswith("_") else name
         raise ValueError(
-            f"Chain: {name} mixes colours, but images have {channels} channels; pass"
+            f"Chain: {public_name(part)} mixes colours, but images have {channels} channels; pass"
             " images of 1, 3 or 4."
         )
 
@@ -431,6 +441,12 @@ class _State:
 
     def mix_pass(self, drawn: Drawn, index: int, dtype: Any) -> None:
         part: Any = self.spec.parts[index]
+        if self.is_ragged:
+            op = type(part).__name__
+            raise ValueError(
+                f"{op}: the batch has sizes, but a mixture of images of different sizes shows other"
+                f" shares of them than its labels say; put a crop or Resize before {op}."
+            )
         self.batch = mixed(
             part, drawn, self.batch, self.frames, self.axis_names or part.axis_name, dtype
         )
@@ -484,10 +500,10 @@ def _cut(batch: Batch, sizes: jax.Array) -> Batch:
 
 def _check_mask_fill(fill: float, dtype: Any) -> None:
     """Checks that masks of this dtype can hold `fill`; a conversion would wrap around."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        held = jnp.iinfo(dtype)
-        if fill != int(fill) or not held.min <= fill <= held.max:
+    if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
+        held = (0, 1) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+        if fill != int(fill) or not held[0] <= fill <= held[1]:
             raise ValueError(
                 f"Chain: mask_fill is {fill:g}, but masks have dtype {dtype}; pass a whole number from"
-                f" {held.min} to {held.max}, or masks of another dtype."
+                f" {held[0]} to {held[1]}, or masks of another dtype."
             )

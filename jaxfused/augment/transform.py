@@ -1,8 +1,8 @@
 """Base classes of transforms, one for each kind of part, and the type of a part's draws."""
 
-import math
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxfused.ops.augment.resample_xla import Interpolation
 from jaxfused.ops.augment.steps_xla import Steps
-from jaxfused.runtime.checks import python_number_fields
+from jaxfused.runtime.checks import check_finite, python_number_fields
 
 
 class Drawn(NamedTuple):
@@ -155,9 +155,33 @@ class Mixing(Part):
 
 @dataclass_transform(frozen_default=True)
 def transform[T](cls: type[T]) -> type[T]:
-    """Makes a class a frozen dataclass whose fields are checked by their annotations."""
+    """Makes a class a frozen dataclass, whose fields are checked by their annotations and are finite."""
     made: Any = dataclass(frozen=True)(cls)
+    finish = made.__post_init__
+
+    @functools.wraps(finish)
+    def with_finite_numbers(self: Any) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, float):
+                    check_finite(type(self).__name__, name, number)
+        finish(self)
+
+    made.__post_init__ = with_finite_numbers
     return python_number_fields(made)
+
+
+def public_name(part: Part) -> str:
+    """Returns the name of the transform that a user passed for this part.
+
+    RandAugment and TrivialAugmentWide consist of private parts, whose names begin with _.
+    """
+    name = type(part).__name__
+    return "RandAugment or TrivialAugmentWide" if name.startswith("_") else name
 
 
 def uniform(key: jax.Array, low: Any, high: Any) -> jax.Array:
@@ -187,10 +211,9 @@ def pair(op: str, name: str, value: Any, *, around: float | None, least: float |
         if least is not None:
             value = (max(least, value[0]), value[1])
     low_high = tuple(float(number) for number in value)
-    if len(low_high) != 2 or not -math.inf < low_high[0] <= low_high[1] < math.inf:
+    if len(low_high) != 2 or low_high[0] > low_high[1]:
         raise ValueError(
-            f"{op}: {name} is {value!r}, but a range is (low, high) with low <= high; pass two finite"
-            " numbers."
+            f"{op}: {name} is {value!r}, but a range is (low, high) with low <= high; pass two numbers."
         )
     if least is not None and low_high[0] < least:
         raise ValueError(

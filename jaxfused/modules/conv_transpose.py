@@ -15,7 +15,8 @@ from jaxfused.ops.conv import conv_transpose
 
 def why_flax(layer: Any, default_promotion: Any, *dtypes: Any) -> str | None:
     """Returns why Flax's own code must compute a call of the layer, such as an argument, or None."""
-    named = isinstance(layer.padding, str) and layer.padding.upper() not in ("SAME", "VALID")
+    # Flax pads by another rule where "SAME" is in lower case: that of a convolution.
+    named = isinstance(layer.padding, str) and layer.padding not in ("SAME", "VALID")
     return (
         why_intercepted()
         or why_given(

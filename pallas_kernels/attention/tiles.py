@@ -152,10 +152,11 @@ class OwnVisits(NamedTuple):
 
 
 _MANY = 4
-"""Fewest tiles per SM for which the schedule is computed on the device, from a call's segment ids.
+"""Fewest tiles per SM for which the schedule is computed on the device, from segments and lengths.
 
 With fewer tiles, the better balance saves less time than XLA's kernels take to compute the schedule, so
-the schedule of the compile time is used, in which segments are not known.
+the schedule of the compile time is used, in which neither is known. Lengths balance the gradient of
+keys only: tiles of queries took 2 % longer by such a schedule.
 """
 
 
@@ -500,7 +501,7 @@ class KeyTiles:
         Work is balanced by the number of blocks of queries that a tile visits.
         """
         heads = self.key_heads * self.shares
-        if tables.bounds is not None and batch * heads * self.count >= _MANY * multiprocessors:
+        if _is_uneven(self.mask, tables) and batch * heads * self.count >= _MANY * multiprocessors:
             start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
             return schedule_of(stop - start, heads, multiprocessors)
         return self.planned(batch, heads_together, multiprocessors)
@@ -576,6 +577,12 @@ class KeyTiles:
         most = lax.div(visits + (self.query_shares - 1), jnp.int32(self.query_shares))
         first = lax.min(start + share * most, start + visits)
         return first, lax.min(first + most, start + visits)
+
+
+def _is_uneven(mask: BlockMask, tables: Tables) -> bool:
+    """Returns whether the work of tiles of keys depends on a call's segments or lengths."""
+    has_lengths = mask.has_query_lengths or mask.has_key_lengths
+    return tables.bounds is not None or (has_lengths and mask.pattern is None)
 
 
 def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks | None:

@@ -162,6 +162,14 @@ def test_padding_changes_nothing():
     np.testing.assert_array_equal(y.sizes, batch.sizes)
 
 
+@pytest.mark.parametrize("size", [1, 3, 6, 7])
+def test_a_smaller_image_is_centred_as_in_torchvision(size):
+    row = np.arange(4, dtype=np.uint8)[None, None, :, None]
+    y = jax.jit(augment.Chain(augment.CenterCrop((1, size), fill=9.0)))(KEY, row)
+    expected = {1: [2], 3: [0, 1, 2], 6: [9, 0, 1, 2, 3, 9], 7: [9, 0, 1, 2, 3, 9, 9]}
+    assert y.ravel().tolist() == expected[size]
+
+
 def test_boxes_that_leave_count_no_longer():
     boxes = np.array([[[0, 0, 2, 2], [6, 6, 9, 9]]], np.float32)
     batch = augment.Batch(images(1, 10, 10), boxes=boxes, valid=np.ones((1, 2), bool))
@@ -266,7 +274,7 @@ def test_a_chain_prints_its_options_and_passes():
         (lambda: augment.Chain(dtype="bf16"), "dtype is 'bf16', which is no dtype"),
         (lambda: augment.RandomCrop(4, padding=-1), "padding is -1"),
         (lambda: augment.MixUp(num_classes=0), "num_classes is 0"),
-        (lambda: augment.Normalize(np.nan, 1.0), "pass finite means"),
+        (lambda: augment.Normalize(np.nan, 1.0), "mean is nan, .* pass a finite"),
         (lambda: augment.RandomChoice(augment.RandomInvert(), p=[np.nan]), "a weight for each"),
         (lambda: augment.Chain(dtype=jnp.int32), "dtype is int32"),
         (lambda: augment.Chain(mask_fill="0"), "mask_fill is '0'"),
@@ -274,7 +282,10 @@ def test_a_chain_prints_its_options_and_passes():
             lambda: augment.Chain(augment.Normalize(0.5, 0.5), augment.RandomInvert()),
             "RandomInvert takes values of 0 to 1",
         ),
-        (lambda: augment.ColorJitter(brightness=(0, np.inf)), "pass two finite"),
+        (
+            lambda: augment.ColorJitter(brightness=(0, np.inf)),
+            "brightness is inf, .* pass a finite",
+        ),
         (lambda: augment.RandomErasing(scale=(0.1, 2)), "scale's larger number is 2.0"),
         (lambda: augment.Chain()(None, np.zeros((1, 2, 2, 3), np.uint8)), "key is None"),
         (lambda: augment.Chain()(jax.random.key(0), None), "images are None"),
@@ -292,6 +303,16 @@ def test_a_chain_prints_its_options_and_passes():
         (lambda: augment.RandomApply(augment.CenterCrop(3)), "CenterCrop cannot be left out"),
         (lambda: augment.RandomResizedCrop(0), "size is 0"),
         (lambda: augment.Normalize(0.5, 0.0), "std 0.0"),
+        (lambda: augment.Normalize([], []), "stds above 0"),
+        (lambda: augment.RandomErasing(value=(1, np.nan, 2)), "value is nan"),
+        (lambda: augment.MixUp(alpha=np.inf), "alpha is inf"),
+        (lambda: augment.RandomApply(augment.RandomInvert(), p=None), "p is None"),
+        (lambda: augment.Chain(augment.RandAugment(interpolation="cubic")), "RandAugment or"),
+        (lambda: augment.Chain()({}, np.zeros((1, 2, 2, 3), np.uint8)), r"key is \{\}"),
+        (
+            lambda: augment.Chain()(KEY, {"image": np.zeros((1, 2, 2, 3))}),
+            r"a dict with \['image'\]",
+        ),
     ],
 )
 def test_errors_of_options(build, message):
@@ -299,12 +320,15 @@ def test_errors_of_options(build, message):
         build()
 
 
-@pytest.mark.parametrize("fill", [256, -1, 0.5])
+@pytest.mark.parametrize("fill", [256, -1, 0.5, 255])
 def test_a_mask_is_not_filled_with_what_its_dtype_wraps(fill):
     chain = augment.Chain(augment.RandomAffine(translate=(0.5, 0.5)), mask_fill=fill)
-    shape = jax.ShapeDtypeStruct((2, 4, 6), jnp.uint8)
+    dtype = jnp.bool_ if fill == 255 else jnp.uint8
+    shape = jax.ShapeDtypeStruct((2, 4, 6), dtype)
     batch = augment.Batch(jax.ShapeDtypeStruct((2, 4, 6, 3), jnp.uint8), masks=shape)
-    with pytest.raises(ValueError, match=r"mask_fill is .* masks have dtype uint8; pass a whole"):
+    with pytest.raises(
+        ValueError, match=rf"mask_fill is .* masks have dtype {dtype.dtype}; pass a whole"
+    ):
         jax.eval_shape(chain, KEY, batch)
 
 
@@ -315,7 +339,8 @@ def test_a_mask_is_not_filled_with_what_its_dtype_wraps(fill):
         (augment.RandomInvert(), images().astype(np.int32), "dtype int32"),
         (augment.ColorJitter(hue=0.1), images(channels=2), "images have 2 channels"),
         (augment.Normalize([1, 2], 1.0), images(), "mean has 2 numbers"),
-        (augment.RandomRotation(5, fill=(1, 2)), images(), "fill has 2 numbers"),
+        (augment.RandomRotation(5, fill=(1, 2)), images(), "RandomRotation: fill has 2 numbers"),
+        (augment.RandAugment(fill=(1, 2)), images(), "TrivialAugmentWide: fill has 2 numbers"),
         (augment.RandomQuarterTurn(), images(), "images are 12 x 13"),
         (
             augment.MixUp(),
@@ -323,6 +348,7 @@ def test_a_mask_is_not_filled_with_what_its_dtype_wraps(fill):
             "pass num_classes",
         ),
         (augment.MixUp(), augment.Batch(images(), masks=images()[..., 0]), "has masks"),
+        (augment.CutMix(), augment.Batch(images(), sizes=np.ones((4, 2))), "put a crop or Resize"),
         (augment.RandomInvert(), augment.Batch(images(), sizes=np.ones(4)), "sizes have shape"),
     ],
 )

@@ -594,6 +594,14 @@ def test_a_broken_image_is_named(tmp_path):
         read_image(tmp_path / "gone.png", "RGB")
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_32_bits_are_refused(tmp_path, dtype):
+    path = tmp_path / "a.tiff"
+    Image.fromarray(np.full((2, 3), 1, dtype)).save(path)
+    with pytest.raises(ExampleError, match=r"a\.tiff is not \(its pixels have 32 bits"):
+        read_image(path, "RGB")
+
+
 def test_images_come_upright_in_8_bits_and_sorted(tmp_path):
     turned = Image.new("L", (4, 2))
     exif = turned.getexif()

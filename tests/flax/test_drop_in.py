@@ -131,6 +131,13 @@ def test_paddings_of_conv(padding, strides):
     )
 
 
+@pytest.mark.parametrize("padding", ["same", "valid", "SAME_LOWER", "SAME", "VALID", "CIRCULAR"])
+def test_paddings_of_conv_transpose(padding):
+    sizes, options = (D, 4, 4), dict(features=4, kernel_size=4)
+    x = normal(0, B, 7, D)
+    assert_same_modules("ConvTranspose", sizes, "ConvTranspose", options, x, padding=padding)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "linen_name", "linen", "shape"),
     [

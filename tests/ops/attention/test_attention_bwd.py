@@ -50,6 +50,18 @@ def test_every_tile_of_keys_has_one_cta_and_all_have_as_much_to_do(is_causal):
     assert max(work) <= 1.04 * np.mean(work)
 
 
+def test_tiles_of_keys_are_balanced_by_lengths():
+    lengths = np.array([1024, 900, 64, 0], np.int32)
+    tiles = KeyTiles(BlockMask(1024, 1024, has_key_lengths=True), 8, 2, 128, 64)
+    operands = Operands(key_lengths=lengths)
+    table = np.asarray(tiles.schedule(4, 1, 8, operands, tiles.tables(operands)))
+    numbers = [tuple(row[1 : 1 + row[0]]) for row in table]
+    assert sorted(itertools.chain(*numbers)) == list(range(4 * 8 * tiles.count))
+    visits = [16 * (n % tiles.count * 128 < lengths[n // (8 * tiles.count)]) for n in range(256)]
+    work = [sum(visits[n] for n in row) for row in numbers]
+    assert max(work) <= 1.1 * np.mean(work)
+
+
 def logits_of(mask, operands, *, soft_cap=None, dropout_rate=0.0):
     return Logits(
         scale=0.1,
