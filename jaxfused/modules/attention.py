@@ -299,7 +299,7 @@ def _offset_of_entries(query: jax.Array, key: jax.Array, offset: Any) -> jax.Arr
 def whole_mask(mask: jax.Array | AttentionMask | None) -> jax.Array | None:
     """Returns a mask as an array that broadcasts to [..., N, T, S]."""
     if not isinstance(mask, AttentionMask):
-        return mask
+        return _checked_mask(mask)
     pattern, heads = Pattern.of(mask)
     return pattern.allowed(heads)[0]
 
@@ -309,7 +309,16 @@ def _fold_mask(
 ) -> jax.Array | AttentionMask | None:
     if mask is None or isinstance(mask, AttentionMask):
         return mask
-    return _fold(batch, mask.astype(jnp.bool_))
+    return _fold(batch, _checked_mask(mask).astype(jnp.bool_))
+
+
+def _checked_mask(mask: Any) -> Any:
+    if mask is None or hasattr(mask, "dtype"):
+        return mask
+    raise ValueError(
+        f"attention_fn: mask is {mask!r}, but it is an array that says which keys a query attends to;"
+        " pass one, or a mask of jaxfused.masks."
+    )
 
 
 def _fold_offset(batch: tuple[int, ...], offset: QueryOffset) -> QueryOffset:

@@ -1,6 +1,7 @@
 """The mixture of experts of nnx and linen."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -60,11 +61,6 @@ def mixture(
     implementation: Implementation | None,
 ) -> tuple[jax.Array, Routing]:
     """Returns the weighted sum of each token's experts, without shared ones, and their `Routing`."""
-    if not callable(router):
-        raise ValueError(
-            f"MoE: router is {router!r}, but it is called with logits; pass a function, such as"
-            " functools.partial(jaxfused.router, k=2)."
-        )
     routed, features = jnp.asarray(x), experts.router_kernel.shape[0]
     if routed.shape[-1:] != (features,):
         raise ValueError(
@@ -76,8 +72,7 @@ def mixture(
     logits = jnp.matmul(
         routed.astype(wide), experts.router_kernel.astype(wide), precision=jax.lax.Precision.HIGHEST
     )
-    bias = experts.correction_bias
-    weights, indices = router(logits) if bias is None else router(logits, bias=bias)
+    weights, indices = _routes(router, logits, experts.correction_bias)
     x = promoted(routed, experts.w_gate, experts.w_up, experts.w_down, dtype=dtype)
     if expert_axis is None:
         capacity = _capacity(capacity_factor, indices, experts.w_up.shape[0])
@@ -99,6 +94,28 @@ def mixture(
         implementation=implementation,
     )
     return y, Routing(logits, weights, indices)
+
+
+def _routes(router: Router, logits: jax.Array, bias: jax.Array | None) -> Routes:
+    """Returns what the router found, after checks of what it takes and returns."""
+    given = {} if bias is None else {"bias": bias}
+    try:
+        inspect.signature(router).bind(logits, **given)
+    except TypeError as error:
+        raise ValueError(
+            f"MoE: router is {router!r}, but it is called with logits{' and bias=' * len(given)}"
+            f" ({error}); pass a function, such as functools.partial(jaxfused.router, k=2)."
+        ) from None
+    routes = router(logits, **given)
+    shapes = [jnp.shape(array) for array in jax.tree.leaves(routes)]
+    leading = logits.shape[:-1]
+    if len(shapes) != 2 or len(set(shapes)) > 1 or shapes[0][:-1] != leading:
+        raise ValueError(
+            f"MoE: router returned arrays of shapes {shapes} for logits of shape {logits.shape}, but it"
+            f" returns weights and indices of experts, both of shape {(*leading, 'k')}; return"
+            " jaxfused.Routes(weights, indices)."
+        )
+    return Routes(*routes)
 
 
 def _capacity(factor: float | None, indices: jax.Array, experts: int) -> int | None:

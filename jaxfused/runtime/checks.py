@@ -152,7 +152,11 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
             checks[name] = functools.partial(
                 _as_numbers, kind=kinds[name], leaves=leaves, several=_holds(annotation, Sequence)
             )
-        elif name.endswith("dtype") and Any in leaves and (name, annotation) != ("dtype", Any):
+        elif (
+            name.endswith(("dtype", "_element_type"))
+            and Any in leaves
+            and (name, annotation) != ("dtype", Any)
+        ):
             # The `dtype: Any` of `quantize` also has names that JAX does not know; `quantize`
             # checks them.
             checks[name] = as_dtype
@@ -162,13 +166,21 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
             checks[name] = functools.partial(_as_precision, leaves=leaves)
         elif leaves <= {str, type(None), *words}:
             checks[name] = functools.partial(_as_word, words=words, optional=optional)
-        elif jax.Array in leaves and not leaves & {str, float, *words}:
+        elif (
+            jax.Array in leaves
+            and not leaves & {str, float, *words}
+            and not _holds(annotation, Callable)  # type: ignore[arg-type]
+        ):
             # An alias, as that of pages, stands for several types, which the operator checks.
             is_quantized = any(
                 leaf is QuantizedArray or hasattr(leaf, "__value__") for leaf in leaves
             )
             checks[name] = functools.partial(
-                _as_operand, optional=optional, floats=not is_quantized
+                _as_operand,
+                optional=optional,
+                floats=not is_quantized,
+                kinds=tuple(leaf for leaf in leaves if _is_class(leaf)),
+                has_others=not all(map(_is_class, leaves)),
             )
     return checks
 
@@ -191,6 +203,10 @@ def _leaves(annotation: Any) -> set[Any]:
     is_list = isinstance(annotation, list)  # as of the arguments of a Callable
     arguments = annotation if is_list else get_args(annotation)
     return set().union(*map(_leaves, arguments)) if arguments or is_list else {annotation}
+
+
+def _is_class(leaf: Any) -> bool:
+    return isinstance(leaf, type) and leaf is not Any
 
 
 def _holds(annotation: Any, container: type) -> bool:
@@ -267,10 +283,24 @@ def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
     )
 
 
-def _as_operand(op: str, name: str, value: Any, *, optional: bool, floats: bool) -> Any:
+_OF_ARRAYS = ("dtype", "__jax_array__", "__array__", "__array_interface__")
+"""Attributes by one of which JAX takes an object as an array."""
+
+
+def _as_operand(
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    optional: bool,
+    floats: bool,
+    kinds: tuple[type, ...],
+    has_others: bool,
+) -> Any:
     """Returns the value if it can be an array, or if it is None and optional.
 
-    With `floats` a `QuantizedArray` is refused.
+    With `floats` a `QuantizedArray` is refused. Of objects only `kinds` are taken, unless the annotation
+    `has_others`; operators say where a function belongs.
     """
     if floats and isinstance(value, QuantizedArray):
         raise ValueError(
@@ -280,9 +310,17 @@ def _as_operand(op: str, name: str, value: Any, *, optional: bool, floats: bool)
     kind = getattr(getattr(value, "dtype", None), "kind", None)
     is_none = value is None and not optional
     is_other = isinstance(value, str | bytes | dict) or type(value) is object
+    is_object = not (
+        has_others
+        or value is None
+        or any(hasattr(value, attribute) for attribute in _OF_ARRAYS)
+        or isinstance(value, (Number, Sequence, *kinds))
+        or inspect.isroutine(value)
+    )
     has_no_numbers = kind in ("O", "S", "U", "M", "m")
-    if is_none or is_other or has_no_numbers:
+    if is_none or is_other or is_object or has_no_numbers:
         what = said(value) + f" of dtype {getattr(value, 'dtype', None)}" * has_no_numbers
+        what = f"a {type(value).__name__}" if is_object and not is_other else what
         raise ValueError(
             f"{op}: {name} is {what}, but it is an array of numbers; pass one"
             f"{' or None' * optional}."

@@ -111,7 +111,7 @@ def bad_calls(name):
             if hasattr(given, "shape") and given.shape != wrong.shape:
                 yield (*args[:i], wrong, *args[i + 1 :]), options
         if hasattr(given, "shape"):
-            for wrong in ("text", QUANTIZED):
+            for wrong in ("text", QUANTIZED, jaxfused.quantization.QuantizedLayer(QUANTIZED)):
                 yield (*args[:i], wrong, *args[i + 1 :]), options
     yield (None, *args[1:]), options
     names = list(inspect.signature(getattr(jaxfused, name)).parameters)

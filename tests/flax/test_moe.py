@@ -143,6 +143,14 @@ def test_a_router_is_a_function_of_the_modules_features():
     module = jaxfused.nnx.MoE(D, F, E, router="softmax", rngs=flax.nnx.Rngs(0))
     with pytest.raises(ValueError, match="router is 'softmax', but it is called with logits"):
         module(jnp.ones((2, D)))
+    for router, bias, message in (
+        (jaxfused.router, False, r"with logits \(missing a required argument: 'k'\)"),
+        (lambda logits: jaxfused.router(logits, 2), True, "with logits and bias="),
+        (jax.nn.softmax, False, r"returned arrays of shapes \[\(2, 8\)\].*return jaxfused.Routes"),
+    ):
+        options = dict(router=router, use_correction_bias=bias, rngs=flax.nnx.Rngs(0))
+        with pytest.raises(ValueError, match=message):
+            jaxfused.nnx.MoE(D, F, 8, **options)(jnp.ones((2, D)))
     module = jaxfused.nnx.MoE(D, F, E, router=QWEN2, rngs=flax.nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"MoE: x has shape \(2, 1\), but the router takes"):
         module(jnp.ones((2, 1)))

@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxfused.runtime.checks import (
     as_arrays,
-    check_epsilon,
     check_finite,
     check_floating,
     check_shape,
@@ -118,9 +117,14 @@ def router(
     check_shape(op, "bias", bias, (experts,), rule)
     check_shape(op, "expert_scale", expert_scale, (experts,), rule)
     _check_counts(op, k, experts, groups, groups_kept)
-    check_epsilon(op, epsilon)
-    for name, number in dict(floor=floor, scale=scale, logit_scale=logit_scale).items():
+    for name, number in dict(
+        epsilon=epsilon, floor=floor, scale=scale, logit_scale=logit_scale
+    ).items():
         check_finite(op, name, number)
+    if epsilon < 0:
+        raise ValueError(
+            f"{op}: epsilon is {epsilon}, but it keeps a sum of weights above 0; pass 0 or more."
+        )
     if not masked < float("inf"):
         raise ValueError(f"{op}: masked is {masked}; pass a number, or -inf.")
     words: dict[str, tuple[str, Any]] = dict(
@@ -239,7 +243,7 @@ def load_balancing_loss(
     Args:
       logits: [..., E], any float dtype; those of several layers may be stacked.
       indices: [..., k], the experts that were chosen. Those below 0 or from E on count as none.
-      mask: [...], bool: which tokens count; None for all.
+      mask: [...], bool: which tokens count, whatever logits the others have; None for all.
 
     Returns:
       The loss, a scalar in float32 (float64 for float64 logits). Without tokens it is 0.
@@ -267,9 +271,13 @@ def load_balancing_loss(
         )
     check_shape(op, "mask", mask, logits.shape[:-1], f"logits have shape {logits.shape}")
     experts = logits.shape[-1]
-    probabilities = jax.nn.softmax(logits.astype(accumulator_dtype(logits.dtype)), axis=-1)
-    dtype = probabilities.dtype
-    kept = jnp.ones(logits.shape[:-1], dtype) if mask is None else mask.astype(dtype)
+    dtype = accumulator_dtype(logits.dtype)
+    logits = logits.astype(dtype)
+    kept = jnp.ones(logits.shape[:-1], dtype)
+    if mask is not None:
+        kept = mask.astype(dtype)
+        logits = jnp.where(kept[..., None] != 0, logits, 0.0)
+    probabilities = jax.nn.softmax(logits, axis=-1)
     # one_hot compares in the dtype of the indices, which may not hold the number of experts.
     indices = indices.astype(np.promote_types(indices.dtype, np.int32))
     chosen = jax.nn.one_hot(indices, experts, dtype=dtype).sum(axis=-2)

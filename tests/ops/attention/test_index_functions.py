@@ -294,6 +294,7 @@ def branches(score, b, h, q, k):
     ("options", "message"),
     [
         (dict(score_mod=3), "pass a function"),
+        (dict(score_mod="alibi"), r"called with \(score, b, h, q, k\); pass a function"),
         (dict(score_mod=lambda score: score), "does not trace"),
         (dict(score_mod=branches), "use jnp.where"),
         (dict(score_mod=lambda s, b, h, q, k: s + np.ones(4)[h]), "jax.numpy"),

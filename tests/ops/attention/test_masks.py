@@ -170,6 +170,7 @@ def test_a_printed_mask_has_its_share_and_a_picture():
         (lambda: jax.jit(masks.NumpyMask)(np.ones((2, 2), bool)), "array is not known while"),
         (lambda: masks.CausalMask((4, 4)).visited_share(0), "query_block is 0"),
         (lambda: masks.MultiHeadMask([]), "a mask of jaxfused.masks for each head"),
+        (lambda: masks.MultiHeadMask(masks.CausalMask((4, 4))), "masks is CausalMask"),
         (lambda: masks.CausalMask((4, 4)) & masks.CausalMask((4, 5)), "masks of one shape"),
     ],
 )
@@ -188,6 +189,25 @@ def test_heads_are_indexed_like_queries():
     with pytest.raises(IndexError, match="known then"):
         jax.jit(lambda i: heads[0][i])(1)
     assert masks.CausalMask((0, 0)).visited_share() == 0
+
+
+def test_own_classes_that_are_no_dataclasses_are_other_masks():
+    class Diagonals(masks.AttentionMask):
+        def __init__(self, shape, distance):
+            super().__init__(shape)
+            object.__setattr__(self, "distance", distance)
+
+        def allowed(self, query, key):
+            return (query - key) % self.distance == 0
+
+    heads = [Diagonals((6, 6), distance) for distance in (2, 3)]
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8))
+    both = jaxfused.dot_product_attention(q, k, v, mask=masks.MultiHeadMask(heads))
+    for n, mask in enumerate(heads):
+        one = jaxfused.dot_product_attention(*(x[:, :, n : n + 1] for x in (q, k, v)), mask=mask)
+        np.testing.assert_allclose(both[:, :, n : n + 1], one, rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="has no method allowed"):
+        np.asarray(masks.AttentionMask((4, 4)))
 
 
 def test_a_mask_is_no_bias():
@@ -275,3 +295,7 @@ def test_modules_take_them(library):
     for options in ({}, dict(deterministic=True)):
         actual = apply(x, mask=mask, **options)
         np.testing.assert_array_equal(actual, apply(x, mask=jnp.asarray(mask)[None], **options))
+    with pytest.raises(
+        ValueError, match=r"mask is <built-in function .* or a mask of jaxfused.masks"
+    ):
+        apply(x, mask=operator.ge)

@@ -161,6 +161,9 @@ def test_balance_loss_is_k_when_balanced_and_counts_what_is_kept():
     mask = jnp.arange(8) < jnp.array([[4], [0]])
     half = jaxfused.load_balancing_loss(skewed, one + (1 - mask[..., None]), mask=mask)
     chex.assert_trees_all_close(half, 4.0)
+    padded = jnp.where(mask[..., None], skewed, jnp.nan)
+    f = jax.value_and_grad(functools.partial(jaxfused.load_balancing_loss, mask=mask))
+    chex.assert_trees_all_equal(f(padded, one), f(skewed, one))
     assert jaxfused.load_balancing_loss(logits, one, mask=jnp.zeros((2, 8), bool)) == 0.0
 
 
@@ -241,6 +244,7 @@ def test_weights_of_no_expert_do_not_count():
         (lambda: jaxfused.router(L, 1, bias=L), "router: bias has shape"),
         (lambda: jaxfused.router(L, 1, softcap=0.0), "router: softcap is 0.0"),
         (lambda: jaxfused.router(L, 1, score="relu"), "router: score"),
+        (lambda: jaxfused.router(L, 1, epsilon=-1.0), "router: epsilon is -1.0, .* sum of weights"),
         (lambda: jaxfused.router(L, 1, score="sigmoid", over="chosen"), "router: over='chosen'"),
         (
             lambda: jaxfused.load_balancing_loss(L, jnp.zeros((2, 1), int)),

@@ -39,13 +39,29 @@ class Bounds(NamedTuple):
     """True if a tile certainly allows everything."""
 
 
-@dataclass(frozen=True)
+# Without `eq` masks of a class that is no dataclass are compared by identity, not by their shape.
+@dataclass(frozen=True, eq=False)
 class AttentionMask:
     """Which of T queries attend to which of S keys; the base of all masks of `jaxfused.masks`.
 
     Masks of one shape are combined by `&`, `|` and `~`. They are hashable and equal where their contents
     are, so that they may be static arguments of `jax.jit`. `mask[queries, keys]` gives an array of bool,
     and `print(mask)` a picture with the fraction of blocks that attention visits.
+
+    A mask of one's own is a frozen dataclass with a method `allowed` for indices of NumPy or JAX.
+
+    Example:
+      >>> import dataclasses
+      >>> from jaxfused import masks
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Diagonals(masks.AttentionMask):
+      ...     distance: int
+      ...     def allowed(self, query, key):
+      ...         return (query - key) % self.distance == 0
+      >>> Diagonals((3, 4), 2)[:, :].astype(int)
+      array([[1, 0, 1, 0],
+             [0, 1, 0, 1],
+             [1, 0, 1, 0]])
     """
 
     shape: tuple[int, ...]
@@ -56,7 +72,10 @@ class AttentionMask:
 
     def allowed(self, query: Index, key: Index) -> Any:
         """Returns whether queries attend to keys, for arrays of indices that broadcast to each other."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method allowed(query, key), which says whether queries attend"
+            " to keys; pass a mask of jaxfused.masks, or define the method."
+        )
 
     def bounds(self, spans: Spans) -> Bounds:
         """Returns the bounds of whole tiles."""
@@ -237,20 +256,21 @@ class MultiHeadMask(AttentionMask):
     masks: tuple[AttentionMask, ...]
 
     def __init__(self, masks: Sequence[AttentionMask]) -> None:
-        masks = tuple(masks)
-        if not masks or not all(isinstance(mask, AttentionMask) for mask in masks):
+        given: Any = masks
+        heads = () if isinstance(given, AttentionMask) else tuple(masks)
+        if not heads or not all(isinstance(mask, AttentionMask) for mask in heads):
             raise ValueError(
                 f"MultiHeadMask: masks is {masks!r}, but it has a mask of jaxfused.masks for each head;"
                 " pass a list of them."
             )
-        shapes = sorted({mask.shape for mask in masks})
+        shapes = sorted({mask.shape for mask in heads})
         if len(shapes) > 1 or len(shapes[0]) != 2:
             raise ValueError(
                 f"MultiHeadMask: the masks have shapes {shapes}, but all heads have as many queries and"
                 " keys; pass masks of one shape (T, S)."
             )
-        object.__setattr__(self, "masks", masks)
-        object.__setattr__(self, "shape", (len(masks), *shapes[0]))
+        object.__setattr__(self, "masks", heads)
+        object.__setattr__(self, "shape", (len(heads), *shapes[0]))
 
     def __post_init__(self) -> None:
         raise AssertionError("__init__ replaces it")
