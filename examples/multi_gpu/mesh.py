@@ -27,7 +27,7 @@ from examples.multi_gpu import launch
 from examples.multi_gpu.layers import layers_gather
 from examples.multi_gpu.metadata import Path, is_named, names_of, with_paths, without_metadata
 from examples.multi_gpu.rules import AXES, RULES, Rules, spec
-from examples.placement import ONE_DEVICE, OneDevice
+from examples.placement import INITIAL_VALUES, ONE_DEVICE, OneDevice
 from examples.runs import State
 from jaxfused.parallel.fsdp_layer import saved_unless_gathered
 
@@ -135,7 +135,8 @@ class OnMesh(OneDevice):
     def _made(self, f: Callable[..., Any], shardings: Any, *args: Any) -> Any:
         """Returns the compiled `f(*args)`, or its shapes for devices that are not here."""
         if not self.is_absent:
-            return jax.jit(f, out_shardings=shardings)(*args)
+            jitted = jax.jit(f, out_shardings=shardings, compiler_options=INITIAL_VALUES)
+            return jitted(*args)
         shapes = jax.eval_shape(f, *args)
         return jax.tree.map(lambda a, to: a.update(sharding=to), shapes, shardings)
 

@@ -62,8 +62,8 @@ def plain_loss(
         losses = losses * (1 - jnp.sum(target * jax.nn.softmax(z), axis=-1)) ** focal_gamma
         loss = cross_entropy_weight * jnp.sum(losses * count) / jnp.sum(count)
         p, t = jax.nn.softmax(z)[..., foreground], target[..., foreground]
-        dices = [tversky(count, p[..., c], t[..., c]) for c in range(p.shape[-1])]
-        images.append(loss + dice_weight * (1 - sum(dices) / len(dices)))
+        dices = jax.vmap(tversky, (None, -1, -1))(count, p, t)
+        images.append(loss + dice_weight * (1 - dices.mean()))
     images = jnp.stack(images).astype(jnp.promote_types(dtype, jnp.float32))
     return {"mean": jnp.mean(images), "sum": jnp.sum(images), "none": images}[reduction]
 
