@@ -26,7 +26,8 @@ def test_few_rows_a_device_have_the_numbers_of_one(name, rows):
     def array(operand):
         if jnp.issubdtype(operand.dtype, jnp.integer):
             return random.integers(0, 2, operand.shape).astype(operand.dtype)
-        return (0.3 * random.standard_normal(operand.shape)).astype(operand.dtype)
+        # Results stay near 1: the loss is their sine, and a rounding of 20 to bfloat16 is 0.06.
+        return (0.15 * random.standard_normal(operand.shape)).astype(operand.dtype)
 
     arrays = [array(operand) for operand in operands]
     wanted = jax.jit(call.gradients)(*jax.device_put(arrays, devices[0]))
