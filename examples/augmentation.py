@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("augmentation.png"), help="(%(default)s)")
     args = parser.parse_args(argv)
     paths = args.images or [Path(__file__).parent / "unet" / "data" / "image.png"]
+    flags.check_replaces_none(args.out, paths)
     chain = of_classes(args.augment, crop=args.size, least_crop=0.25, flip=True, dtype="float32")
     side = decoded_size(args.size)
     sheet = contact_sheet(

@@ -120,6 +120,18 @@ def saved_flags(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def check_replaces_none(out: Path, inputs: Sequence[Path]) -> None:
+    """Checks that a result is not written over a file that it is made of.
+
+    Raises:
+      ExampleError: it would be.
+    """
+    if out.resolve() in [path.resolve() for path in inputs]:
+        raise ExampleError(
+            f"a result must not replace what it is made of, but {out} is both; pass another output."
+        )
+
+
 def whole(least: int, *, most: int | None = None) -> Callable[[str], int]:
     """Returns an argparse type: an integer of at least `least`, and at most `most`."""
 

@@ -170,9 +170,10 @@ def optimizer_share(
         state, _ = take(state, batch, number)
     jax.block_until_ready(state)
     milliseconds = 1e3 * (time.perf_counter() - begin) / _TIMED_STEPS
-    if not images_per_second:
+    whole_step = 1e3 * args.batch_size / images_per_second if images_per_second else 0.0
+    if whole_step < milliseconds:
+        # No step was timed, or too few of them to say how long one is.
         return f"a step of {args.optimizer} takes {milliseconds:.3g} ms"
-    whole_step = 1e3 * args.batch_size / images_per_second
     return (
         f"{args.optimizer} takes {milliseconds:.3g} of the {whole_step:.3g} ms of a step,"
         f" {milliseconds / whole_step:.1%} (its step timed alone, {_TIMED_STEPS} times in a row)"

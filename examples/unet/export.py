@@ -19,7 +19,7 @@ from flax import nnx
 
 import jaxfused
 from examples.errors import ExampleError, run_command
-from examples.flags import number, whole
+from examples.flags import check_replaces_none, number, whole
 from examples.images import find_images
 from examples.quantization import flags_of
 from examples.runs import Run
@@ -118,6 +118,7 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
             f"the output needs a folder, but {args.out.parent} is missing; make it, or pass another"
             " --out."
         )
+    check_replaces_none(args.out, [args.source])
     if args.precision in _CODES and not args.source.is_dir() and args.calibrate_on is None:
         raise ExampleError(
             f"{args.precision} chooses its scales by images, and {args.source} has none; pass a folder"

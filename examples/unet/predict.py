@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from examples.errors import ExampleError, run_command
-from examples.flags import whole
+from examples.flags import check_replaces_none, whole
 from examples.runs import Run
 from examples.unet.image_files import check_output, open_image, write_rows
 from examples.unet.tiles import predict_rows
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # The files are checked first, so that a wrong path is reported before the model is loaded.
     check_output(args.output)
+    check_replaces_none(args.output, [args.input])
     run = Run.load(args.checkpoint)
     run.check_program("examples.unet.train", "levels")
     flags, channels = argparse.Namespace(**run.flags), run.config["channels"]

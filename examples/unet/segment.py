@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.errors import ExampleError, run_command
-from examples.flags import number
+from examples.flags import check_replaces_none, number
 from examples.images import find_images
 from examples.unet.artifact import Artifact
 from examples.unet.image_files import open_image, write_rows
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     inputs = _images(args.inputs)
+    for source, name in inputs:
+        check_replaces_none(args.out / name, [source])
     begin = time.perf_counter()
     runner = open_runner(args)
     opened = time.perf_counter()

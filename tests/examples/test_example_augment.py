@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 from examples import augmentation
+from examples.errors import ExampleError
 from examples.unet import train as unet
 from examples.vit import train as vit
 from jaxfused import augment
@@ -35,6 +36,8 @@ def test_a_sheet_shows_images_and_what_becomes_of_them(tmp_path, capsys):
     with Image.open(out) as sheet:
         assert sheet.size == (4 * 16, 2 * 16)
     assert "pass 1: RandomResizedCrop" in capsys.readouterr().out
+    with pytest.raises(ExampleError, match="is both"):
+        augmentation.main([*paths, "--out", paths[0]])
 
 
 @pytest.mark.long

@@ -162,18 +162,21 @@ def test_images_in_and_masks_out(file, tmp_path, capsys):
     with pytest.raises(ExampleError, match=r"in/0\.png would both be 0\.png"):
         twice = [str(tmp_path / "in/0.png")] * 2
         segment.main([str(file), *twice, "--out", str(tmp_path / "out")])
+    with pytest.raises(ExampleError, match=r"in/0\.png is both"):
+        segment.main([str(file), str(tmp_path / "in"), "--out", str(tmp_path / "in")])
 
 
 def test_impossible_exports_are_refused(tmp_path):
     def refused(message, *argv):
         with pytest.raises(ExampleError, match=message):
-            export.main([*argv, "--out", str(tmp_path / "x.segment")])
+            export.main(["--out", str(tmp_path / "x.segment"), *argv])
         assert not (tmp_path / "x.segment").exists()
 
     refused("nowhere is missing", str(tmp_path / "nowhere"))
     (tmp_path / "w.npz").write_bytes(b"")
     refused("int8 chooses its scales by images", str(tmp_path / "w.npz"), "--precision", "int8")
     refused(r"w\.npz is not", str(tmp_path / "w.npz"))
+    refused(r"w\.npz is both", str(tmp_path / "w.npz"), "--out", str(tmp_path / "w.npz"))
     with pytest.raises(SystemExit):
         export.main([str(tmp_path), "--size", "512"])
 

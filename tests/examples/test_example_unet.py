@@ -585,6 +585,7 @@ def test_predict_refuses_what_it_cannot_read_or_write(small_run, tmp_path):
     refused(r"float\.npy has float64 \[8, 8, 1\]", source="float.npy")
     refused(r"colour\.npy has uint8 \[8, 8, 3\]", source="colour.npy")
     refused(r"written as \.npy or \.png, but OUT is .*out\.jpg", target="out.jpg")
+    refused(r"in\.png is both", target="in.png")
     refused(r"nowhere is missing", target="nowhere/out.png")
     refused(r"config\.json cannot be read", checkpoint=tmp_path)
     refused(r"must be one of examples\.unet\.train", checkpoint=tmp_path / "other")
