@@ -36,6 +36,8 @@ The rules are these:
 - Nothing is replaced across a custom_vjp, a stop_gradient, or a custom_jvp of no known activation.
 - A query without keys gets the program's result: the mean of the values if masked logits are one
   finite number. Masks of -inf are replaced only if each query provably has a key.
+- Where exponentials of logits overflow because the program subtracts no maximum, it gets the softmax in
+  place of NaN.
 - On a GPU, operations are replaced only if a kernel takes their shapes and dtypes. What an operator
   refuses is never replaced.
 - Random bits stay the program's own: an attention that drops probabilities is not replaced.

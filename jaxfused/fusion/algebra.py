@@ -302,19 +302,66 @@ class Mean(NamedTuple):
 
 def mean(seen: View, factor: float = 1.0, slack: float = 0.0) -> Mean | None:
     """Returns the mean that equals `factor` times the viewed value, or None."""
-    parts = product(*seen)
-    if len(parts.powers) != 1:
+    found = _summed(seen)
+    if found is None or found[0].base.made_by != "reduce_sum":
         return None
-    ((summed, power),) = parts.powers.items()
+    summed, parts = found
+    assert summed.base.node is not None
+    axes = tuple(int(axis) for axis in summed.base.node.params["axes"])
+    return _mean_over(summed, axes, parts.constant * factor, parts.slack + slack)
+
+
+def mean_of_squares(seen: View, factor: float = 1.0, slack: float = 0.0) -> Mean | None:
+    """Returns the mean whose argument's squares it is taken of, or None.
+
+    The squares are summed, or the array is multiplied by itself as by `jnp.einsum` or `jnp.vecdot`.
+    """
+    averaged = mean(seen, factor, slack)
+    if averaged is not None:
+        root = _squared(averaged.argument)
+        return None if root is None else averaged._replace(argument=root)
+    found = _summed(seen)
+    if found is None or found[0].base.made_by != "dot_general":
+        return None
+    summed, parts = found
     node = summed.base.node
-    if node is None or node.name != "reduce_sum" or power != 1.0:
+    assert node is not None
+    (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
+    rows = [axis for axis in range(node.ins[0].ndim) if axis not in left]
+    in_order = tuple(left) == tuple(right) and [*left_batch] == [*right_batch] == rows
+    if core(node.ins[0]) is not core(node.ins[1]) or not in_order:
         return None
-    axes = tuple(int(axis) for axis in node.params["axes"])
-    count = math.prod(node.ins[0].shape[axis] for axis in axes)
-    if not is_one(parts.constant * factor * count, parts.slack + slack):
+    axes = tuple(int(axis) for axis in left)
+    return _mean_over(summed, axes, parts.constant * factor, parts.slack + slack)
+
+
+def _summed(seen: View) -> tuple[View, Product] | None:
+    """Returns a view's only factor that is no number, and the view as a product; or None."""
+    parts = product(*seen)
+    if [*parts.powers.values()] != [1.0]:
         return None
-    placed = tuple(axis for axis in summed.axes if axis is not None)
-    return Mean(node.ins[0], axes, placed)
+    (summed,) = parts.powers
+    return summed, parts
+
+
+def _mean_over(summed: View, axes: tuple[int, ...], factor: float, slack: float) -> Mean | None:
+    assert summed.base.node is not None
+    argument = summed.base.node.ins[0]
+    if not is_one(factor * math.prod(argument.shape[axis] for axis in axes), slack):
+        return None
+    return Mean(argument, axes, tuple(axis for axis in summed.axes if axis is not None))
+
+
+def _squared(value: Value) -> Value | None:
+    """Returns the value whose square `value` is, or None."""
+    node = core(value).node
+    if node is None:
+        return None
+    if exponent(node) == 2.0:
+        return node.ins[0]
+    if node.name == "mul" and core(node.ins[0]) is core(node.ins[1]):
+        return node.ins[0]
+    return None
 
 
 def vector(seen: View, rank: int) -> Value | None:

@@ -69,8 +69,40 @@ def capped(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
 
 
+def lse(logits):
+    return jnp.exp(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def unshifted(logits):
+    return jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
+
+
+def unshifted_by_logarithm(logits):
+    return jnp.exp(logits - jnp.log(jnp.exp(logits).sum(-1))[..., None])
+
+
+def times_reciprocal(logits):
+    e = jnp.exp(logits - logits.max(-1, keepdims=True))
+    return e * (1.0 / e.sum(-1, keepdims=True))
+
+
+def with_softmax(softmax):
+    def attention(q, k, v, mask=None, number=-1e9):
+        logits = jnp.einsum("bthd,bshd->bhts", wide(q), wide(k)) * 0.3
+        if mask is not None:
+            logits = jnp.where(mask, logits, number)
+        return jnp.einsum("bhts,bshd->bthd", softmax(logits).astype(q.dtype), v)
+
+    return attention
+
+
 SPELLINGS = {
     "bthd": bthd,
+    "lse": with_softmax(lse),
+    "log_softmax": with_softmax(lambda logits: jnp.exp(jax.nn.log_softmax(logits))),
+    "unshifted": with_softmax(unshifted),
+    "unshifted_by_logarithm": with_softmax(unshifted_by_logarithm),
+    "times_reciprocal": with_softmax(times_reciprocal),
     "bhtd": bhtd,
     "by_hand": by_hand,
     "merged_heads": merged_heads,
@@ -251,6 +283,51 @@ def test_minus_infinity_is_a_mask_and_without_keys_nan(lengths, is_added):
     loss = lambda f: lambda *args: jnp.sum(jnp.sin(f(*args)[0])) + jnp.sum(f(*args)[1])  # noqa: E731
     ours, plain = ((g(*args), jax.grad(loss(g), (0, 1, 2))(*args)) for g in (jaxfused.fuse(f), f))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), ours, plain)
+
+
+@pytest.mark.parametrize("softmax", [lse, unshifted, unshifted_by_logarithm])
+@pytest.mark.parametrize("number", [-1e9, -np.inf])
+def test_a_softmax_without_maximum_or_division_of_masked_logits(softmax, number):
+    f = with_softmax(softmax)
+    assert_fuses(
+        partial(f, mask=causal(), number=number), *qkv("float32"), into={"dot_product_attention": 1}
+    )
+
+    def padded(q, k, v):
+        return f(q, k, v, of_padding((6, 0))[:, None, None], number)
+
+    found = fusion(padded, *qkv("float32"))
+    if number == -1e9 and softmax is not unshifted:
+        assert found.counts() == {} and "no softmax" in str(found)
+    else:
+        assert found.counts() == {"dot_product_attention": 1}
+    ours, plain = (
+        (g(*qkv("float32")), *jax.vjp(g, *qkv("float32"))[1](normal(5, B, T, N, H)))
+        for g in (jaxfused.fuse(padded), padded)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, plain)
+
+
+def test_exponentials_that_overflow_give_the_softmax():
+    q, k, v = (100 * x for x in qkv("float32"))
+    f = with_softmax(unshifted)
+    assert np.isnan(f(q, k, v)).any()
+    with jax.enable_x64(True):
+        truth = with_softmax(jax.nn.softmax)(*(np.asarray(x, np.float64) for x in (q, k, v)))
+    np.testing.assert_allclose(jaxfused.fuse(f)(q, k, v), truth, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: e / (e.sum(-1, keepdims=True) + 1e-6),
+        lambda e: e * (2.0 / e.sum(-1, keepdims=True)),
+        lambda e: e / e.sum(-2, keepdims=True).swapaxes(-1, -2),
+    ],
+)
+def test_exponentials_over_something_else_are_left_with_a_reason(change):
+    f = with_softmax(lambda logits: change(jnp.exp(logits)))
+    assert_left_alone(f, *qkv("float32"), because="divided by their sum alone")
 
 
 @pytest.mark.parametrize("is_shifted", [False, True])

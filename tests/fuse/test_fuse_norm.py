@@ -202,13 +202,60 @@ def by_reciprocal(x, scale):
     return (y * jnp.reciprocal(root) * (1 + scale)).astype(x.dtype)
 
 
+def by_einsum(x, scale):
+    y = wide(x)
+    mean_square = jnp.einsum("...d,...d->...", y, y)[..., None] / x.shape[-1]
+    return (y * jax.lax.rsqrt(mean_square + 1e-6) * scale).astype(x.dtype)
+
+
+def by_vecdot(x, scale):
+    """RMSNorm of the rows by `vmap`, whose sum is in the dtype of x."""
+
+    def of_row(row):
+        mean_square = jnp.vecdot(row, row) / row.size
+        return row * jax.lax.rsqrt(mean_square + 1e-6) * scale.astype(row.dtype)
+
+    return jax.vmap(jax.vmap(of_row))(x)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "norm", [times_rsqrt, over_root, gemma, llama, haiku, by_power, by_sum, by_reciprocal]
+    "norm",
+    [
+        times_rsqrt,
+        over_root,
+        gemma,
+        llama,
+        haiku,
+        by_power,
+        by_sum,
+        by_reciprocal,
+        by_einsum,
+        by_vecdot,
+    ],
 )
 def test_rms_norm_in_its_spellings(norm, dtype):
     x, scale, _ = inputs(dtype)
     assert_fuses(norm, x, scale, into={"rms_norm": 1})
+
+
+@pytest.mark.parametrize("equation", ["btd,btd->b", "tbd,btd->bt", "btd,ced->bt"])
+def test_other_products_of_an_array_are_no_mean_of_squares(equation):
+    def f(x):
+        found = jnp.einsum(equation, x, x)
+        found = found.reshape(*found.shape, *[1] * (3 - found.ndim))
+        return x * jax.lax.rsqrt(found / x.shape[-1] + 1e-6)
+
+    assert_left_alone(f, jnp.abs(normal(0, 4, 4, 8)))
+
+
+def test_deviations_that_are_squared_by_a_product():
+    def f(x, scale, bias):
+        u = x - x.mean(-1, keepdims=True)
+        variance = jnp.einsum("btd,btd->bt", u, u)[..., None] / x.shape[-1]
+        return u * jax.lax.rsqrt(variance + 1e-5) * scale + bias
+
+    assert_fuses(f, *inputs("float32"), into={"layer_norm": 1})
 
 
 def test_a_norm_of_what_an_axis_was_taken_off():

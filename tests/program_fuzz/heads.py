@@ -59,18 +59,44 @@ def softmax(w: Writer, logits: str) -> str:
     if w.draw.chance(0.5):
         axis = -2 if w.odd(0.5) else -1
         return w.let(f"jax.nn.softmax({logits}, axis={axis})", shape)
+    if w.draw.chance(0.4):
+        return softmax_by_logarithm(w, logits)
     most = w.let(f"{logits}.max(-1, keepdims=True)", rows)
     is_square = shape[-1] == shape[-2]
     if is_square and w.odd():
         most = w.let(f"jnp.swapaxes({most}, -1, -2)", (*shape[:-2], 1, shape[-1]), most)
     if w.draw.chance(0.5):
         most = w.let(f"lax.stop_gradient({most})", w.shapes[most], most)
-    shifted = w.perturbed(w.let(f"{logits} - {most}", shape))
+    shifted = logits
+    if w.draw.chance(0.7):
+        shifted = w.perturbed(w.let(f"{logits} - {most}", shape))
     exponentials = w.perturbed(w.let(f"jnp.exp({shifted})", shape))
     total = w.perturbed(w.let(f"{exponentials}.sum(-1, keepdims=True)", rows))
     if is_square and w.odd():
         total = w.let(f"jnp.swapaxes({total}, -1, -2)", (*shape[:-2], 1, shape[-1]), total)
-    return w.let(f"{exponentials} / {total}", shape)
+    quotient = w.pick(f"{exponentials} / {total}", f"{exponentials} * (1 / {total})")
+    return w.let(quotient, shape)
+
+
+def softmax_by_logarithm(w: Writer, logits: str) -> str:
+    """Writes softmax over the last axis as exponentials of log-probabilities."""
+    shape = w.shapes[logits]
+    rows = (*shape[:-1], 1)
+    most = w.let(f"lax.stop_gradient({logits}.max(-1, keepdims=True))", rows)
+    shifted = w.perturbed(w.let(f"{logits} - {most}", shape))
+    total = w.perturbed(w.let(f"jnp.exp({shifted}).sum(-1, keepdims=True)", rows))
+    kind = w.pick("lse", "lse", "log_softmax", "by hand", "shifted")
+    if kind == "log_softmax":
+        logs = w.let(f"jax.nn.log_softmax({logits})", shape)
+    elif kind == "lse":
+        lse = w.let(f"jax.nn.logsumexp({logits}, axis=-1, keepdims=True)", rows)
+        logs = w.let(f"{logits} - {w.perturbed(lse)}", shape)
+    elif kind == "by hand":
+        lse = w.perturbed(w.let(f"jnp.log({total}) + {most}", rows))
+        logs = w.let(f"{logits} - {lse}", shape)
+    else:
+        logs = w.let(f"{shifted} - jnp.log({total})", shape)
+    return w.let(f"jnp.exp({w.perturbed(logs)})", shape)
 
 
 def with_sink(w: Writer, logits: str) -> str:

@@ -80,6 +80,8 @@ def moments(
     shape = w.shapes[x]
     of = {axis % len(shape) for axis in ((axes,) if isinstance(axes, int) else axes)}
     kept = tuple(1 if axis in of else size for axis, size in enumerate(shape))
+    if of == {len(shape) - 1} and w.draw.chance(0.2):
+        return by_product_with_itself(w, x, kept, is_rms=is_rms)
     if is_rms:
         square = w.perturbed(w.let(w.pick(f"{x} * {x}", f"jnp.square({x})", f"{x}**2"), shape))
         return x, x, w.perturbed(w.let(mean(w, square, axes, shape, True), kept))
@@ -104,6 +106,24 @@ def moments(
             least = w.number() if w.odd() else "0.0"
             variance = w.let(f"jnp.maximum({variance}, {least})", kept)
     return x, w.pick(x, middle) if w.odd(0.5) else centred, w.perturbed(variance)
+
+
+def by_product_with_itself(
+    w: Writer, x: str, kept: tuple[int, ...], *, is_rms: bool
+) -> tuple[str, str, str]:
+    """Returns what `moments` does, with squares summed by a product of the array with itself."""
+    shape = w.shapes[x]
+    u = x
+    if not is_rms:
+        u = w.perturbed(w.let(f"{x} - jnp.mean({x}, axis=-1, keepdims=True)", shape))
+    other = w.perturbed(u) if w.odd() else u
+    total = w.pick(
+        f"jnp.einsum('...d,...d->...', {u}, {other})[..., None]",
+        f"jnp.vecdot({u}, {other})[..., None]",
+    )
+    count = w.pick(shape[-1] + 1, shape[-1] * 2) if w.odd() else shape[-1]
+    square = w.perturbed(w.let(total, kept))
+    return x, u, w.perturbed(w.let(w.pick(f"{square} / {count}", f"{square} * {1 / count}"), kept))
 
 
 def divided(w: Writer, array: str, variance: str, factor: str | None) -> str:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxfused.fusion import mask
 from jaxfused.fusion.algebra import (
+    between,
     core,
     is_reshape,
     is_transparent,
@@ -36,10 +37,12 @@ from jaxfused.fusion.site import Book, Site
 
 def find(book: Book) -> None:
     """Finds all attentions of the graph and records their replacements."""
+    of_softmax: set[Node] = set()
     for node in book.graph.nodes:
         softmax = softmax_of(node)
         if softmax is None:
             continue
+        of_softmax |= between(node.out, {softmax.logits})
         value_product = _product_after(node.out)
         if value_product is None:
             continue
@@ -50,6 +53,18 @@ def find(book: Book) -> None:
             continue
         if site is not None:
             book.add(site)
+    for node in book.graph.nodes:
+        if node.name == "exp" and node not in of_softmax and _is_nearly_attention(node):
+            reason = "what meets the values is not exponentials divided by their sum alone"
+            book.miss("dot_product_attention", node, reason)
+
+
+def _is_nearly_attention(node: Node) -> bool:
+    """Returns whether exponentials of a product are summed over an axis and lead to another product."""
+    is_summed = any(
+        reader.name == "reduce_sum" and len(reader.params["axes"]) == 1 for reader in node.out.uses
+    )
+    return is_summed and _product_after(node.out) is not None and walk(node.ins[0]) is not None
 
 
 _DROPPING = frozenset({"mul", "div", "select_n", "slice"})
@@ -175,7 +190,7 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
         _check_precision(product)
     return make_site(
         book, node, layout, logits, scale * in_tanh, (query, q_axes), (key, k_axes),
-        (after.ins[1 - side], v_axes), after, result_axes, value_atom, sink,
+        (after.ins[1 - side], v_axes), after, result_axes, value_atom, sink, softmax.of_none,
     )  # fmt: skip
 
 

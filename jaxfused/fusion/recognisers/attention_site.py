@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ def make_site(
     result_axes: Axes,
     feature: str,
     sink: Value | None,
+    of_none: Literal["mean", "nan", "other"],
 ) -> Site:
     """Returns the call of dot_product_attention, its operands, and the operations that it replaces.
 
@@ -44,6 +45,7 @@ def make_site(
       result_axes: names of the axes of that product's result.
       feature: name of the feature axis of the values.
       sink: a logit of each row that belongs to no key, or None.
+      of_none: what the program's softmax gives a query whose logits are all masked (`Softmax.of_none`).
     """
     of_keys = sizes = layout.sizes
     shared = _unrepeated(key, value, layout)
@@ -63,10 +65,17 @@ def make_site(
         ]
         logits.masks, parts, dynamic, always = [], [], [], True
         constant = mask.known(layout, parts)
+    # Without its maximum, a softmax of masked logits is 0 / 0 whatever the mask's number is.
+    numbers = {-np.inf if of_none == "nan" else masking.number for masking in logits.masks}
+    is_nan = -np.inf in numbers
     if not always:
-        _check_queries_without_keys(logits)
+        _check_queries_without_keys(logits, numbers)
+    may_mask = any(_may_mask(*bias) for bias in logits.biases)
+    if of_none == "other" and ((not always and numbers != {-np.inf}) or may_mask):
+        raise NoAttention(
+            "a query may have no key, of which exp(logits - logsumexp(logits)) is no softmax"
+        )
     _check_biases(logits)
-    is_nan = any(masking.number == -np.inf for masking in logits.masks)
     has_gradient = any(masking.is_added for masking in logits.masks)
     inputs: list[Value] = [*arrays, *(part.seen.base for part in dynamic)]
     inputs += [seen.base for seen, _, _ in logits.biases]
@@ -212,9 +221,12 @@ def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
     return (-most if is_subtracted else least) <= mask.BIG / 10
 
 
-def _check_queries_without_keys(logits: Logits) -> None:
-    """Raises `NoAttention` unless the masks alone determine the result of a query without keys."""
-    numbers = {masking.number for masking in logits.masks}
+def _check_queries_without_keys(logits: Logits, numbers: set[float]) -> None:
+    """Raises `NoAttention` unless the masks alone determine the result of a query without keys.
+
+    Args:
+      numbers: what masked logits become, or what is added to them.
+    """
     added = {masking.is_added for masking in logits.masks}
     if -np.inf in numbers and (len(added) > 1 or (logits.biases and True in added)):
         raise NoAttention("-inf is added to some logits, and a query may have no key: it is NaN")

@@ -16,7 +16,12 @@ from jaxfused.fusion.algebra import View, between, core, is_reshape, view
 from jaxfused.fusion.constants import evaluate
 from jaxfused.fusion.graph import Node, Value, cuts
 from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections
-from jaxfused.fusion.recognisers.softmax import is_maximum, stands_at_rows
+from jaxfused.fusion.recognisers.softmax import (
+    before_maximum,
+    is_maximum,
+    log_of_sum,
+    stands_at_rows,
+)
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.loss.linear_cross_entropy import linear_softmax_cross_entropy
 from jaxfused.runtime.shapes import reshaped
@@ -95,24 +100,11 @@ def _stepped(x: jax.Array, steps: Sequence[Node]) -> jax.Array:
 
 def _logits_of(node: Node) -> Value | None:
     """Returns the logits if the operation is the logarithm of their softmax's denominator, or None."""
-    total = view(node.ins[0])
-    if total.base.made_by == "abs" and total.base.node is not None:
-        total = view(total.base.node.ins[0], total.axes)
-    summed = total.base.node
-    if summed is None or summed.name != "reduce_sum":
+    found = log_of_sum(node)
+    if found is None:
         return None
-    exponentials = core(summed.ins[0])
-    if tuple(map(int, summed.params["axes"])) != (exponentials.ndim - 1,):
-        return None
-    if not stands_at_rows(total, exponentials.shape, exponentials.ndim - 1):
-        return None
-    if exponentials.node is None or exponentials.node.name != "exp":
-        return None
-    shifted = core(exponentials.node.ins[0]).node
-    if shifted is None or shifted.name != "sub":
-        return None
-    logits, maximum = shifted.ins
-    return logits if is_maximum(maximum, core(logits), logits.ndim - 1) else None
+    exponents, axis = found
+    return before_maximum(exponents, axis) if axis == exponents.ndim - 1 else None
 
 
 def _loss(node: Node, logits: Value) -> _Loss | None:

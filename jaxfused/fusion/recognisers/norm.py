@@ -21,9 +21,9 @@ from jaxfused.fusion.algebra import (
     at_dtype,
     between,
     core,
-    exponent,
     is_root,
     mean,
+    mean_of_squares,
     passed_on,
     per_image,
     product,
@@ -135,28 +135,13 @@ def _variance(parts: Sum) -> tuple[str, Mean] | None:
 
 
 def _of_squares(term: Term) -> tuple[str, Mean] | None:
-    moment = mean(term.view, term.factor, term.slack)
+    moment = mean_of_squares(term.view, term.factor, term.slack)
     if moment is None:
         return None
-    u = _squared(moment.argument)
-    if u is None:
-        return None
-    deviation = _deviation(u)
+    deviation = _deviation(moment.argument)
     if deviation is not None and deviation.axes == moment.axes:
         return "layer_norm", deviation
-    return "rms_norm", moment._replace(argument=u)
-
-
-def _squared(value: Value) -> Value | None:
-    """Returns the value whose square `value` is, or None."""
-    node = core(value).node
-    if node is None:
-        return None
-    if exponent(node) == 2.0:
-        return node.ins[0]
-    if node.name == "mul" and core(node.ins[0]) is core(node.ins[1]):
-        return node.ins[0]
-    return None
+    return "rms_norm", moment
 
 
 def _deviation(value: Value) -> Mean | None:

@@ -1,12 +1,16 @@
-"""Finds a softmax, whose last operation is a division by the sum of exponentials."""
+"""Finds a softmax: exponentials over their sum, or of logits minus the sum's logarithm."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from jaxfused.fusion.algebra import (
     View,
     core,
+    product,
+    same,
+    total,
     view,
 )
 from jaxfused.fusion.constants import scalar
@@ -19,30 +23,109 @@ class Softmax:
 
     logits: Value
     axis: int
+    of_none: Literal["mean", "nan", "other"] = "mean"
+    """What a row of equal logits far below 0 gives: the same probability for each entry ("mean"); NaN,
+    because no maximum was subtracted and the sum is 0 ("nan"); or something else, such as 1 for each
+    entry, because the sum's logarithm is absorbed ("other")."""
 
 
 def softmax_of(node: Node) -> Softmax | None:
-    """Returns the softmax whose last operation is this division, or None."""
-    if node.name != "div" or not node.out.is_floating:
+    """Returns the softmax whose last operation is this division or exponential, or None."""
+    if node.name == "exp" and node.out.is_floating:
+        return _by_logarithm(node)
+    if node.name not in ("div", "mul") or not node.out.is_floating:
         return None
-    exponentials = core(node.ins[0])
-    denominator = view(node.ins[1])
-    total = denominator.base.node
-    if exponentials.made_by != "exp" or total is None or total.name != "reduce_sum":
+    sides = (0,) if node.name == "div" else (0, 1)
+    side = next((i for i in sides if core(node.ins[i]).made_by == "exp"), None)
+    if side is None:
         return None
-    if core(total.ins[0]) is not exponentials or len(total.params["axes"]) != 1:
+    exponentials = core(node.ins[side])
+    denominator = view(node.ins[1 - side])
+    if node.name == "mul":
+        inverse = product(*denominator)
+        if inverse.constant != 1.0 or [*inverse.powers.values()] != [-1.0]:
+            return None
+        (denominator,) = inverse.powers
+    summed = _summed(denominator)
+    if summed is None or not same(summed[0], exponentials):
         return None
-    axis = int(total.params["axes"][0])
+    _, axis = summed
     if not stands_at_rows(denominator, exponentials.shape, axis):
         return None
     assert exponentials.node is not None
-    shifted = core(exponentials.node.ins[0])
-    if shifted.node is None or shifted.node.name != "sub":
+    argument = exponentials.node.ins[0]
+    logits = before_maximum(argument, axis)
+    return Softmax(argument, axis, "nan") if logits is None else Softmax(logits, axis)
+
+
+def _by_logarithm(node: Node) -> Softmax | None:
+    """Returns the softmax exp(logits - logarithm of the sum), or None."""
+    difference = core(node.ins[0]).node
+    if difference is None or difference.name != "sub":
         return None
-    logits, maximum = shifted.node.ins
-    if not is_maximum(maximum, core(logits), axis):
+    argument, subtracted = difference.ins
+    for term in total(subtracted).terms:
+        found = None if term.view.base.node is None else log_of_sum(term.view.base.node)
+        if found is None:
+            continue
+        summed, axis = found
+        if term.factor != 1.0 or not stands_at_rows(term.view, argument.shape, axis):
+            return None
+        logits = before_maximum(summed, axis)
+        if same(core(summed), core(argument)) and len(total(subtracted).terms) == 1:
+            return Softmax(argument, axis, "other") if logits is None else Softmax(logits, axis)
+        if logits is None or not same(core(logits), core(argument)):
+            return None
+        return Softmax(logits, axis, "other") if _adds_maximum(subtracted, logits, axis) else None
+    return None
+
+
+def _adds_maximum(value: Value, logits: Value, axis: int) -> bool:
+    """Returns whether a value is a logarithm plus the maximum of the logits of each row."""
+    parts = total(value)
+    others = [term for term in parts.terms if term.view.base.made_by != "log"]
+    return (
+        parts.constant == 0.0
+        and len(parts.terms) == 2
+        and [term.factor for term in others] == [1.0]
+        and stands_at_rows(others[0].view, logits.shape, axis)
+        and is_maximum(others[0].view.base, core(logits), axis)
+    )
+
+
+def log_of_sum(node: Node) -> tuple[Value, int] | None:
+    """Returns the argument of exponentials of whose sum the operation is the logarithm, and the axis."""
+    if node.name != "log":
         return None
-    return Softmax(logits, axis)
+    seen = view(node.ins[0])
+    if seen.base.made_by == "abs" and seen.base.node is not None:
+        seen = view(seen.base.node.ins[0], seen.axes)
+    summed = _summed(seen)
+    if summed is None:
+        return None
+    exponentials, axis = summed
+    if exponentials.node is None or exponentials.made_by != "exp":
+        return None
+    if not stands_at_rows(seen, exponentials.shape, axis):
+        return None
+    return exponentials.node.ins[0], axis
+
+
+def _summed(seen: View) -> tuple[Value, int] | None:
+    """Returns the array whose sum over one axis a view is, before casts, and the axis; or None."""
+    node = seen.base.node
+    if node is None or node.name != "reduce_sum" or len(node.params["axes"]) != 1:
+        return None
+    return core(node.ins[0]), int(node.params["axes"][0])
+
+
+def before_maximum(value: Value, axis: int) -> Value | None:
+    """Returns the logits if the value is logits minus their maximum along an axis, or None."""
+    node = core(value).node
+    if node is None or node.name != "sub":
+        return None
+    logits, maximum = node.ins
+    return logits if is_maximum(maximum, core(logits), axis) else None
 
 
 def without_sink(softmax: Softmax) -> tuple[Softmax, Value | None]:
@@ -61,7 +144,7 @@ def without_sink(softmax: Softmax) -> tuple[Softmax, Value | None]:
     first, sink = node.ins
     if int(node.params["dimension"]) != softmax.axis or sink.shape[softmax.axis] != 1:
         return softmax, None
-    return Softmax(first, softmax.axis), sink
+    return replace(softmax, logits=first), sink
 
 
 def stands_at_rows(seen: View, shape: tuple[int, ...], axis: int) -> bool:
