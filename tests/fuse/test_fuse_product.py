@@ -168,7 +168,7 @@ def test_gated_mlp_of_one_product():
         a, b = jnp.split(x @ w, 2, axis=-1)
         return (jax.nn.silu(a) * b if first else a * jax.nn.silu(b)) @ w_down
 
-    args = (x_of("float32"), weights(16, 64), weights(32, 16, seed=3))
+    args = (x_of("float32", 3, 6, 16), weights(16, 64), weights(32, 16, seed=3))
     assert_fuses(partial(f, first=True), *args, into={"gated_mlp": 1})
     assert_fuses(partial(f, first=False), *args, into={"gated_mlp": 1})
 
@@ -182,9 +182,48 @@ def test_gated_mlp_of_one_product_with_its_biases(dtype):
         return y @ w_down.astype(x.dtype) + b_down.astype(x.dtype)
 
     shapes = ((16, 64), (64,), (32, 16), (16,))
-    args = (x_of(dtype), *(weights(*shape, seed=i + 1) for i, shape in enumerate(shapes)))
+    x = x_of(dtype, 3, 6, 16)
+    args = (x, *(weights(*shape, seed=i + 1) for i, shape in enumerate(shapes)))
     assert_fuses(partial(f, first=True), *args, into={"gated_mlp": 1})
     assert_fuses(partial(f, first=False), *args, into={"gated_mlp": 1})
+
+
+def by_strides(h):
+    return h[..., ::2], h[..., 1::2]
+
+
+def by_strides_up_first(h):
+    return h[..., 1::2], h[..., ::2]
+
+
+def by_pairs(h):
+    h = h.reshape(*h.shape[:-1], -1, 2)
+    return h[..., 0], h[..., 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("cut", [by_strides, by_strides_up_first, by_pairs])
+def test_gated_mlp_of_interleaved_columns(cut, has_bias, dtype):
+    def f(x, w, w_down, *b):
+        h = x @ w + b[0] if has_bias else x @ w
+        gate, up = cut(h)
+        return (jax.nn.silu(gate) * up) @ w_down
+
+    shapes = ((16, 64), (32, 16), (64,))[: 2 + has_bias]
+    args = [weights(*s, seed=i + 1, dtype=dtype) for i, s in enumerate(shapes)]
+    assert_fuses(f, x_of(dtype, 3, 6, 16), *args, into={"gated_mlp": 1})
+    assert_left_alone(f, x_of(dtype, 3, 5, 16), *args, because="its matrix would be copied")
+
+
+def test_gpt_oss_clamped_gate_is_left_with_a_reason():
+    def f(x, w, w_down):
+        gate, up = by_strides(x @ w)
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+        return (gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)) @ w_down
+
+    args = (x_of("float32", 3, 6, 16), weights(16, 64), weights(32, 16, seed=3))
+    assert_left_alone(f, *args, because="the activation is none of")
 
 
 @pytest.mark.parametrize("kernel", ["NDF", "NFD", "DNF"])

@@ -278,8 +278,11 @@ def gated(w: Writer, x: str) -> str:
     shape, hidden = w.shapes[x], w.pick(8, 12)
     if w.draw.chance(0.4):
         both = product(w, x, 2 * hidden)
-        gate = w.let(f"{both}[..., :{hidden}]", (*shape[:-1], hidden))
-        up = w.let(f"{both}[..., {hidden}:]", (*shape[:-1], hidden))
+        first, second = w.pick((f":{hidden}", f"{hidden}:"), ("::2", "1::2"))
+        if w.odd():
+            second = w.pick("::2", f":{hidden}", "1::2")
+        gate = w.let(f"{both}[..., {first}]", (*shape[:-1], hidden))
+        up = w.let(f"{both}[..., {second}]", (*shape[:-1], hidden))
         if w.draw.chance(0.3):
             gate, up = up, gate
     else:

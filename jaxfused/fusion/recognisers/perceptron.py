@@ -8,29 +8,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.fusion.activation import Activated, activation_of
+from jaxfused.fusion.activation import Activated, activation_of, why_no_activation
 from jaxfused.fusion.algebra import core, is_transparent
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections, residual_of
-from jaxfused.fusion.recognisers.stacked import parts, whole_of
+from jaxfused.fusion.recognisers.stacked import Part, parts, whole_of
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.linear.gated_mlp import gated_mlp
 from jaxfused.ops.linear.mlp import mlp
 from jaxfused.runtime.shapes import reshaped
 
 
+@dataclass(frozen=True)
+class _Products:
+    """The products of the graph that nothing replaces yet."""
+
+    book: Book
+    by_result: dict[Value, Projection]
+    by_input: dict[Value, Projection]
+    parts: dict[Projection, Biased]
+    """Slices of a product's features whose bias was added before they were cut."""
+
+    def biased(self, p: Projection) -> Biased:
+        return self.parts.get(p) or biased(self.book, p)
+
+
 def find(book: Book) -> None:
     """Finds all MLPs of the graph and records their replacements."""
     found = projections(book)
-    by_result = {p.result: p for p in found}
     by_input: dict[Value, Projection] = {}
     for p in found:
         by_input.setdefault(_input(p), p)
-    cut = [p for p, affine in parts(book) if affine.bias is None and p.has_rows_in_front]
-    by_result |= {p.result: p for p in cut}
-    for p in (*found, *cut):
+    cut = [(p, affine) for p, affine in parts(book) if p.has_rows_in_front]
+    firsts = [*found, *(p for p, _ in cut)]
+    given: dict[Projection, Biased] = {p: a for p, a in cut if a.bias is not None}
+    products = _Products(book, {p.result: p for p in firsts}, by_input, given)
+    for p in firsts:
         if book.is_free(p.covered):
-            _find_at(book, p, by_result, by_input)
+            _find_at(products, p)
 
 
 def _input(p: Projection) -> Value:
@@ -41,19 +56,18 @@ def _input(p: Projection) -> Value:
     return value
 
 
-def _find_at(
-    book: Book,
-    first: Projection,
-    by_result: dict[Value, Projection],
-    by_input: dict[Value, Projection],
-) -> None:
-    affine = biased(book, first)
+def _find_at(products: _Products, first: Projection) -> None:
+    book, by_input = products.book, products.by_input
+    affine = products.biased(first)
     activated = activation_of(affine.value)
     halves = _halves(affine.value)
     if halves is not None:
         _gated_of_one(book, first, affine, halves, by_input)
         return
     if activated is None:
+        why = why_no_activation(affine.value) if isinstance(first, Part) else ""
+        if why:
+            book.miss("gated_mlp", first.node, why)
         return
     last = by_input.get(core(activated.result))
     if last is not None and _fits(first, activated.result, last):
@@ -63,7 +77,7 @@ def _find_at(
     if gated is None:
         return
     node, other = gated
-    up = _projection_of(core(other), book, by_result)
+    up = _projection_of(core(other), products)
     last = by_input.get(core(_last(node.out)))
     if up is None or last is None or core(up[0].x) is not core(first.x):
         return
@@ -73,10 +87,10 @@ def _find_at(
         covered = activated.covered | {node} | _stages_between(node.out, last)
         branches = [(first, affine), up]
         whole = whole_of([first, up[0]])
-        if whole is not None and affine.bias is None and up[1].bias is None:
+        if whole is not None and affine.bias is up[1].bias:
             # In the one matrix the gate's columns come first, which is the operator's order too.
             covered |= first.covered | affine.covered | up[0].covered | up[1].covered
-            branches = [(whole, Biased(whole.result, None, frozenset()))]
+            branches = [(whole, Biased(whole.result, affine.bias, frozenset()))]
         _add_gated(book, branches, activated.name, set(covered), last)
 
 
@@ -107,17 +121,15 @@ def _stages_between(value: Value, last: Projection) -> set[Node]:
     return found
 
 
-def _projection_of(
-    value: Value, book: Book, by_result: dict[Value, Projection]
-) -> tuple[Projection, Biased] | None:
+def _projection_of(value: Value, products: _Products) -> tuple[Projection, Biased] | None:
     """Returns the product and the bias whose result a value is, or None."""
     candidates = [value]
     if value.made_by == "add" and value.node is not None:
         candidates += [core(operand) for operand in value.node.ins]
     for candidate in candidates:
-        p = by_result.get(candidate)
+        p = products.by_result.get(candidate)
         if p is not None:
-            affine = biased(book, p)
+            affine = products.biased(p)
             if core(affine.value) is value or affine.value is value:
                 return p, affine
     return None
@@ -204,6 +216,13 @@ def _add_gated(
     """Adds a gated MLP, whose gate and other factor come from two products or from one's halves."""
     end = _ending(book, last)
     gate = branches[0][0]
+    is_copied = any(isinstance(p, Part | _Swapped) for p, _ in branches)
+    if is_copied and math.prod(gate.rows) < math.prod(gate.x.shape[len(gate.rows) :]):
+        reason = (
+            "its matrix would be copied to order gate and up, for fewer rows than x has features"
+        )
+        book.miss("gated_mlp", gate.node, reason)
+        return
     names = ("gate", "up")[: len(branches)]
     given: dict[str, Value | None] = {
         f"b_{n}": affine.bias for n, (_, affine) in zip(names, branches, strict=True)

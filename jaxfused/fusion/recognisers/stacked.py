@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxfused.fusion.algebra import between, is_transparent, trailing
-from jaxfused.fusion.graph import Node, Value
+from jaxfused.fusion.graph import Node, Value, cuts
 from jaxfused.fusion.recognisers.product import Biased, Projection, earliest_matrix
 from jaxfused.fusion.site import Book
 from jaxfused.runtime.shapes import reshaped
@@ -153,9 +153,9 @@ def _cut(book: Book, state: _State, dtype: Any) -> list[_State]:
         readers = list(dict.fromkeys(state.value.uses))
         if state.value.is_output or not readers or not book.is_free(readers):
             return []
-        cuts = [_pieces(state, node) for node in readers]
-        if all(cuts):
-            return [_to_the_end(book, piece, dtype) for pieces in cuts for piece in pieces]
+        found = [_pieces(state, node) for node in readers]
+        if all(found):
+            return [_to_the_end(book, piece, dtype) for pieces in found for piece in pieces]
         following = _following(state, readers[0]) if len(readers) == 1 else None
         if following is None:
             return []
@@ -232,21 +232,20 @@ def _pieces(state: _State, node: Node) -> list[_State]:
     features = _features_at(state)
     shape = state.value.shape
 
-    def piece(axis: int, first: int, last: int, out: int) -> _State:
+    def piece(axis: int, cut: slice, out: int) -> _State:
         at = (slice(None),) * (features.index(axis) + 1)
-        return state.moved(node, state.rows_at, lambda a: a[(*at, slice(first, last))], out)
+        return state.moved(node, state.rows_at, lambda a: a[(*at, cut)], out)
 
-    if node.name == "slice" and node.params["strides"] is None:
-        cuts = list(zip(node.params["start_indices"], node.params["limit_indices"], strict=True))
-        axes = [axis for axis, cut in enumerate(cuts) if cut != (0, shape[axis])]
+    if node.name == "slice":
+        taken = cuts(node.out)
+        axes = [axis for axis, cut in enumerate(taken) if cut != slice(0, shape[axis], 1)]
         if len(axes) == 1 and axes[0] in features:
-            first, last = cuts[axes[0]]
-            return [piece(axes[0], int(first), int(last), 0)]
+            return [piece(axes[0], taken[axes[0]], 0)]
     if node.name == "split" and node.params["axis"] in features:
         ends = np.cumsum(node.params["sizes"])
         sizes: Sequence[int] = node.params["sizes"]
         return [
-            piece(node.params["axis"], int(end - size), int(end), i)
+            piece(node.params["axis"], slice(int(end - size), int(end)), i)
             for i, (end, size) in enumerate(zip(ends, sizes, strict=True))
         ]
     if node.name == "unstack" and node.params["axis"] in features:
