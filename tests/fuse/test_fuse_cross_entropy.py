@@ -92,12 +92,180 @@ def test_logits_that_are_used_elsewhere_are_kept():
     assert_left_alone(f, x, w, LABELS, because="an intermediate result is used")
 
 
-def test_a_smoothed_loss_is_left_with_a_reason():
-    def f(x, w):
-        smooth = optax.smooth_labels(jax.nn.one_hot(LABELS, 20), 0.1)
-        return optax.softmax_cross_entropy(x @ w, smooth)
+# --- more than a label's log-probability -------------------------------------------------------------
 
-    assert_left_alone(f, *args("float32")[:2], because="one label for each row")
+
+def of_logits(x, w, b):
+    return wide(x @ w.astype(x.dtype) + b.astype(x.dtype))
+
+
+def picked_of(logits, labels):
+    return jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+
+
+def z_loss(logits, labels):
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    return lse - picked_of(logits, labels) + 1e-2 * lse**2, lse
+
+
+def z_loss_beside(logits, labels):
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return loss + 1e-2 * jnp.square(jax.nn.logsumexp(logits, -1))
+
+
+def smoothed_by_optax(logits, labels):
+    smooth = optax.smooth_labels(jax.nn.one_hot(labels, 20, dtype=logits.dtype), 0.1)
+    return optax.softmax_cross_entropy(logits, smooth)
+
+
+def smoothed_by_mean(logits, labels):
+    logs = jax.nn.log_softmax(logits)
+    return -0.9 * picked_of(logs, labels) - 0.1 * logs.mean(-1)
+
+
+def smoothed_by_choice(logits, labels):
+    """Flax's example of machine translation."""
+    smooth = jnp.where(labels[..., None] == jnp.arange(20), 0.9, 0.1 / 19)
+    return -jnp.sum(smooth * jax.nn.log_softmax(logits), axis=-1) - 0.7
+
+
+def smoothed_and_z_loss(logits, labels):
+    most = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    lse = jnp.log(jnp.exp(logits - most).sum(-1)) + most[..., 0]
+    hot = jax.nn.one_hot(labels, 20, dtype=logits.dtype)
+    return lse - jnp.einsum("btv,btv->bt", logits, 0.8 * hot + 0.2 / 20) + 0.01 * lse**2
+
+
+def cut_afterwards(logits, labels):
+    return -picked_of(jax.nn.log_softmax(logits)[:, :-1], labels[:, 1:])
+
+
+def cut_and_in_one_row_each(logits, labels):
+    logs = jax.nn.log_softmax(logits, axis=-1)[:, 1:].reshape(-1, 20)
+    return -(jax.nn.one_hot(labels[:, 1:].reshape(-1), 20) * logs).sum(-1)
+
+
+def by_comparison(logits, labels):
+    is_label = labels[..., None] == jnp.arange(20)
+    return jax.nn.logsumexp(logits, -1) - jnp.where(is_label, logits, 0).sum(-1)
+
+
+def of_capped_logits(logits, labels):
+    """Gemma's loss."""
+    capped = 3.0 * jnp.tanh(logits / 3.0)
+    return optax.softmax_cross_entropy_with_integer_labels(capped, labels)
+
+
+def z_loss_of_capped_logits(logits, labels):
+    return z_loss(jnp.tanh(logits / 3.0) * 3.0, labels)
+
+
+def without_maximum(logits, labels):
+    """A loss with the logarithm of a sum without its maximum added, and with a gradient of 0 for it."""
+    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    return jnp.log(jnp.exp(shifted).sum(-1)) - picked_of(logits, labels)
+
+
+def focal(logits, labels):
+    log_p = picked_of(jax.nn.log_softmax(logits), labels)
+    return -((1 - jnp.exp(log_p)) ** 2) * log_p
+
+
+LOSSES = [
+    z_loss,
+    z_loss_beside,
+    smoothed_by_optax,
+    smoothed_by_mean,
+    smoothed_by_choice,
+    smoothed_and_z_loss,
+    cut_afterwards,
+    cut_and_in_one_row_each,
+    by_comparison,
+    of_capped_logits,
+    z_loss_of_capped_logits,
+    without_maximum,
+    focal,
+]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_numbers_of_each_row(loss, dtype):
+    inside = LABELS.clip(0, 19)
+    assert_fuses(lambda x, w, b: loss(of_logits(x, w, b), inside), *args(dtype), into=INTO)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_numbers_of_rows_with_labels_outside_the_classes(loss):
+    def f(x, w, b):
+        return loss(of_logits(x, w, b), LABELS)
+
+    assert counts(f, *args("float32")) == INTO
+    ours, plain = (g(*args("float32")) for g in (jaxfused.fuse(f), f))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), ours, plain)
+
+
+def test_the_smoothing_is_told_from_the_weights():
+    def f(x, w, b):
+        return smoothed_by_mean(of_logits(x, w, b), LABELS)
+
+    assert "label_smoothing 0.1" in str(fusion(f, *args("float32")))
+
+
+def shifted_by_a_maximum_with_a_gradient(logits, labels):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return jnp.log(jnp.exp(shifted).sum(-1)) - picked_of(logits, labels)
+
+
+def entropy(logits, labels):
+    logs = jax.nn.log_softmax(logits)
+    return -(jnp.exp(logs) * logs).sum(-1) - picked_of(logs, labels)
+
+
+def two_sets_of_labels(logits, labels):
+    logs = jax.nn.log_softmax(logits)
+    return -picked_of(logs, labels) - picked_of(logs, labels[::-1])
+
+
+def at_other_rows(logits, labels):
+    lse = jax.nn.logsumexp(logits, -1)
+    return lse[:, ::-1] - picked_of(logits, labels), picked_of(logits[:, :2], labels[:, :2])
+
+
+def half_capped(logits, labels):
+    return of_capped_logits(logits, labels) + picked_of(logits, labels)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        shifted_by_a_maximum_with_a_gradient,
+        entropy,
+        two_sets_of_labels,
+        at_other_rows,
+        half_capped,
+    ],
+)
+def test_other_functions_of_logits_are_left(loss):
+    x, w, b = args("float32")
+    assert_left_alone(lambda x, w, b: loss(of_logits(x, w, b), LABELS.clip(0, 19)), x, w, b)
+
+
+def test_soft_labels_are_left_with_a_reason():
+    def f(x, w, b, labels):
+        return optax.softmax_cross_entropy(of_logits(x, w, b), labels)
+
+    labels = jax.nn.softmax(normal(5, 2, 3, 20))
+    assert_left_alone(f, *args("float32"), labels, because="more than losses of one label")
+
+
+def test_a_precise_product_is_left_with_a_reason():
+    def f(x, w):
+        return z_loss(jnp.dot(x, w, precision="highest"), LABELS)
+
+    assert_left_alone(f, *args("float32")[:2], because="precision=")
 
 
 @pytest.mark.parametrize("cut", [np.s_[..., :-1], np.s_[:, :-1, ::2]])
@@ -115,21 +283,12 @@ def test_few_logits_are_kept(monkeypatch):
     assert "few enough to be kept" in str(fusion(of_optax, *args("float32"), LABELS))
 
 
-def without_maximum(logits, most, shifted):
-    return jnp.log(jnp.exp(shifted).sum(-1))
-
-
-def at_other_rows(logits, most, shifted):
-    return jnp.log(jnp.exp(logits - most.swapaxes(0, 1)).sum(-1)) + most[:, 0]
-
-
-@pytest.mark.parametrize("lse", [without_maximum, at_other_rows])
-def test_a_logarithm_that_is_not_of_the_whole_sum(lse):
+def test_a_logarithm_at_other_rows():
     def f(x, w):
         logits = x @ w
         most = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-        picked = jnp.take_along_axis(logits, jnp.arange(6)[:, None], axis=-1)[:, 0]
-        return lse(logits, most, logits - most) - picked
+        lse = jnp.log(jnp.exp(logits - most.swapaxes(0, 1)).sum(-1)) + most[:, 0]
+        return lse - picked_of(logits, jnp.arange(6))
 
     assert counts(f, normal(0, 6, 8), normal(1, 8, 6)) == {}
 

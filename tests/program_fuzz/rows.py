@@ -359,27 +359,64 @@ def short_conv(w: Writer, x: str) -> str:
 
 
 def cross_entropy(w: Writer, x: str) -> str:
-    """Writes the cross-entropy of a product."""
+    """Writes the cross-entropy of a product, sometimes smoothed, with a z-loss or of capped logits."""
     rows = w.shapes[x][:-1]
     classes = w.pick(*rows[-1:], 9)
     logits = product(w, x, classes)
-    shape = rows
+    if w.draw.chance(0.15):
+        cap = w.pick("5.0", "2.0")
+        bounded = f"jnp.tanh({logits} / {w.pick(cap, w.number()) if w.odd() else cap})"
+        logits = w.let(f"{cap} * {bounded}", (*rows, classes), logits)
     labels = w.input(*rows, kind=f"labels:{classes}")
-    kind = w.pick("lse", "one hot", "by hand", "gathered")
     wide = w.let(f"wide({logits})", (*rows, classes), logits)
-    if kind == "lse":
-        lse = w.perturbed(w.let(f"jax.nn.logsumexp({wide}, axis=-1)", shape))
-    else:
-        most = w.let(f"lax.stop_gradient({wide}.max(-1, keepdims=True))", (*rows, 1))
-        shifted = w.perturbed(w.let(f"{wide} - {most}", (*rows, classes)))
-        total = w.let(f"jnp.log(jnp.exp({shifted}).sum(-1))", shape)
-        with_most = f"{total} + {most}[..., 0]"
-        lse = w.let(total if w.odd(2) else with_most, shape)
-    if kind == "one hot":
-        logs = w.perturbed(w.let(f"jax.nn.log_softmax({wide})", (*rows, classes)))
-        hot = w.let(f"jax.nn.one_hot({labels}, {classes}, dtype={logs}.dtype)", (*rows, classes))
-        if w.odd(2):
-            hot = w.let(f"0.9 * {hot} + 0.1 / {classes}", (*rows, classes), hot)
-        return w.let(f"-({logs} * {hot}).sum(-1)", shape)
-    picked = w.let(f"jnp.take_along_axis({wide}, {labels}[..., None], axis=-1)[..., 0]", shape)
-    return w.perturbed(w.let(f"{lse} - {picked}", shape))
+    if w.draw.chance(0.4):
+        return loss_by_log_softmax(w, wide, labels)
+    most = f"{wide}.max(-1, keepdims=True)"
+    if not w.odd():
+        most = f"lax.stop_gradient({most})"
+    most = w.let(most, (*rows, 1))
+    shifted = w.perturbed(w.let(f"{wide} - {most}", (*rows, classes)))
+    total = w.let(f"jnp.log(jnp.exp({shifted}).sum(-1))", rows)
+    by_hand = w.let(total if w.odd(2) else f"{total} + {most}[..., 0]", rows)
+    lse = w.perturbed(w.pick(by_hand, w.let(f"jax.nn.logsumexp({wide}, axis=-1)", rows)))
+    picked = label_of(w, w.perturbed(wide) if w.odd() else wide, labels)
+    loss = w.perturbed(w.let(f"{lse} - {picked}", rows))
+    if w.draw.chance(0.3):
+        loss = w.let(f"{loss} + {w.number()} * {w.perturbed(lse)}**2", rows, loss)
+    if w.draw.chance(0.3):
+        loss = w.let(f"0.9 * {loss} + 0.1 * ({lse} - {wide}.mean(-1))", rows, loss)
+    return loss
+
+
+def label_of(w: Writer, array: str, labels: str) -> str:
+    """Writes the label's entry of each row of an array [..., V]."""
+    *rows, classes = w.shapes[array]
+    hot = f"jax.nn.one_hot({labels}, {classes}, dtype={array}.dtype)"
+    if w.odd(2):
+        hot = f"({w.number()} * {hot} + {w.number()})"
+    is_label = f"{labels}[..., None] == jnp.arange({classes})"
+    kinds = [f"jnp.take_along_axis({array}, {labels}[..., None], axis=-1)[..., 0]"] * 3
+    kinds += [f"({array} * {hot}).sum(-1)", f"jnp.where({is_label}, {array}, 0).sum(-1)"]
+    kinds += [f"jnp.einsum('...v,...v->...', {hot}, {array})"]
+    return w.let(w.pick(*kinds), rows)
+
+
+def loss_by_log_softmax(w: Writer, logits: str, labels: str) -> str:
+    """Writes a loss by log-probabilities, sometimes of some rows alone, or smoothed."""
+    *rows, classes = w.shapes[logits]
+    logs = w.perturbed(w.let(f"jax.nn.log_softmax({logits})", (*rows, classes)))
+    if w.draw.chance(0.3) and rows[1] > 1:
+        cut, shape = w.pick((":-1", (rows[0], rows[1] - 1)), ("::2", (rows[0], -(-rows[1] // 2))))
+        logs = w.let(f"{logs}[:, {cut}]", (*shape, classes))
+        labels, rows = w.let(f"{labels}[:, {cut}]", shape), [*shape]
+    if w.draw.chance(0.3):
+        is_label = f"{labels}[..., None] == jnp.arange({classes})"
+        smooth = w.pick(
+            f"0.9 * jax.nn.one_hot({labels}, {classes}, dtype={logs}.dtype) + 0.1 / {classes}",
+            f"jnp.where({is_label}, 0.9, {w.number() if w.odd() else '0.1 / 7'})",
+        )
+        return w.let(f"-({logs} * ({smooth})).sum(-1)", rows)
+    loss = w.perturbed(w.let(f"-{label_of(w, logs, labels)}", rows))
+    if w.draw.chance(0.3):
+        loss = w.let(f"0.9 * {loss} - 0.1 * {logs}.mean(-1)", rows, loss)
+    return loss

@@ -55,8 +55,8 @@ def find(book: Book) -> None:
             book.add(site)
     for node in book.graph.nodes:
         if node.name == "exp" and node not in of_softmax and _is_nearly_attention(node):
-            reason = "what meets the values is not exponentials divided by their sum alone"
-            book.miss("dot_product_attention", node, reason)
+            why = "what meets the values is not exponentials divided by their sum alone"
+            book.miss("dot_product_attention", node, why)
 
 
 def _is_nearly_attention(node: Node) -> bool:

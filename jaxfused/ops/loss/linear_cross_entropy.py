@@ -8,7 +8,7 @@ once.
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfused import dispatch
-from jaxfused.ops.linear import linear_cuda, linear_xla
+from jaxfused.ops.linear import linear_xla
 from jaxfused.ops.linear.linear import check_affine
-from jaxfused.ops.loss import cross_entropy_cuda, cross_entropy_xla
+from jaxfused.ops.loss import cross_entropy_xla
 from jaxfused.ops.loss.cross_entropy import (
     is_one_term,
     softmax_cross_entropy,
@@ -37,7 +37,6 @@ from jaxfused.ops.loss.cross_entropy_gradient import corrections, losses_of_rows
 from jaxfused.ops.loss.cross_entropy_stages import Scale, unpacked
 from jaxfused.ops.loss.cross_entropy_xla import (
     Options,
-    Pulls,
     Statistics,
     classes_of,
     counted,
@@ -45,14 +44,14 @@ from jaxfused.ops.loss.cross_entropy_xla import (
     losses_of,
 )
 from jaxfused.ops.loss.label_values import check_classes
+from jaxfused.ops.loss.linear_cross_entropy_stages import Backward, Constants, Forward
 from jaxfused.ops.loss.reduction import Reduction, reduce_losses, shares_of, times
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, check_count, check_floating, python_numbers
-from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
+from jaxfused.runtime.runner import Runner
 from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.stated_gradient import stated_gradient
 
@@ -155,7 +154,7 @@ def linear_softmax_cross_entropy(
             class_weights = class_weights.astype(accumulator_dtype(x.dtype))
             of_labels = weights_of_labels(class_weights, labels, options, axis_name)
         chunk_size = _chunk_of_tokens(x, w, chunk_size)
-        losses = _losses_by_chunks(of_logits, chunk_size, x, w, bias, labels, class_weights)
+        losses = _by_chunks(of_logits, chunk_size, x, w, bias, labels, class_weights)
         return reduce_losses(losses, counted(labels, options), weights, reduction, of_labels)
     soft = is_soft(labels)
     several_terms = class_weights is not None and not is_one_term(labels, options)
@@ -182,7 +181,7 @@ def linear_softmax_cross_entropy(
             def of_tokens(others, x, labels):
                 w, bias, class_weights = others
                 size = _chunk_of_tokens(x, w, chunk_size)
-                return _losses_by_chunks(of_logits, size, x, w, bias, labels, class_weights)
+                return _by_chunks(of_logits, size, x, w, bias, labels, class_weights)
 
             losses = _by_tokens(of_tokens, (w, bias, class_weights), x, labels)
             return reduce_losses(losses, counts, weights, reduction, of_labels)
@@ -195,7 +194,7 @@ def linear_softmax_cross_entropy(
     if sum_dtype is None and (weights is not None or not ahead):
         sum_dtype = jnp.float32
     run = Runner(implementation, device)
-    constants = _Constants(options, chunk_size, None if sum_dtype is None else jnp.dtype(sum_dtype))
+    constants = Constants(options, chunk_size, None if sum_dtype is None else jnp.dtype(sum_dtype))
     classes = classes_of(labels, features, options)
     if ahead:
         shares, total = shares_of(counts, weights, reduction)
@@ -205,25 +204,42 @@ def linear_softmax_cross_entropy(
     return reduce_losses(losses_of(statistics, counts, options), counts, weights, reduction)
 
 
+def linear_softmax_statistics(
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    of_mean: bool,
+    logits_soft_cap: float | None = None,
+) -> Statistics:
+    """Returns the `Statistics` [...] of the rows of x @ w + bias, without the logits of all tokens.
+
+    They are for losses that other functions of them than `losses_of` compute, and have gradients but
+    for the maximum. The mean is 0 unless `of_mean`.
+    """
+    op = "linear_softmax_cross_entropy"
+    check_affine(op, x, "w", w, "bias", bias)
+    features = w.shape[1]
+    # The mean is computed with any label smoothing but 0.
+    options = Options(label_smoothing=float(of_mean), logits_soft_cap=logits_soft_cap)
+    labels = check_labels(op, labels, (*x.shape[:-1], features), options)
+    classes = classes_of(labels, features, options)
+    device = dispatch.current_device(x)
+    if takes_reference(op, None, device, x):
+        of_logits = _StatisticsOfLogits(options)
+        size = _chunk_of_tokens(x, w, None)
+        return _by_chunks(of_logits, size, x, w, bias, classes, None)
+    constants = Constants(options, None, jnp.dtype(jnp.float32))
+    return _statistics(Runner(None, device), constants, *_aligned(x, w, bias, classes)[:4])
+
+
 def _check_sum_dtype(op: str, sum_dtype: Any, w_dtype: Any) -> None:
     if sum_dtype is not None and jnp.dtype(sum_dtype) not in (jnp.float32, w_dtype):
         raise ValueError(
             f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
             f" in w's dtype; pass jnp.float32 or jnp.{w_dtype}."
         )
-
-
-_IN_CHUNKS = "a kernel writes the loss and the gradient of a chunk of logits in one pass"
-
-
-@dataclass(frozen=True)
-class _Constants:
-    """Static arguments of a call of linear_softmax_cross_entropy."""
-
-    options: Options
-    chunk_size: int | None
-    sum_dtype: Any
-    """Dtype of the sums of w's gradient; None for w's dtype if the chunks are few (`_NARROW_CHUNKS`)."""
 
 
 def _aligned(x, w, bias, classes, shares=None, *scalars):
@@ -258,26 +274,26 @@ class _AheadResiduals(NamedTuple):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear_softmax_cross_entropy")
 def _loss_ahead(
-    run: Runner, constants: _Constants, x, w, bias, classes, shares, total, expected
+    run: Runner, constants: Constants, x, w, bias, classes, shares, total, expected
 ) -> jax.Array:
     """Returns sum(shares * losses) / total; differentiated, its forward also computes the gradients."""
     del expected
-    statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)
+    statistics, *_ = run(Forward(constants), x, w, bias, classes, None)
     return jnp.sum(losses_of_rows(statistics, classes, constants.options) * shares) / total
 
 
 def _loss_ahead_fwd(
-    run: Runner, constants: _Constants, x, w, bias, classes, shares, total, expected
+    run: Runner, constants: Constants, x, w, bias, classes, shares, total, expected
 ):
     coefficients = expected / total * shares
-    statistics, dx, dw, dbias = run(_Forward(constants), x, w, bias, classes, coefficients)
+    statistics, dx, dw, dbias = run(Forward(constants), x, w, bias, classes, coefficients)
     losses = losses_of_rows(statistics, classes, constants.options)
     dbias = None if bias is None else dbias.astype(bias.dtype)
     loss = jnp.sum(losses * shares) / total
     return loss, _AheadResiduals(dx, dw, dbias, losses, loss, total, expected)
 
 
-def _loss_ahead_bwd(run: Runner, constants: _Constants, saved: _AheadResiduals, dloss):
+def _loss_ahead_bwd(run: Runner, constants: Constants, saved: _AheadResiduals, dloss):
     factor = corrections(dloss, saved.expected)
     (dx,) = run(Scale(), saved.dx, jnp.broadcast_to(factor, saved.losses.shape))
     (dw,) = run(Scale(), saved.dw, jnp.broadcast_to(factor, saved.dw.shape[:1]))
@@ -298,24 +314,24 @@ class _StatisticsResiduals(NamedTuple):
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear_softmax_cross_entropy")
-def _statistics(run: Runner, constants: _Constants, x, w, bias, classes) -> Statistics:
+def _statistics(run: Runner, constants: Constants, x, w, bias, classes) -> Statistics:
     """Returns the statistics of the rows of x @ w + bias, for losses that JAX differentiates."""
-    statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)
+    statistics, *_ = run(Forward(constants), x, w, bias, classes, None)
     return unpacked(statistics)
 
 
-def _statistics_fwd(run: Runner, constants: _Constants, x, w, bias, classes):
+def _statistics_fwd(run: Runner, constants: Constants, x, w, bias, classes):
     statistics = _statistics(run, constants, x, w, bias, classes)
     return statistics, _StatisticsResiduals(x, w, bias, classes, statistics)
 
 
 def _statistics_bwd(
-    run: Runner, constants: _Constants, saved: _StatisticsResiduals, cotangents: Statistics
+    run: Runner, constants: Constants, saved: _StatisticsResiduals, cotangents: Statistics
 ):
     x, w, bias, classes, statistics = saved
     pulls = pulls_on_rows(cotangents, statistics, w.shape[1])
     packed = (jnp.stack(statistics, axis=-1), jnp.stack(pulls, axis=-1))
-    dx, dw, dbias = run(_Backward(constants), x, w, bias, classes, *packed)
+    dx, dw, dbias = run(Backward(constants), x, w, bias, classes, *packed)
     return dx, dw, None if bias is None else dbias.astype(bias.dtype), None
 
 
@@ -391,10 +407,21 @@ class _LossesOfLogits:
         )
 
 
+@dataclass(frozen=True)
+class _StatisticsOfLogits:
+    """Computes the `Statistics` [N] of a chunk's logits [N, V]."""
+
+    options: Options
+
+    def __call__(self, logits, labels, class_weights):
+        del class_weights
+        return cross_entropy_xla.row_statistics(logits, labels, self.options)
+
+
 # `jax.jit` compiles the loop once, even if the caller does not use `jax.jit`.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _losses_by_chunks(of_logits: _LossesOfLogits, chunk_size, x, w, bias, labels, class_weights):
-    """Returns the losses of all tokens; the logits are recomputed by chunks."""
+def _by_chunks(of_logits: _LossesOfLogits, chunk_size, x, w, bias, labels, class_weights):
+    """Returns what `of_logits` does of all tokens; the logits are recomputed by chunks."""
     leading = x.shape[:-1]
     rows = math.prod(leading)
     # JAX adds up the chunks' gradients in the dtype of w and bias, so they are widened first.
@@ -402,7 +429,7 @@ def _losses_by_chunks(of_logits: _LossesOfLogits, chunk_size, x, w, bias, labels
     w, bias = (None if a is None else a.astype(wide) for a in (w, bias))
 
     @jax.checkpoint
-    def losses_of_chunk(x, labels):
+    def of_chunk(x, labels):
         logits = linear_xla.affine(x, w, bias, precision=None)
         return of_logits(logits, labels, class_weights)
 
@@ -413,8 +440,8 @@ def _losses_by_chunks(of_logits: _LossesOfLogits, chunk_size, x, w, bias, labels
         ),
         chunk_size,
     )
-    losses = lax.map(lambda chunk: losses_of_chunk(*chunk), chunks)
-    return losses.reshape(-1)[:rows].reshape(leading)
+    results = lax.map(lambda chunk: of_chunk(*chunk), chunks)
+    return jax.tree.map(lambda a: a.reshape(-1)[:rows].reshape(leading), results)
 
 
 class _LinearResiduals(NamedTuple):
@@ -442,277 +469,3 @@ def _linear_token_losses_bwd(options: Options, chunk_size: int, saved: _LinearRe
 
 
 _linear_token_losses.defvjp(_linear_token_losses_fwd, _linear_token_losses_bwd)
-
-
-# --- kernels --------------------------------------------------------------------------------------
-
-_CHUNK_ROWS = 4096
-"""Least number of rows of a default chunk if w's gradient is summed in float32. With fewer rows, the
-sums would be read and written more often, and the products would be too short to hide that."""
-_NARROW_ROWS = 2048
-"""Least number of rows of a default chunk if w's gradient is summed in w's 16-bit dtype."""
-_NARROW_CHUNKS = 3
-"""Largest number of default chunks of 16-bit sums. The error of so few roundings is well below the
-tolerance of tests/support, if the terms of different chunks do not cancel."""
-_TILE_ROWS, _TILE_COLUMNS = 128, 256
-"""Rows and columns of a product's tile in cuBLAS."""
-_UNROLLED_CHUNKS = 8
-"""Largest number of chunks that the program unrolls; more chunks run as a loop."""
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """Computes (statistics [N, 5], dx, dw, dbias) from x [N, D], w, bias and classes, by chunks.
-
-    Gradients are those of the sum of coefficients [N] * losses; without coefficients they are None.
-    """
-
-    constants: _Constants
-
-    @property
-    def name(self) -> str:
-        return "linear_softmax_cross_entropy forward"
-
-    def axes(self, x, w, bias, classes, coefficients) -> Axes:
-        row = ROWS + "d"
-        results = (row, "dv", None if bias is None else "v")
-        return Axes(
-            (row, "dv", "v", ROWS, ROWS),
-            (ROWS + "s", *((None,) * 3 if coefficients is None else results)),
-            whole="dvs",
-        )
-
-    def why_not(self, device, x, w, *others) -> Mapping[str, str | None]:
-        return _why_not(device, x, w)
-
-    def run(self, implementation, device, x, w, bias, classes, coefficients) -> Results:
-        options = self.constants.options
-
-        def step(layer: _Layer, chunk, sums):
-            x, classes, coefficients = chunk
-            logits = layer.logits(x)
-            dlogits, statistics = cross_entropy_cuda.forward(
-                logits,
-                classes,
-                None,
-                coefficients,
-                label_smoothing=options.label_smoothing,
-                z_loss=options.z_loss,
-                soft_cap=options.logits_soft_cap,
-                in_place=True,
-            )
-            if dlogits is None:
-                return None, (statistics, None)
-            dx, sums = layer.gradients(x, dlogits, sums)
-            return sums, (statistics, dx)
-
-        def reference_step(layer: _Layer, chunk, sums):
-            x, classes, coefficients = chunk
-            logits = layer.logits(x)
-            statistics = cross_entropy_xla.row_statistics(logits, classes, options)
-            packed = jnp.stack(statistics, axis=-1)
-            if coefficients is None:
-                return None, (packed, None)
-            pulls = cross_entropy_xla.pulls_of(statistics, coefficients, w.shape[1], options)
-            dlogits = cross_entropy_xla.row_gradients(
-                logits, classes, statistics, pulls, options.logits_soft_cap
-            )
-            dx, sums = layer.gradients(x, dlogits.astype(logits.dtype), sums)
-            return sums, (packed, dx)
-
-        layer = _Layer(w, bias, self.constants, len(x), x.dtype, device, implementation)
-        steps = step if implementation == "cuda" else reference_step
-        sums, (statistics, dx) = layer.over_chunks(steps, (x, classes, coefficients))
-        dw, dbias = (None, None) if sums is None else layer.finished(sums)
-        return statistics, dx, dw, dbias
-
-    estimate = kernels_first(_IN_CHUNKS)
-    batched = batched_rows
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """Computes (dx, dw, dbias) from pulls [N, 3], the coefficients of each row's gradient of logits."""
-
-    constants: _Constants
-
-    @property
-    def name(self) -> str:
-        return "linear_softmax_cross_entropy backward"
-
-    def axes(self, x, w, bias, classes, statistics, pulls) -> Axes:
-        row = ROWS + "d"
-        return Axes(
-            (row, "dv", "v", ROWS, ROWS + "s", ROWS + "p"),
-            (row, "dv", None if bias is None else "v"),
-            whole="dvsp",
-        )
-
-    def why_not(self, device, x, w, *others) -> Mapping[str, str | None]:
-        return _why_not(device, x, w)
-
-    def run(self, implementation, device, x, w, bias, classes, statistics, pulls) -> Results:
-        cap = self.constants.options.logits_soft_cap
-
-        def step(layer: _Layer, chunk, sums):
-            x, classes, statistics, pulls = chunk
-            logits = layer.logits(x)
-            if implementation == "cuda":
-                dlogits = cross_entropy_cuda.backward(
-                    logits, classes, None, statistics, pulls, soft_cap=cap, in_place=True
-                )
-            else:
-                dlogits = cross_entropy_xla.row_gradients(
-                    logits,
-                    classes,
-                    unpacked(statistics),
-                    Pulls(*jnp.unstack(pulls, axis=-1)),
-                    cap,
-                ).astype(logits.dtype)
-            dx, sums = layer.gradients(x, dlogits, sums)
-            return sums, (dx,)
-
-        layer = _Layer(w, bias, self.constants, len(x), x.dtype, device, implementation)
-        sums, (dx,) = layer.over_chunks(step, (x, classes, statistics, pulls))
-        return dx, *layer.finished(sums)
-
-    estimate = kernels_first(_IN_CHUNKS)
-    batched = batched_rows
-
-
-def _why_not(device, x, w) -> dict[str, str | None]:
-    """Returns why each implementation cannot run x [N, D] and w [D, V], forward or backward."""
-    reason = cross_entropy_cuda.why_unsupported(
-        compute_capability=device.compute_capability,
-        rows=x.shape[0],
-        features=w.shape[1],
-        dtype=x.dtype,
-    )
-    return {"cuda": reason, "xla": None}
-
-
-class _Sums(NamedTuple):
-    """Gradients of w [D, V] and bias [V] (or None), summed over the chunks so far."""
-
-    dw: jax.Array
-    dbias: jax.Array | None
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """Products of a linear layer whose logits exist for one chunk of rows at a time."""
-
-    w: jax.Array
-    bias: jax.Array | None
-    constants: _Constants
-    rows: int
-    dtype: Any
-    """Dtype of x and of the products."""
-    device: dispatch.Device
-    implementation: str
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Returns x @ w + bias in x's dtype. In this form XLA's product adds the bias."""
-        w = self.w.astype(x.dtype)
-        logits = jnp.einsum("nd,dv->nv", x, w, preferred_element_type=x.dtype)
-        return logits if self.bias is None else logits + self.bias.astype(x.dtype)
-
-    def gradients(
-        self, x: jax.Array, dlogits: jax.Array, sums: _Sums | None
-    ) -> tuple[jax.Array, _Sums]:
-        """Returns dx [n, D] for a chunk's x [n, D] and dlogits [n, V], and the sums plus its terms.
-
-        `sums` is None for the first chunk.
-        """
-        w = self.w.astype(x.dtype)
-        dx = jnp.einsum("nv,dv->nd", dlogits, w, preferred_element_type=x.dtype)
-        dbias = None
-        if self.bias is not None:
-            dbias = jnp.sum(dlogits.astype(jnp.float32), axis=0)
-        if sums is None:
-            # The first chunk's product rounds dw to x's dtype if the sums are 16-bit or there is
-            # one chunk.
-            rounds = self._is_narrow() or self._chunk_rows() >= self.rows
-            dtype = x.dtype if rounds and self.w.dtype == x.dtype else jnp.float32
-            dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dtype)
-            return dx, _Sums(dw, dbias)
-        if self.implementation == "cuda":
-            dw = linear_cuda.add_weight_gradient(sums.dw, x, dlogits)
-        else:
-            dw = sums.dw + jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=sums.dw.dtype)
-        if dbias is not None and sums.dbias is not None:
-            dbias = sums.dbias + dbias
-        return dx, _Sums(dw, dbias)
-
-    def finished(self, sums: _Sums) -> tuple[jax.Array, jax.Array | None]:
-        """Returns dw in w's dtype and dbias in float32."""
-        return sums.dw.astype(self.w.dtype), sums.dbias
-
-    def over_chunks(self, step: Callable[..., Any], rows: tuple[Any, ...]) -> Any:
-        """Calls `step(layer, chunk, sums)` for each chunk of the arrays `rows`, each [N, ...].
-
-        A step returns its sums and the chunk's results. Returns the last sums, and all chunks'
-        results concatenated along their rows.
-        """
-        size = self._chunk_rows()
-        whole = self.rows // size
-
-        def chunk_at(start: int) -> Any:
-            return jax.tree.map(lambda a: a[start : start + size], rows)
-
-        sums, part = step(self, chunk_at(0), None)
-        parts, done = [part], size
-        if whole > _UNROLLED_CHUNKS:
-            middle = jax.tree.map(
-                lambda a: a[size : whole * size].reshape(whole - 1, size, *a.shape[1:]), rows
-            )
-            sums, part = lax.scan(lambda sums, chunk: step(self, chunk, sums), sums, middle)
-            parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), part))
-            done = whole * size
-        for start in range(done, self.rows, size):
-            # The barrier lets the next chunk's logits reuse the memory of the last chunk's logits.
-            chunk, sums, parts[-1] = lax.optimization_barrier((chunk_at(start), sums, parts[-1]))
-            sums, part = step(self, chunk, sums)
-            parts.append(part)
-        return sums, jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *parts)
-
-    def _chunk_rows(self) -> int:
-        """Returns the number of rows of a chunk; the last chunk may have fewer."""
-        if self.rows == 0:
-            return 1
-        if self.constants.chunk_size is not None:
-            return min(self.constants.chunk_size, self.rows)
-        most = self._most_rows()
-        if not self._is_narrow():
-            even = math.ceil(self.rows / math.ceil(self.rows / most))
-            return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
-        wanted = min(max(math.ceil(self.rows / _NARROW_CHUNKS), _NARROW_ROWS), most)
-        fewest = math.ceil(wanted / _TILE_ROWS) * _TILE_ROWS
-        # Of the sizes from `fewest` to a third above `wanted`, the one whose dgrad takes the fewest
-        # waves is chosen.
-        sizes = range(fewest, min(self.rows, 4 * wanted // 3 + 1), _TILE_ROWS)
-        return min(sizes, key=self._waves, default=min(fewest, self.rows))
-
-    def _is_narrow(self) -> bool:
-        """Returns whether w's gradient is summed over chunks in its own 16-bit dtype."""
-        if not self.w.dtype == self.dtype != jnp.float32:
-            return False
-        if self.constants.sum_dtype is not None:
-            return self.constants.sum_dtype == self.dtype
-        return self.rows <= _NARROW_CHUNKS * (self.constants.chunk_size or self._most_rows())
-
-    def _most_rows(self) -> int:
-        """Returns how many rows of logits take as many bytes as a float32 dw; at least _CHUNK_ROWS."""
-        return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
-
-    def _waves(self, size: int) -> int:
-        """Returns the waves of tiles that dgrad takes, summed over all chunks of `size` rows.
-
-        dgrad is the product with the fewest tiles.
-        """
-
-        def waves(rows: int) -> int:
-            tiles = math.ceil(rows / _TILE_ROWS) * math.ceil(self.w.shape[0] / _TILE_COLUMNS)
-            return math.ceil(tiles / (self.device.multiprocessors or 1))
-
-        return self.rows // size * waves(size) + waves(self.rows % size)
