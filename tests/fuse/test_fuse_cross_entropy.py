@@ -261,11 +261,22 @@ def test_soft_labels_are_left_with_a_reason():
     assert_left_alone(f, *args("float32"), labels, because="more than losses of one label")
 
 
-def test_a_precise_product_is_left_with_a_reason():
+@pytest.mark.parametrize(
+    "dtype, options, because",
+    [
+        ("float32", {"precision": "highest"}, "precision="),
+        (
+            "bfloat16",
+            {"preferred_element_type": jnp.float32},
+            "the operator rounds them to bfloat16",
+        ),
+    ],
+)
+def test_a_more_accurate_product_is_left_with_a_reason(dtype, options, because):
     def f(x, w):
-        return z_loss(jnp.dot(x, w, precision="highest"), LABELS)
+        return z_loss(jnp.dot(x, w.astype(x.dtype), **options), LABELS)
 
-    assert_left_alone(f, *args("float32")[:2], because="precision=")
+    assert_left_alone(f, *args(dtype)[:2], because=because)
 
 
 @pytest.mark.parametrize("cut", [np.s_[..., :-1], np.s_[:, :-1, ::2]])

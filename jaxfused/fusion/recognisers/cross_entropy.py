@@ -68,6 +68,8 @@ def _why_not(p: Projection, affine: Biased, reading: Reading) -> str | None:
         return "what is computed from its logits is more than losses of one label for each row"
     if p.precision not in (None, *_LOWEST):
         return f"its product has precision={p.precision}, and the operator's the default"
+    if p.node.out.dtype.itemsize > p.x.dtype.itemsize:
+        return f"its logits are {p.node.out.dtype}, and the operator rounds them to {p.x.dtype}"
     return None
 
 
