@@ -37,7 +37,7 @@ def takes_a_count_for_another(monkeypatch):
 
 def takes_a_sum_for_a_choice(monkeypatch):
     """Makes `fuse` mistake adding a mask's number to the logits for replacing them."""
-    monkeypatch.setattr(attention_site, "_check_queries_without_keys", lambda logits: None)
+    monkeypatch.setattr(attention_site, "_check_queries_without_keys", lambda *_: None)
     monkeypatch.setattr(
         attention_site,
         "_of_absorbed_logits",

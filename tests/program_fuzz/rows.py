@@ -415,7 +415,8 @@ def loss_by_log_softmax(w: Writer, logits: str, labels: str) -> str:
             f"0.9 * jax.nn.one_hot({labels}, {classes}, dtype={logs}.dtype) + 0.1 / {classes}",
             f"jnp.where({is_label}, 0.9, {w.number() if w.odd() else '0.1 / 7'})",
         )
-        return w.let(f"-({logs} * ({smooth})).sum(-1)", rows)
+        of, shape = w.pick(("-1", rows), ("-1", rows), ("(1, 2)", rows[:1]), ("None", ()))
+        return w.let(f"-({logs} * ({smooth})).sum({of})", shape)
     loss = w.perturbed(w.let(f"-{label_of(w, logs, labels)}", rows))
     if w.draw.chance(0.3):
         loss = w.let(f"0.9 * {loss} - 0.1 * {logs}.mean(-1)", rows, loss)

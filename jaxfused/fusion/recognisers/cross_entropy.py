@@ -24,6 +24,7 @@ from jaxfused.fusion.recognisers.logit_rows import (
     PICKED,
     Reading,
     Row,
+    Total,
     read,
 )
 from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections
@@ -75,7 +76,7 @@ def _why_not(p: Projection, affine: Biased, reading: Reading) -> str | None:
 
 def _is_loss(reading: Reading) -> bool:
     """Returns whether what follows from the logits is what the operator's statistics give."""
-    rows = [*reading.results.values()]
+    rows = _rows(reading)
     together = reading.outside == "nan"
     return (
         reading.labels is not None
@@ -83,6 +84,10 @@ def _is_loss(reading: Reading) -> bool:
         and len({row.steps for row in rows}) == 1
         and all(not row.is_live or row.is_free_of_maximum(together) for row in rows)
     )
+
+
+def _rows(reading: Reading) -> list[Row]:
+    return [s.row if isinstance(s, Total) else s for s in reading.results.values()]
 
 
 def _stepped(x: jax.Array, steps: Sequence[Node]) -> jax.Array:
@@ -116,8 +121,7 @@ def _add(book: Book, p: Projection, affine: Biased, reading: Reading) -> None:
     classes = math.prod(p.features)
     labels = reading.labels
     assert labels is not None
-    results = reading.results
-    rows = [*results.values()]
+    results, rows = reading.results, _rows(reading)
     steps = rows[0].steps
     inputs = [p.x, p.w, labels]
     if affine.bias is not None:
@@ -149,6 +153,9 @@ def _add(book: Book, p: Projection, affine: Biased, reading: Reading) -> None:
             )
             columns = (statistics.maximum, statistics.log_sum, statistics.picked, statistics.mean)
             numbers = [_number(row, columns, inside if is_zero else None) for row in rows]
+        for i, state in enumerate(results.values()):
+            if isinstance(state, Total):
+                numbers[i] = reshaped(numbers[i], *state.shape).sum(state.axes)
         return [
             reshaped(number.astype(value.dtype), *value.shape)
             for value, number in zip(results, numbers, strict=True)

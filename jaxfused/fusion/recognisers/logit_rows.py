@@ -50,6 +50,15 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Total:
+    """The sum of rows' numbers, of `shape`, over some axes of the rows."""
+
+    row: Row
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Array:
     """Logits minus their maximum, plus a row's `offset`, times `factor`."""
 
@@ -89,7 +98,7 @@ class _Flag:
     row: Row
 
 
-State = Row | Array | _Weighted | _Sum | _Capped | _Flag
+State = Row | Total | Array | _Weighted | _Sum | _Capped | _Flag
 
 
 @dataclass
@@ -107,12 +116,12 @@ class Reading:
     has_logarithm: bool = False
 
     @property
-    def results(self) -> dict[Value, Row]:
-        """Returns the rows' numbers that other operations read."""
+    def results(self) -> dict[Value, Row | Total]:
+        """Returns the rows' numbers, or sums of them, that other operations read."""
         return {
             value: state
             for value, state in self.states.items()
-            if isinstance(state, Row)
+            if isinstance(state, Row | Total)
             and (value.is_output or any(node not in self.consumed for node in value.uses))
         }
 
@@ -171,7 +180,7 @@ def _after(reading: Reading, node: Node) -> State | None:
 
 def _of_one(reading: Reading, node: Node, state: State | None) -> State | None:
     """Returns the result of an operation of one operand."""
-    name, value = node.name, node.ins[0]
+    name = node.name
     if name == "neg" and isinstance(state, Row):
         return state.times(-1.0)
     if name == "neg" and isinstance(state, Array):
@@ -199,11 +208,19 @@ def _of_one(reading: Reading, node: Node, state: State | None) -> State | None:
             return _Sum(state)
         if _reduces(node, "reduce_max"):
             return replace(state.offset, is_live=True)
-    if isinstance(state, Array) and _reduces(node, "reduce_sum"):
-        return _summed(_Weighted(state, 1.0, 1.0), value.shape[-1])
-    if isinstance(state, _Weighted) and _reduces(node, "reduce_sum"):
-        return _summed(state, value.shape[-1])
+    if name == "reduce_sum" and isinstance(state, Array | _Weighted):
+        return _total(node, state if isinstance(state, _Weighted) else _Weighted(state, 1.0, 1.0))
     return None
+
+
+def _total(node: Node, weighted: _Weighted) -> Row | Total | None:
+    """Returns a sum over the classes and, as in `-(labels * logs).sum()`, over axes of the rows."""
+    shape = node.ins[0].shape
+    *axes, last = sorted(map(int, node.params["axes"]))
+    row = _summed(weighted, shape[-1])
+    if last != len(shape) - 1 or row is None or not axes:
+        return row if last == len(shape) - 1 else None
+    return Total(row, shape[:-1], tuple(axes))
 
 
 _RESHAPES = ("reshape", "squeeze", "broadcast_in_dim")
