@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 from flax.linen.linear import default_kernel_init
-from flax.typing import Dtype, Initializer
+from flax.typing import Dtype, Initializer, PaddingLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.conv_norm_act import ConvNormAct
@@ -45,6 +45,8 @@ class ResNetBlock(linen.Module):
       param_dtype: of the parameters.
       kernel_init: initialises the kernels.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      padding: of the windows of 3 x 3, as in Flax. Blocks of torch have 1, which is not "SAME" where
+        strides of 2 halve an even size.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -71,6 +73,7 @@ class ResNetBlock(linen.Module):
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = default_kernel_init
     implementation: Implementation | None = None
+    padding: PaddingLike = "SAME"
 
     def __call__(
         self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
@@ -142,11 +145,13 @@ class ResNetBlock(linen.Module):
             implementation=self.implementation,
         )
         options: dict[str, Any] = dict(use_running_average=use_running_average)
-        layers = widths(self.features, self.strides, bottleneck=self.bottleneck)
+        layers = widths(self.features, self.strides, self.padding, bottleneck=self.bottleneck)
         names = [f"layer{index}" for index in range(1, len(layers) + 1)]
         first, *inner, last = (
-            ConvNormAct(width, size, step, activation=self.activation, **shared, name=name)
-            for name, (width, size, step) in zip(names, layers, strict=True)
+            ConvNormAct(
+                width, size, step, padding=around, activation=self.activation, **shared, name=name
+            )
+            for name, (width, size, step, around) in zip(names, layers, strict=True)
         )
         needs = needs_shortcut(x.shape[-1], layers[-1][0], self.strides)
         y, residual = first._forked(x, **options)

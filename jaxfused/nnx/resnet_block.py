@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
-from flax.typing import Dtype, Initializer
+from flax.typing import Dtype, Initializer, PaddingLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import Norm
@@ -32,6 +32,8 @@ class ResNetBlock(nnx.Module):
       in_features: I.
       features: F; a bottleneck returns 4 F.
       strides: 1 or 2, say.
+      padding: of the windows of 3 x 3, as in Flax. Blocks of torch have 1, which is not "SAME" where
+        strides of 2 halve an even size.
       bottleneck: which of the two.
       norm: "batch_norm" or "group_norm".
       num_groups: of the group norms.
@@ -65,6 +67,7 @@ class ResNetBlock(nnx.Module):
         features: int,
         *,
         strides: int = 1,
+        padding: PaddingLike = "SAME",
         bottleneck: bool = True,
         norm: Norm = "batch_norm",
         num_groups: int = 32,
@@ -94,10 +97,12 @@ class ResNetBlock(nnx.Module):
         )
         names = ("layer1", "layer2", "layer3")
         before = in_features
-        for name, (width, size, step) in zip(
-            names, widths(features, strides, bottleneck=bottleneck), strict=False
+        for name, (width, size, step, around) in zip(
+            names, widths(features, strides, padding, bottleneck=bottleneck), strict=False
         ):
-            layer = ConvNormAct(before, width, size, step, activation=activation, **shared)
+            layer = ConvNormAct(
+                before, width, size, step, padding=around, activation=activation, **shared
+            )
             setattr(self, name, layer)
             before = width
         self.shortcut = nnx.data(None)

@@ -496,17 +496,23 @@ def test_convnext_block_drops_whole_paths():
     assert 0 < changed.sum() < 16
 
 
-@parametrize(("bottleneck", "strides"), [(True, 1), (True, 2), (False, 1), (False, 2)], quick=(1,))
-def test_resnet_block(bottleneck, strides):
+@parametrize(
+    ("bottleneck", "strides", "padding"),
+    [(True, 1, "SAME"), (True, 2, 1), (False, 1, 1), (False, 2, "SAME"), (False, 2, 1)],
+    quick=(1,),
+)
+def test_resnet_block(bottleneck, strides, padding):
     before, after = 4 * D, 4 * D if bottleneck else D
     options = dict(strides=strides, bottleneck=bottleneck, norm="group_norm", num_groups=2)
+    options |= dict(padding=padding)
     nnx = jaxfused.nnx.ResNetBlock(before, D, rngs=flax.nnx.Rngs(0), **options)
     linen = jaxfused.linen.ResNetBlock(D, **options)
     x = normal(0, B, 6, 5, before)
 
     def plain(params, x):
         def layer(name, x, features, size, step):
-            conv = flax.linen.Conv(features, size, step, use_bias=False)
+            around = padding if size == (3, 3) else "SAME"
+            conv = flax.linen.Conv(features, size, step, padding=around, use_bias=False)
             norm = flax.linen.GroupNorm(2, epsilon=1e-5)
             y = linen_apply(conv)(params[name]["conv"], x)
             return linen_apply(norm)(params[name]["norm"], y)
