@@ -15,6 +15,7 @@ from jaxfused.ops.grouped.expert_mlp import WeightOn, expert_mlp
 from jaxfused.ops.grouped.expert_parallel import expert_parallel_mlp
 from jaxfused.ops.grouped.router import Routes
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.sharding import AxisName
 
 Router = Callable[..., Routes]
@@ -121,6 +122,11 @@ def _routes(router: Router, logits: jax.Array, bias: jax.Array | None) -> Routes
 def _capacity(factor: float | None, indices: jax.Array, experts: int) -> int | None:
     if factor is None:
         return None
+    if is_symbolic(indices):
+        raise ValueError(
+            f"MoE: capacity_factor is {factor}, but x has a symbolic number of tokens, and a capacity is"
+            " a constant of the program; pass capacity_factor=None, or export for known shapes."
+        )
     return max(1, math.ceil(factor * math.prod(indices.shape) / experts))
 
 

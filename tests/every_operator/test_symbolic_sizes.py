@@ -131,3 +131,30 @@ def test_weights_of_classes_with_label_smoothing(chunk_size):
             ):
                 tolerance = 1e-5 if dtype == jnp.float32 else 1e-13
                 np.testing.assert_allclose(found, known, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("is_an_array", (False, True))
+def test_attention_at_an_offset_of_any_length(is_an_array):
+    """Also with functions, which get the places of queries."""
+    batch, queries, keys = jax.export.symbolic_shape("b, t, s", constraints=["s >= t"])
+    slopes = jnp.array([0.1, 0.2])
+
+    def f(query, key, offset):
+        return jaxfused.dot_product_attention(
+            *(query, key, key),
+            is_causal=True,
+            local_window_size=3,
+            query_offset=offset if is_an_array else "bottom_right",
+            score_mod=lambda score, b, h, q, k: score + slopes[h] * (k - q),
+            mask_mod=lambda b, h, q, k: (k < q) | (k % 2 == 0),
+        )
+
+    shapes = [(batch, queries, 2, 4), (batch, keys, 2, 4)]
+    exported = jax.export.export(jax.jit(f))(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+    for sizes in ((1, 3, 5), (2, 1, 7)):
+        arrays = [jax.random.normal(jax.random.key(0), (sizes[0], n, 2, 4)) for n in sizes[1:]]
+        arrays.append(jnp.arange(sizes[0], dtype=jnp.int32) + 2)
+        chex.assert_trees_all_close(exported.call(*arrays), f(*arrays), rtol=1e-5, atol=1e-6)

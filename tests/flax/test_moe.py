@@ -109,6 +109,14 @@ def test_capacity_drops_tokens():
         assert int(jnp.any(y != 0, axis=1).sum()) == kept
 
 
+def test_a_capacity_needs_a_known_number_of_tokens():
+    moe = jaxfused.linen.MoE(8, 2, router=QWEN2, capacity_factor=1.0)
+    variables = moe.init(jax.random.key(0), jnp.ones((2, D)))
+    tokens = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("tokens"), D), jnp.float32)
+    with pytest.raises(ValueError, match="symbolic number of tokens"):
+        jax.export.export(jax.jit(moe.apply))(variables, tokens)
+
+
 def test_experts_without_a_gate_in_bfloat16():
     moe = jaxfused.nnx.MoE(
         8,

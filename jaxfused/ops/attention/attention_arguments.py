@@ -233,6 +233,8 @@ def check_places(query_offset: Any, queries: int) -> None:
     """Checks that queries' positions, which score_mod and mask_mod get, fit into 32 bits."""
     if query_offset is None or isinstance(query_offset, jax.Array):
         return
+    if any(map(jax.export.is_symbolic_dim, (query_offset, queries))):
+        return
     most = 2**31 - 1 - queries
     if any(abs(int(one)) > most for one in np.asarray(query_offset, object).flat):
         raise ValueError(
@@ -300,6 +302,10 @@ def query_offsets(
         return None
     if isinstance(offset, str) and offset == "bottom_right":
         offset = keys - queries
+    if jax.export.is_symbolic_dim(offset):
+        offset = jnp.asarray(offset)
+    # Symbolic counts are not compared; no call has more queries or keys than _LONGEST.
+    queries, keys = (_LONGEST if jax.export.is_symbolic_dim(n) else n for n in (queries, keys))
     if isinstance(offset, str | bool | float):
         raise ValueError(
             f"dot_product_attention: query_offset is {offset!r}, but it says at which key the first"

@@ -61,8 +61,9 @@ class CallFunctions:
             own = kernel_function(function.shifted(self.query_offset), "score_mod")
         if function.is_additive:
             _, _, by_query, by_key = function.used
-            is_large = by_query and by_key and self.has_long_rows
-            if own is not None and own.function is not None and is_large and not own.reads_matrices:
+            by_kernel = own is not None and own.function is not None and not own.reads_matrices
+            # Symbolic sizes have no kernel, and are not compared.
+            if by_kernel and by_query and by_key and self.has_long_rows:
                 self.score = own
                 return bias, None
             return (score.bias() if bias is None else bias + score.bias()), None

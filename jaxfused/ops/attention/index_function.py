@@ -182,10 +182,10 @@ class IndexFunction:
             uses_b = uses_h = uses_q = uses_k = True
         else:
             every = (None,) * len(scores)
-        uses_b = uses_b or (uses_q and q.shape[0] > 1)
+        uses_b = uses_b or (uses_q and q.shape[0] != 1)
         b, h, k = (x if uses else x[:1] for x, uses in ((b, uses_b), (h, uses_h), (k, uses_k)))
         q = q if uses_q else q[:, :1]
-        q = jnp.broadcast_to(q if q.shape[0] > 1 and uses_b else q[:1], (b.shape[0], q.shape[1]))
+        q = jnp.broadcast_to(q if q.shape[0] != 1 and uses_b else q[:1], (b.shape[0], q.shape[1]))
         f = self.__call__
         f = jax.vmap(f, (*every, None, None, None, 0))
         f = jax.vmap(f, (*every, None, None, 0, None))

@@ -226,7 +226,8 @@ def test_exported_for_any_length():
     (length,) = jax.export.symbolic_shape("length")
 
     def f(*args):
-        return attend(*args, mask_mod=lambda b, h, q, k: k <= q + h)
+        score_mod = lambda s, b, h, q, k: s + SLOPES[h] * (k - q)  # noqa: E731
+        return attend(*args, mask_mod=lambda b, h, q, k: k <= q + h, score_mod=score_mod)
 
     shapes = [jax.ShapeDtypeStruct((B, length, *a.shape[2:]), a.dtype) for a in (query, key, value)]
     exported = jax.export.export(jax.jit(f))(*shapes)
