@@ -112,4 +112,14 @@ def geometry(
         kernel_dilation=for_each_axis(op, "kernel_dilation", kernel_dilation, spatial),
     )
     found = normalised(op, x, kernel, padding=padding, padding_mode=padding_mode, **steps)
+    if not isinstance(found, (str, Around)):
+        dilated = [
+            max((n - 1) * d + 1, 0)
+            for n, d in zip(x.shape[1:-1], steps["input_dilation"], strict=True)
+        ]
+        if any(n + sum(pair) < 0 for n, pair in zip(dilated, found, strict=True)):
+            raise ValueError(
+                f"{op}: padding is {found}, which takes away more than the {dilated} values along the"
+                " spatial axes; pass larger numbers."
+            )
     return dict(padding=found, feature_group_count=feature_group_count, **steps)

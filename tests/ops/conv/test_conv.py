@@ -272,6 +272,7 @@ def test_derivatives_of_both_orders_and_modes():
         ({"kernel_dilation": 0}, "kernel_dilation is 0"),
         ({"padding": "FULL"}, "padding='FULL' is not known"),
         ({"padding": (1, 2)}, r"padding is \(1, 2\), but x has 1 spatial axes"),
+        ({"padding": -9}, r"takes away more than the \[\d+\] values"),
         (
             {"padding_mode": "white"},
             "padding_mode='white' is not known; pass one of 'zeros', 'edge'",
