@@ -24,6 +24,7 @@ import jaxfused.linen
 from benchmarks.report import results
 from benchmarks.run import timing
 from benchmarks.without_gpu import target
+from examples.placement import INITIAL_VALUES
 from examples.vit.model import MODELS, ViTSize
 from jaxfused import dispatch
 
@@ -118,7 +119,9 @@ def measure(job: Job) -> dict[str, Any]:
     """Returns the seconds to trace, lower and compile, counts of kernels, and a step's milliseconds."""
     init, step = program(job)
     state_sharding, batch_sharding = _shardings(job.devices)
-    init = jax.jit(init, out_shardings=(state_sharding, batch_sharding))
+    init = jax.jit(
+        init, out_shardings=(state_sharding, batch_sharding), compiler_options=INITIAL_VALUES
+    )
     if job.lower_for:
         state, batch = _with_shardings(jax.eval_shape(init, jax.random.key(0)), job.devices)
     else:

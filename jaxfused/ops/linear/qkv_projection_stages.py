@@ -178,9 +178,12 @@ class Forward:
         wide_or_few = heads.size >= _WIDE_HEAD or elements < product_regimes.LARGE
         if not few and heads.finishes and is_longer and wide_or_few:
             return Rule(("xla",), "its long sums are faster beside wide heads or few tiles")
-        # XLA copies three results, and is faster where it splits long sums of few tiles.
-        splits = is_long and elements <= product_regimes.FEW_TILES
-        tiny = heads.finishes and elements < product_regimes.SMALLEST
+        # XLA copies three results, and is faster where it splits long sums of few tiles. Its norms of
+        # narrow heads take so long that a kernel of few tiles gains; a rotation alone does not.
+        norms = heads.norm and heads.size < _WIDE_HEAD
+        most = product_regimes.FEW_TILES * (2 if heads.finishes and not heads.norm else 1)
+        splits = is_long and elements <= most and not norms
+        tiny = heads.finishes and elements < product_regimes.SMALLEST // (2 if norms else 1)
         several = few or (work.k >= 2 * MAX_ROWS and not splits and not tiny)
         return product_regimes.estimate(device, work, spared, several=several)
 
