@@ -6,6 +6,8 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from jaxfused.runtime.shapes import in_parts, reshaped
+
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
     """Packs pairs of integers -8 to 7 along `axis` into uint8, the first of each in the low bits."""
@@ -47,6 +49,7 @@ def unpack_codes(packed: jax.Array, axis: int, bits: int) -> jax.Array:
 
 def _every(count: int, array: jax.Array, axis: int) -> list[jax.Array]:
     """Returns `count` slices along `axis`; slice i has entries i, i + count, i + 2 * count ..."""
+    array = in_parts(array, axis, array.shape[axis] // count)
     starts = (min(i, array.shape[axis]) for i in range(count))
     return [jax.lax.slice_in_dim(array, i, None, stride=count, axis=axis) for i in starts]
 
@@ -66,9 +69,11 @@ def pack_words(values: jax.Array) -> jax.Array:
     then by run.
     """
     *leading, k = values.shape
+    values = in_parts(values, values.ndim - 1, k // WORD_BLOCK)
     # Axes of `runs`: block, word of the thread, run of the word, half of the run, thread, odd.
     runs = (values.astype(jnp.int32) + 8).reshape(*leading, k // WORD_BLOCK, 4, 2, 2, 4, 2)
-    nibbles = jnp.moveaxis(runs, (-2, -5, -1), (-5, -4, -3)).reshape(*leading, k // 8, NIBBLES)
+    runs = jnp.moveaxis(runs, (-2, -5, -1), (-5, -4, -3))
+    nibbles = reshaped(runs, *leading, k // NIBBLES, NIBBLES)
     shifted = jax.lax.bitcast_convert_type(nibbles, jnp.uint32) << _nibble_shifts()
     words = jnp.sum(shifted, axis=-1, dtype=jnp.uint32)
     return jax.lax.bitcast_convert_type(words, jnp.int32)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxfused.runtime.packing import pack_int4, pack_words
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.quantized_array import FORMATS, Layout, QuantizedArray, assembled, spread
+from jaxfused.runtime.shapes import split_axis
 
 
 # The jit of `scales` and `encode` matters because the layers of a model are quantised one by one.
@@ -35,10 +36,10 @@ def scales(
         runs, over = x, tuple(range(x.ndim))
     else:
         axis = axis % x.ndim
-        runs = x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
+        runs = split_axis(x, axis, groups, x.shape[axis] // groups)
         over = (axis + 1,)
         if blocks is not None:
-            runs = runs.reshape(*runs.shape[:-1], blocks, x.shape[-1] // blocks)
+            runs = split_axis(runs, runs.ndim - 1, blocks, x.shape[-1] // blocks)
             over = (axis + 1, axis + 3)
     runs = runs.astype(accumulator_dtype(x.dtype))
 

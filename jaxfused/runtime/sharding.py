@@ -337,6 +337,11 @@ def split_with(array: jax.Array, other: jax.Array, axes: Sequence[int] | None = 
     return _resharded(array, wanted)
 
 
+def split_like(array: jax.Array, other: jax.Array) -> jax.Array:
+    """Reshards an array, where types state it, such that it is split as one of the same shape."""
+    return _resharded(array, _entries(other))
+
+
 def _entries(x: jax.Array) -> list[Any]:
     """Returns the mesh axes that split each axis of x, as its type states."""
     spec = jax.typeof(x).sharding.spec

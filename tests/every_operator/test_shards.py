@@ -179,6 +179,22 @@ FULLY_SHARDED = {
         ),
         ((4, 6, 12), (12, 16), (16,)),
     ),
+    "router": (
+        lambda logits, b, e: jaxfused.router(logits, 2, bias=b, expert_scale=e).weights,
+        ((4, 8), (8,), (8,)),
+    ),
+    "sigmoid_cross_entropy": (
+        lambda x, w: jaxfused.sigmoid_cross_entropy(x, jnp.zeros(x.shape), weights=w**2),
+        ((4, 8), (4, 8)),
+    ),
+    "fake_quantize": (
+        lambda x: jaxfused.fake_quantize(x, "int4", axis=0, group_size=4),
+        ((12, 6),),
+    ),
+    "attention with scales": (
+        lambda q, k, s: jaxfused.dot_product_attention(q, k, k, scale=s),
+        ((4, 6, 4, 8), (4, 6, 4, 8), (1, 4, 1, 6)),
+    ),
     "prune24": (jaxfused.prune24, ((12, 6),)),
     "fold_batch_norm": (
         lambda w, mean, var, s: jaxfused.fold_batch_norm(w, mean=mean, var=var**2, norm_scale=s),
@@ -462,6 +478,44 @@ def test_one_axis_of_a_mesh_may_be_manual(name, others):
         split = jax.shard_map(f, in_specs=specs, out_specs=spec, axis_names={"x"})
         actual = loss(split)(*map(jnp.asarray, operands))
     chex.assert_trees_all_close(jax.device_get(actual), loss(f)(*operands), rtol=1e-4, atol=1e-5)
+
+
+@on_eight_devices
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("int4", dict(layout="columns", group_size=128)), ("int4", dict(group_size=64)), ("nf4", {})],
+)
+def test_split_weights_are_quantized_in_packed_groups(dtype, options):
+    """More devices share the rows than there are groups, or words are stored column by column."""
+
+    @jax.jit
+    def run(w):
+        return jaxfused.quantize(w, dtype, **options).dequantize()
+
+    w = _float(256, 8)
+    expected = run(w)
+    mesh = jax.make_mesh((8,), ("x",))
+    with jax.set_mesh(mesh):
+        for spec in (P("x"), P(None, "x")):
+            actual = run(jax.device_put(w, NamedSharding(mesh, spec)))
+            chex.assert_trees_all_equal(jax.device_get(actual), expected)
+
+
+@on_eight_devices
+def test_segments_of_a_split_sequence():
+    q, k = _float(2, 8, 4, 8), _float(2, 8, 2, 8)
+    ids = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 2]] * 2)
+
+    @jax.jit
+    def run(q, k, ids):
+        segments = dict(query_segment_ids=ids, key_value_segment_ids=ids)
+        return jaxfused.dot_product_attention(q, k, k, is_causal=True, **segments)
+
+    expected = run(q, k, ids)
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    with jax.set_mesh(mesh):
+        actual = run(*(jax.device_put(a, NamedSharding(mesh, P("x", "y"))) for a in (q, k, ids)))
+    chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-5)
 
 
 @on_eight_devices

@@ -138,7 +138,9 @@ def weights(
     grouped = split_axis(query, 2, key_heads, heads // key_heads)
     logits = product("btkgh,bskh->bkgts", grouped, key)
     logits = logits.reshape(batch, heads, query_count, key_count)
-    logits = logits * (scale.astype(logits.dtype) if isinstance(scale, jax.Array) else scale)
+    if isinstance(scale, jax.Array):
+        scale = sharding.split_with(scale, logits).astype(logits.dtype)
+    logits = logits * scale
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     if bias is not None:

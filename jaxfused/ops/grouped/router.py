@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     as_arrays,
     check_finite,
@@ -14,7 +15,7 @@ from jaxfused.runtime.checks import (
     check_word,
     python_numbers,
 )
-from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 Over = Literal["all", "chosen"]
@@ -142,6 +143,7 @@ def router(
             f"{op}: over='chosen' was passed with score={score!r}, which is of each logit alone; pass"
             " score='softmax', or over='all'."
         )
+    logits = sharding.unsplit(logits, [-1])
     z = logits.astype(accumulator_dtype(logits.dtype)) * logit_scale
     if softcap is not None:
         if not 0.0 < softcap < float("inf"):
@@ -150,8 +152,7 @@ def router(
     scores = z if over == "chosen" else _scores(score, z)
     choice = jax.lax.stop_gradient(z if bias_on == "logit" else scores)
     if bias is not None:
-        bias = jnp.broadcast_to(bias.astype(z.dtype), choice.shape)
-        choice = choice + jax.lax.stop_gradient(bias)
+        choice = choice + jax.lax.stop_gradient(along_last_axis(bias, choice))
     if groups_kept < groups:
         choice = _in_kept_groups(choice, groups, groups_kept, group_score, masked)
     _, indices = jax.lax.top_k(choice, k)
@@ -162,7 +163,9 @@ def router(
     if normalise == "sum":
         weights = _shares(weights, jnp.take_along_axis(z, indices, axis=-1), score, floor, epsilon)
     if expert_scale is not None:
-        weights = weights * expert_scale.astype(weights.dtype)[indices]
+        # A sum with zeros is split over devices as the scores are, unlike a broadcast.
+        each = jnp.zeros_like(scores) + along_last_axis(expert_scale, scores)
+        weights = weights * jnp.take_along_axis(each, indices, axis=-1)
     return Routes(weights * scale, indices)
 
 

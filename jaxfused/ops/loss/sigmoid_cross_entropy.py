@@ -8,6 +8,7 @@ from jaxfused.ops.loss import sigmoid_cross_entropy_xla
 from jaxfused.ops.loss.label_values import as_classes, check_shares
 from jaxfused.ops.loss.reduction import Reduction, check_reduction, reduce_losses
 from jaxfused.ops.loss.sigmoid_cross_entropy_xla import Options
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     as_arrays,
     check_constant,
@@ -82,6 +83,9 @@ def sigmoid_cross_entropy(
     rule = f"logits have shape {logits.shape}"
     check_shape(op, "labels", labels, logits.shape, rule)
     check_shape(op, "weights", weights, logits.shape, rule)
+    logits, labels, weights = sharding.align(  # type: ignore[assignment]
+        (logits, labels, weights), operand_axes=(sharding.leading_axes(logits.ndim),) * 3
+    )
     _check_options(op, label_smoothing, focal_gamma, focal_alpha)
     check_reduction(op, reduction)
     integers = jnp.issubdtype(labels.dtype, jnp.integer)

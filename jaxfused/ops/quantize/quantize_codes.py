@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxfused.runtime.packing import pack_codes
 from jaxfused.runtime.quantized_array import CODEBOOKS, Layout, QuantizedArray, assembled, spread
+from jaxfused.runtime.shapes import split_axis
 
 
 class CodeFormat(NamedTuple):
@@ -48,7 +49,7 @@ def quantize_codes(
     wide = x.astype(jnp.float32)
     at = axis % x.ndim
     runs = max(1, size // group)
-    split = wide.reshape(*x.shape[:at], runs, size // runs, *x.shape[at + 1 :])
+    split = split_axis(wide, at, runs, size // runs)
     largest = jnp.max(jnp.abs(split), axis=at + 1, initial=0.0)
     # A NaN or an infinity makes its group NaN.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
