@@ -145,6 +145,20 @@ def cut_and_in_one_row_each(logits, labels):
     return -(jax.nn.one_hot(labels[:, 1:].reshape(-1), 20) * logs).sum(-1)
 
 
+def by_numbers_of_rows(logits, labels):
+    logs = jax.nn.log_softmax(logits.reshape(-1, 20))
+    return -logs[jnp.arange(6), labels.reshape(-1)]
+
+
+def by_indices_of_two_axes(logits, labels):
+    logs = jax.nn.log_softmax(logits)
+    return -logs[jnp.arange(2)[:, None], jnp.arange(3)[None], labels]
+
+
+def by_vmap(logits, labels):
+    return jax.vmap(jax.vmap(lambda z, label: -jax.nn.log_softmax(z)[label]))(logits, labels)
+
+
 def summed_over_all(logits, labels):
     hot = jax.nn.one_hot(labels[:, 1:], 20, dtype=logits.dtype)
     return -jnp.sum(jax.nn.log_softmax(logits)[:, :-1] * hot) / 4
@@ -182,6 +196,9 @@ def focal(logits, labels):
 
 
 LOSSES = [
+    by_numbers_of_rows,
+    by_indices_of_two_axes,
+    by_vmap,
     z_loss,
     z_loss_beside,
     smoothed_by_optax,
@@ -246,6 +263,11 @@ def at_other_rows(logits, labels):
     return lse[:, ::-1] - picked_of(logits, labels), picked_of(logits[:, :2], labels[:, :2])
 
 
+def of_other_rows(logits, labels):
+    logs = jax.nn.log_softmax(logits.reshape(-1, 20))
+    return -logs[jnp.arange(6)[::-1], labels.reshape(-1)]
+
+
 def half_capped(logits, labels):
     return of_capped_logits(logits, labels) + picked_of(logits, labels)
 
@@ -257,6 +279,7 @@ def half_capped(logits, labels):
         entropy,
         two_sets_of_labels,
         at_other_rows,
+        of_other_rows,
         half_capped,
     ],
 )

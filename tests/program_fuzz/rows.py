@@ -396,6 +396,10 @@ def label_of(w: Writer, array: str, labels: str) -> str:
         hot = f"({w.number()} * {hot} + {w.number()})"
     is_label = f"{labels}[..., None] == jnp.arange({classes})"
     kinds = [f"jnp.take_along_axis({array}, {labels}[..., None], axis=-1)[..., 0]"] * 3
+    if len(rows) == 2:
+        first, second = f"jnp.arange({rows[0]})[:, None]", f"jnp.arange({rows[1]})"
+        start = w.pick(1, 1, -1) if w.odd() else 1
+        kinds += [f"{array}[{first}, {second}[::{start}], {labels}]"]
     kinds += [f"({array} * {hot}).sum(-1)", f"jnp.where({is_label}, {array}, 0).sum(-1)"]
     kinds += [f"jnp.einsum('...v,...v->...', {hot}, {array})"]
     return w.let(w.pick(*kinds), rows)

@@ -77,7 +77,7 @@ def _why_not(p: Projection, affine: Biased, reading: Reading) -> str | None:
 def _is_loss(reading: Reading) -> bool:
     """Returns whether what follows from the logits is what the operator's statistics give."""
     rows = _rows(reading)
-    together = reading.outside == "nan"
+    together = reading.outside != "zero"
     return (
         reading.labels is not None
         and any(row.factors[:, PICKED].any() for row in rows)
@@ -135,7 +135,12 @@ def _add(book: Book, p: Projection, affine: Biased, reading: Reading) -> None:
         x = _stepped(p.inputs(x), steps)
         labels = reshaped(labels, *x.shape[:-1])
         inside = (labels >= 0) & (labels < classes)
-        operands = [x, p.matrix(w), jnp.where(inside, labels, 0) if is_zero else labels]
+        known = {
+            "zero": jnp.where(inside, labels, 0),
+            "clip": labels.clip(0, classes - 1),
+            "nan": labels,
+        }
+        operands = [x, p.matrix(w), known[reading.outside]]
         operands += [p.bias(bias[0])] if bias else []
         if plain is not None:
             losses = linear_softmax_cross_entropy(

@@ -111,7 +111,8 @@ class Reading:
     """Operations that are read here."""
     labels: Value | None = None
     outside: str = ""
-    """Label's terms for a label outside the classes: "nan" or "zero"."""
+    """What a label outside the classes gives: terms of "nan" or "zero", or those of the nearest class
+    ("clip")."""
     soft_cap: float | None = None
     has_logarithm: bool = False
 
@@ -381,22 +382,49 @@ def _multiplied(reading: Reading, node: Node, array: Array) -> Row | None:
     return None if found is None else _summed(found, node.ins[0].shape[-1])
 
 
+_OUTSIDE = {
+    jax.lax.GatherScatterMode.FILL_OR_DROP: "nan",
+    jax.lax.GatherScatterMode.CLIP: "clip",
+    jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS: "clip",
+}
+
+
 def _gathered(reading: Reading, node: Node, array: Array) -> Row | None:
     """Returns the label's entry of each row, or None."""
+    operand = node.ins[0]
+    labels, outside = _picking_labels(node), _OUTSIDE.get(node.params["mode"])
+    rows = math.prod(operand.shape[:-1])
+    if labels is None or outside is None or math.prod(node.out.shape) != rows:
+        return None
+    if math.prod(labels.shape) != rows or not reading.takes(labels, outside):
+        return None
+    return _summed(_Weighted(array, 1.0, 0.0), operand.shape[-1])
+
+
+def _picking_labels(node: Node) -> Value | None:
+    """Returns the labels of a gather of one entry of each row, such as x[rows, labels]."""
     operand, indices = node.ins
     numbers = node.params["dimension_numbers"]
     last = operand.ndim - 1
     before = tuple(range(last))
-    picks_one = (
-        tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (last,)
-        and tuple(numbers.operand_batching_dims) == before
-        and tuple(numbers.start_indices_batching_dims) == before
-        and node.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-        and math.prod(node.out.shape) == math.prod(operand.shape[:-1])
-    )
-    if not picks_one or not reading.takes(indices, "nan"):
+    if any(size != 1 for size in node.params["slice_sizes"]):
         return None
-    return _summed(_Weighted(array, 1.0, 0.0), operand.shape[-1])
+    if tuple(numbers.start_index_map) == (last,):
+        in_order = tuple(numbers.operand_batching_dims) == before
+        return indices if in_order and (*numbers.start_indices_batching_dims,) == before else None
+    parts = indices.node
+    if tuple(numbers.start_index_map) != (*before, last) or parts is None:
+        return None
+    if parts.name != "concatenate" or len(parts.ins) != operand.ndim or numbers.offset_dims:
+        return None
+    if indices.shape[:-1] != operand.shape[:-1]:
+        return None
+    for axis, part in enumerate(parts.ins[:-1]):
+        array = evaluate(part)
+        shape = [size if i == axis else 1 for i, size in enumerate((*operand.shape[:-1], 1))]
+        if array is None or [*array.shape] != shape or (array.ravel() != range(array.size)).any():
+            return None
+    return parts.ins[-1]
 
 
 def _picks_all(node: Node) -> bool:
