@@ -438,9 +438,8 @@ def same(first: Value, second: Value) -> bool:
         a, b = pending.pop()
         if a is b:
             continue
-        if a.node is None and b.node is None and a.constant is not None and a.shape == ():
-            if b.constant is None or b.shape != () or bool(a.constant != b.constant):
-                return False
+        number = scalar(a) if (a.shape, a.dtype) == (b.shape, b.dtype) else None
+        if number is not None and number == scalar(b):
             continue
         if a.node is None or b.node is None or a.index != b.index or a.node.eqn.effects:
             return False

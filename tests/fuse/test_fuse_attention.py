@@ -308,6 +308,21 @@ def test_a_softmax_without_maximum_or_division_of_masked_logits(softmax, number)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, plain)
 
 
+@pytest.mark.parametrize("lengths", [(6, 4), (6, 0)])
+def test_softmax_with_where_gives_queries_without_keys_0(lengths):
+    def f(q, k, v):
+        mask = of_padding(lengths)[:, None, None]
+        return with_softmax(partial(jax.nn.softmax, where=mask, axis=-1))(q, k, v)
+
+    assert_fuses(f, *qkv("float32"), into={"dot_product_attention": 1})
+
+    def causal_too(q, k, v):
+        mask = of_padding(lengths)[:, None, None]
+        return with_softmax(partial(jax.nn.softmax, where=mask))(q, k, v, causal(), -1e9)
+
+    assert_left_alone(causal_too, *qkv("float32"), because="there is another")
+
+
 def test_exponentials_that_overflow_give_the_softmax():
     q, k, v = (100 * x for x in qkv("float32"))
     f = with_softmax(unshifted)
@@ -323,6 +338,7 @@ def test_exponentials_that_overflow_give_the_softmax():
         lambda e: e / (e.sum(-1, keepdims=True) + 1e-6),
         lambda e: e * (2.0 / e.sum(-1, keepdims=True)),
         lambda e: e / e.sum(-2, keepdims=True).swapaxes(-1, -2),
+        lambda e: e * causal() / (e * causal()).sum(-1, keepdims=True),
     ],
 )
 def test_exponentials_over_something_else_are_left_with_a_reason(change):

@@ -165,6 +165,9 @@ def attention(w: Writer, q: str, k: str, v: str) -> str:
         logits = w.let(f"wide({logits})", shape, logits)
     if w.draw.chance(0.2):
         p = with_sink(w, logits)
+    elif w.draw.chance(0.1):
+        where = mask(w, batch, queries, keys)
+        p = w.perturbed(w.let(f"jax.nn.softmax({logits}, where={where}, axis=-1)", shape))
     else:
         p = w.perturbed(softmax(w, logits))
     p = w.let(f"{p}.astype({v}.dtype)", shape, p)

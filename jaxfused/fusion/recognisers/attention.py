@@ -31,7 +31,7 @@ from jaxfused.fusion.recognisers.attention_logits import (
     walk,
 )
 from jaxfused.fusion.recognisers.attention_site import make_site
-from jaxfused.fusion.recognisers.softmax import Softmax, softmax_of, without_sink
+from jaxfused.fusion.recognisers.softmax import Softmax, softmax_of, with_zeros, without_sink
 from jaxfused.fusion.site import Book, Site
 
 
@@ -42,6 +42,7 @@ def find(book: Book) -> None:
         softmax = softmax_of(node)
         if softmax is None:
             continue
+        node, softmax = with_zeros(node, softmax)
         of_softmax |= between(node.out, {softmax.logits})
         value_product = _product_after(node.out)
         if value_product is None:
@@ -61,9 +62,11 @@ def find(book: Book) -> None:
 
 def _is_nearly_attention(node: Node) -> bool:
     """Returns whether exponentials of a product are summed over an axis and lead to another product."""
-    is_summed = any(
-        reader.name == "reduce_sum" and len(reader.params["axes"]) == 1 for reader in node.out.uses
-    )
+    readers = [*node.out.uses]
+    readers += [
+        after for reader in readers if reader.name in _DROPPING for after in reader.out.uses
+    ]
+    is_summed = any(r.name == "reduce_sum" and len(r.params["axes"]) == 1 for r in readers)
     return is_summed and _product_after(node.out) is not None and walk(node.ins[0]) is not None
 
 

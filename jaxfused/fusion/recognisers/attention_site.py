@@ -34,7 +34,7 @@ def make_site(
     result_axes: Axes,
     feature: str,
     sink: Value | None,
-    of_none: Literal["mean", "nan", "other"],
+    of_none: Literal["mean", "nan", "zero", "other"],
 ) -> Site:
     """Returns the call of dot_product_attention, its operands, and the operations that it replaces.
 
@@ -68,6 +68,10 @@ def make_site(
     # Without its maximum, a softmax of masked logits is 0 / 0 whatever the mask's number is.
     numbers = {-np.inf if of_none == "nan" else masking.number for masking in logits.masks}
     is_nan = -np.inf in numbers
+    if of_none == "zero" and len(logits.masks) > 1:
+        raise NoAttention("probabilities are 0 by one mask, and there is another")
+    # Such a query gives 0, as in the operator.
+    always = always or of_none == "zero"
     if not always:
         _check_queries_without_keys(logits, numbers)
     may_mask = any(_may_mask(*bias) for bias in logits.biases)

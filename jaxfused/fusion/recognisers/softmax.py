@@ -23,7 +23,7 @@ class Softmax:
 
     logits: Value
     axis: int
-    of_none: Literal["mean", "nan", "other"] = "mean"
+    of_none: Literal["mean", "nan", "zero", "other"] = "mean"
     """What a row of equal logits far below 0 gives: the same probability for each entry ("mean"); NaN,
     because no maximum was subtracted and the sum is 0 ("nan"); or something else, such as 1 for each
     entry, because the sum's logarithm is absorbed ("other")."""
@@ -47,15 +47,53 @@ def softmax_of(node: Node) -> Softmax | None:
             return None
         (denominator,) = inverse.powers
     summed = _summed(denominator)
-    if summed is None or not same(summed[0], exponentials):
+    if summed is None:
         return None
-    _, axis = summed
+    array, axis = summed
+    kept = _kept(array, exponentials)
+    if kept is None and not same(array, exponentials):
+        return None
     if not stands_at_rows(denominator, exponentials.shape, axis):
         return None
     assert exponentials.node is not None
     argument = exponentials.node.ins[0]
     logits = before_maximum(argument, axis)
+    if kept is not None:
+        is_masked = logits is not None and _is_masked(logits, kept)
+        return Softmax(logits, axis, "nan") if logits is not None and is_masked else None
     return Softmax(argument, axis, "nan") if logits is None else Softmax(logits, axis)
+
+
+def _kept(array: Value, exponentials: Value) -> Value | None:
+    """Returns the mask where an array is the exponentials, if it is 0 elsewhere, or None."""
+    node = array.node
+    if node is None or node.name != "select_n" or scalar(node.ins[1]) != 0.0:
+        return None
+    return node.ins[0] if same(core(node.ins[2]), exponentials) else None
+
+
+def _is_masked(logits: Value, mask: Value) -> bool:
+    """Returns whether logits are -inf where a mask is false."""
+    node = core(logits).node
+    return (
+        node is not None
+        and node.name == "select_n"
+        and scalar(node.ins[1]) == -np.inf
+        and same(node.ins[0], mask)
+    )
+
+
+def with_zeros(node: Node, softmax: Softmax) -> tuple[Node, Softmax]:
+    """Returns the select after a softmax that makes masked probabilities 0, as `where` does.
+
+    Returns its arguments if there is none.
+    """
+    after = node.out.uses[0] if node.out.used_once else None
+    if after is None or after.name != "select_n" or after.ins[2] is not node.out:
+        return node, softmax
+    if scalar(after.ins[1]) != 0.0 or not _is_masked(softmax.logits, after.ins[0]):
+        return node, softmax
+    return after, replace(softmax, of_none="zero")
 
 
 def _by_logarithm(node: Node) -> Softmax | None:
@@ -184,7 +222,7 @@ def is_maximum(value: Value, logits: Value, axis: int) -> bool:
                 if i != over and size != 1
             ]
             is_of_rows = [place for place in axes if place is not None] == kept
-            return reduced is source and not others and places[over] == along and is_of_rows
+            return same(reduced, source) and not others and places[over] == along and is_of_rows
         elif node.name == "stop_gradient":
             value = node.ins[0]
         elif node.name == "select_n" and node.ins[0].made_by == "is_finite":
