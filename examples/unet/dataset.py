@@ -201,7 +201,7 @@ def folder(
       plain: whether crops are left unchanged, because the device augments them.
 
     Raises:
-      ExampleError: a folder is missing, an image or a mask has no partner, or a mask is a JPEG.
+      ExampleError: a folder is missing, an image or a mask has no partner, or a mask is lossy.
     """
     images, masks = (_by_name(directory / name) for name in ("images", "masks"))
     if len(images) < 2:
@@ -219,9 +219,9 @@ def folder(
             )
     pairs = [(images[name], masks[name]) for name in images]
     for _, mask in pairs:
-        if mask.suffix.lower() in (".jpg", ".jpeg"):
+        if _is_lossy(mask):
             raise ExampleError(
-                f"a mask must be stored without loss, but {mask} is a JPEG, whose background is not"
+                f"a mask must be stored without loss, but {mask} is not, so that its background is not"
                 " black everywhere; save the masks as PNG."
             )
     # The seed is a constant and not the run's, so that runs of different seeds can be compared.
@@ -245,6 +245,12 @@ def folder(
         held_out=HeldOut(functools.partial(_read_pair, test, "RGB"), len(test)),
         fingerprint=hashlib.sha256("\n".join(images).encode()).hexdigest(),
     )
+
+
+def _is_lossy(path: Path) -> bool:
+    """Returns whether a picture is a JPEG, or a WebP without a lossless chunk."""
+    suffix = path.suffix.lower()
+    return suffix in (".jpg", ".jpeg") or (suffix == ".webp" and b"VP8L" not in path.read_bytes())
 
 
 def _by_name(directory: Path) -> dict[str, Path]:

@@ -518,8 +518,14 @@ def test_bad_folders_are_named(folder, tmp_path):
     refused(r"must differ in more than the suffix, but .*0\.bmp and .*0\.png do not")
     (folder / "masks/0.bmp").unlink()
     load_folder(folder)
-    mask.rename(mask.with_suffix(".jpg"))
-    refused(r"0\.jpg is a JPEG")
+    with Image.open(mask) as labels:
+        labels.convert("RGB").save(mask.with_suffix(".webp"), lossless=True)
+    mask.rename(tmp_path / "mask.png")
+    load_folder(folder)
+    Image.open(tmp_path / "mask.png").convert("RGB").save(mask.with_suffix(".webp"))
+    refused(r"stored without loss, but .*0\.webp is not")
+    mask.with_suffix(".webp").rename(mask.with_suffix(".jpg"))
+    refused(r"stored without loss, but .*0\.jpg is not")
     (folder / "masks").rename(folder / "labels")
     refused(r"with images/ and masks/ in it, but .*masks is missing")
     with pytest.raises(ExampleError, match=r"two images or more.* but .*images has 0"):

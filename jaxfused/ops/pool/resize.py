@@ -46,8 +46,9 @@ def resize(
       x: [B, *spatial, C] with one spatial axis or more, of any floating-point dtype.
       size: of the result, one int for all spatial axes or one for each.
       factor: in place of a size, what to multiply sizes by, rounded down; one number or one for each
-        axis. Then n / m above is 1 / factor, as in `torch.nn.functional.interpolate`. (On a CPU torch
-        copies an axis whose size stays the same, in "bilinear" and "nearest", whatever the factor.)
+        axis. Then n / m above is 1 / factor, as in `torch.nn.functional.interpolate`. (On a CPU
+        torch leaves the factor out where the size stays the same, in "bilinear" and "nearest", or
+        doubles, in "nearest".)
       method: "nearest" takes the value at floor(c + 1/2) (torch's "nearest-exact"), "nearest_floor" that
         at floor(i n / m) (torch's "nearest"). Both round positions to float32, which decides ties, as
         torch does for images of two axes (for one axis its "nearest-exact" rounds otherwise: 2 values
