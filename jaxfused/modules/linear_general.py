@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import linear, promoted
+from jaxfused.runtime.shapes import reshaped, split_axis
 
 
 def why_not_a_matrix(x: jax.Array, axis: tuple[int, ...], batch_axes: int) -> str | None:
@@ -56,14 +57,14 @@ def linear_general(
     """
     x = promoted(x, kernel, bias, dtype=dtype)
     rows, features = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
-    width = math.prod(features)
+    inputs, width = math.prod(kernel.shape[:contracted]), math.prod(features)
     y = linear(
-        x.reshape(*rows, math.prod(kernel.shape[:contracted])),
-        kernel.reshape(-1, width),
-        None if bias is None else bias.reshape(width),
+        reshaped(x, *rows, inputs),
+        reshaped(kernel, inputs, width),
+        None if bias is None else reshaped(bias, width),
         activation=activation,
-        residual=None if residual is None else jnp.asarray(residual).reshape(*rows, width),
+        residual=None if residual is None else reshaped(jnp.asarray(residual), *rows, width),
         precision=precision,
         implementation=implementation,
     )
-    return y.reshape(*rows, *features)
+    return split_axis(y, len(rows), *features)

@@ -14,6 +14,8 @@ from jaxfused.modules.linear import promoted
 from jaxfused.ops.grouped.expert_mlp import WeightOn, expert_mlp
 from jaxfused.ops.grouped.expert_parallel import expert_parallel_mlp
 from jaxfused.ops.grouped.router import Routes
+from jaxfused.ops.linear.linear_xla import letters_of_rows
+from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.sharding import AxisName
@@ -70,8 +72,12 @@ def mixture(
         )
     wide = accumulator_dtype(routed.dtype)
     # The router's product is in full float32, because a less precise one may choose other experts.
-    logits = jnp.matmul(
-        routed.astype(wide), experts.router_kernel.astype(wide), precision=jax.lax.Precision.HIGHEST
+    rows = letters_of_rows(routed)
+    logits = product(
+        f"{rows}D,DE->{rows}E",
+        routed.astype(wide),
+        experts.router_kernel.astype(wide),
+        precision=jax.lax.Precision.HIGHEST,
     )
     weights, indices = _routes(router, logits, experts.correction_bias)
     x = promoted(routed, experts.w_gate, experts.w_up, experts.w_down, dtype=dtype)
@@ -157,5 +163,7 @@ def shared_expert_of(
     wide = accumulator_dtype(y.dtype)
     shared = shared.astype(wide)
     if gate_kernel is not None:
-        shared = jax.nn.sigmoid(jnp.matmul(x.astype(wide), gate_kernel.astype(wide))) * shared
+        rows = letters_of_rows(x)
+        gate = product(f"{rows}D,DE->{rows}E", x.astype(wide), gate_kernel.astype(wide))
+        shared = jax.nn.sigmoid(gate) * shared
     return (y.astype(wide) + shared).astype(y.dtype)

@@ -16,6 +16,7 @@ from jaxfused.ops.sparse.block_sparse import (
 from jaxfused.ops.sparse.block_sparse_matmul import block_sparse_matmul
 from jaxfused.ops.sparse.sparse24_matmul import sparse24_matmul
 from jaxfused.runtime.checks import check_word
+from jaxfused.runtime.promotion import along_last_axis
 
 Pattern = Literal["blocks", "2:4"]
 
@@ -84,4 +85,4 @@ def sparse_linear(
         y = sparse24_matmul(x, weight.astype(dtype), straight_through=straight_through, **options)
     if bias is None:
         return y
-    return y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+    return y + along_last_axis(bias, y)

@@ -3,6 +3,7 @@
 Like tests/runtime/test_sharding.py, this file runs itself in a process with several devices.
 """
 
+import functools
 import itertools
 
 import chex
@@ -10,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
+import jaxfused.nnx
 from jaxfused import dispatch
 from tests.support import eight_devices
 from tests.support.calls import calls, have_library, two_experts
@@ -499,6 +502,40 @@ def test_split_weights_are_quantized_in_packed_groups(dtype, options):
         for spec in (P("x"), P(None, "x")):
             actual = run(jax.device_put(w, NamedSharding(mesh, spec)))
             chex.assert_trees_all_equal(jax.device_get(actual), expected)
+
+
+LAYERS = {
+    "LinearGeneral": lambda rngs: jaxfused.nnx.LinearGeneral(16, (4, 8), rngs=rngs),
+    "SparseLinear": lambda rngs: jaxfused.nnx.SparseLinear(16, 24, pattern="2:4", rngs=rngs),
+    "MoE": lambda rngs: jaxfused.nnx.MoE(
+        16,
+        32,
+        8,
+        router=functools.partial(jaxfused.router, k=2),
+        shared_features=16,
+        use_shared_gate=True,
+        rngs=rngs,
+    ),
+}
+
+
+@on_eight_devices
+@parametrize("name", LAYERS, quick=range(len(LAYERS)))
+def test_layers_whose_parameters_the_devices_of_the_rows_share(name):
+    """Explicit axes: each parameter is split along its last axis."""
+    graphdef, params = nnx.split(LAYERS[name](nnx.Rngs(0)))
+    run = jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.sin(nnx.merge(graphdef, p)(x)))))
+    x = _float(8, 16)
+    expected = run(params, x)
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+
+    def put(a, axis):
+        spec = P(*[None] * axis, "d") if a.shape[axis] % 2 == 0 else P()
+        return jax.device_put(a, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        actual = run(jax.tree.map(lambda a: put(a, a.ndim - 1), params), put(x, 0))
+    chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-5)
 
 
 @on_eight_devices
