@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxfused.augment.batch import Batch
 from jaxfused.augment.transform import Drawn, Mixing
 from jaxfused.ops.augment import image_pass_xla
+from jaxfused.runtime.checks import as_axis_name
 
 
 def mixed(
@@ -18,9 +19,10 @@ def mixed(
     `axis_name` names the mapped axes over which the batch is split, or is None.
 
     Raises:
-      ValueError: the batch has an array that cannot be mixed.
+      ValueError: the batch has an array that cannot be mixed, or no such axis is mapped.
     """
     op = type(part).__name__
+    as_axis_name(op, "axis_name", axis_name, bound=True)
     if batch.boxes is not None or (batch.masks is not None and not part.cuts):
         what = "boxes" if batch.boxes is not None else "masks"
         raise ValueError(

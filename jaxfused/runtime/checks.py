@@ -147,7 +147,7 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
         words = tuple(sorted(leaf for leaf in leaves if isinstance(leaf, str)))
         optional = type(None) in leaves
         if name == "axis_name":
-            checks[name] = functools.partial(_as_axis_name, bound=Hashable in leaves)
+            checks[name] = functools.partial(as_axis_name, bound=Hashable in leaves)
         elif name in kinds:
             checks[name] = functools.partial(
                 _as_numbers, kind=kinds[name], leaves=leaves, several=_holds(annotation, Sequence)
@@ -367,7 +367,7 @@ def as_dtype(op: str, name: str, value: Any) -> Any:
     )
 
 
-def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
+def as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
     """Returns the name or names of mapped axes; if `bound`, checks that the axes are mapped now."""
     for axis in value if isinstance(value, (tuple, list)) else (value,):
         if axis is None and axis is value:

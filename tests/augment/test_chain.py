@@ -349,6 +349,7 @@ def test_a_mask_is_not_filled_with_what_its_dtype_wraps(fill):
         ),
         (augment.MixUp(), augment.Batch(images(), masks=images()[..., 0]), "has masks"),
         (augment.CutMix(), augment.Batch(images(), sizes=np.ones((4, 2))), "put a crop or Resize"),
+        (augment.MixUp(axis_name="data"), images(), "no axis 'data' is mapped here"),
         (augment.RandomInvert(), augment.Batch(images(), sizes=np.ones(4)), "sizes have shape"),
     ],
 )
