@@ -87,10 +87,17 @@ def ragged_dot_general(
                 f"{_OP}: group_offset was passed, but XLA has none, and of ragged_dot {plan}; pass"
                 " matrices for all groups, without group_offset."
             )
+        in_xla = functools.partial(
+            jax.lax.ragged_dot_general,
+            ragged_dot_dimension_numbers=numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        )
+        if sharding.is_explicit(lhs, rhs):
+            # JAX has no rule for Explicit axes here.
+            in_xla = jax.sharding.auto_axes(in_xla, out_sharding=jax.P())
         try:
-            return jax.lax.ragged_dot_general(
-                lhs, rhs, group_sizes, numbers, precision, preferred_element_type
-            )
+            return in_xla(lhs, rhs, group_sizes)
         except TypeError as error:
             raise ValueError(f"{_OP}: {error}") from error
     left, right = plan.matrices(lhs, rhs)

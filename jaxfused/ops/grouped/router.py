@@ -276,15 +276,16 @@ def load_balancing_loss(
     experts = logits.shape[-1]
     dtype = accumulator_dtype(logits.dtype)
     logits = logits.astype(dtype)
+    tokens = tuple(range(logits.ndim - 1))
+    indices = sharding.split_with(indices, logits)
     kept = jnp.ones(logits.shape[:-1], dtype)
     if mask is not None:
-        kept = mask.astype(dtype)
+        kept = sharding.split_with(mask, logits, tokens).astype(dtype)
         logits = jnp.where(kept[..., None] != 0, logits, 0.0)
     probabilities = jax.nn.softmax(logits, axis=-1)
     # one_hot compares in the dtype of the indices, which may not hold the number of experts.
     indices = indices.astype(np.promote_types(indices.dtype, np.int32))
     chosen = jax.nn.one_hot(indices, experts, dtype=dtype).sum(axis=-2)
-    tokens = tuple(range(logits.ndim - 1))
     count = jnp.maximum(jnp.sum(kept), 1)
     f = jnp.sum(chosen * kept[..., None], axis=tokens) / count
     p = jnp.sum(probabilities * kept[..., None], axis=tokens) / count

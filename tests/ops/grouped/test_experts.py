@@ -164,6 +164,13 @@ def test_balance_loss_is_k_when_balanced_and_counts_what_is_kept():
     padded = jnp.where(mask[..., None], skewed, jnp.nan)
     f = jax.value_and_grad(functools.partial(jaxfused.load_balancing_loss, mask=mask))
     chex.assert_trees_all_equal(f(padded, one), f(skewed, one))
+    axes = (jax.sharding.AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((1, 1), ("a", "b"), axis_types=axes)):
+        place = jax.reshard
+        split = jaxfused.load_balancing_loss(
+            place(skewed, jax.P("a", None, "b")), one, mask=place(mask, jax.P("b"))
+        )
+    assert split == f(skewed, one)[0]
     assert jaxfused.load_balancing_loss(logits, one, mask=jnp.zeros((2, 8), bool)) == 0.0
 
 

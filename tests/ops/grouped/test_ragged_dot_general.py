@@ -59,8 +59,13 @@ def test_values_and_gradients_of_jax(name):
     if "gradient" in name:
         f = functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dims)
         np.testing.assert_allclose(ours[0], f(lhs, rhs, sizes), rtol=1e-5, atol=1e-5)
-    for actual, expected in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        lhs, rhs = jax.reshard(lhs, jax.P()), jax.reshard(rhs, jax.P())
+        explicit = results(jaxfused.ragged_dot_general)
+    for results_of in (ours, explicit):
+        for actual, expected in zip(results_of, theirs, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.exhaustive
