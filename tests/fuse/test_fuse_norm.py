@@ -249,6 +249,18 @@ def test_other_products_of_an_array_are_no_mean_of_squares(equation):
     assert_left_alone(f, jnp.abs(normal(0, 4, 4, 8)))
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6),
+        lambda x: x * jax.lax.rsqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-6),
+        lambda x: x / jnp.sqrt(jnp.vecdot(x, x))[..., None] * 8**0.5,
+    ],
+)
+def test_rows_of_length_1_are_left_with_a_reason(norm):
+    assert_left_alone(norm, normal(0, 4, 4, 8), because="of a sum of squares")
+
+
 def test_deviations_that_are_squared_by_a_product():
     def f(x, scale, bias):
         u = x - x.mean(-1, keepdims=True)

@@ -21,6 +21,7 @@ from jaxfused.fusion.algebra import (
     at_dtype,
     between,
     core,
+    exponent,
     is_root,
     mean,
     mean_of_squares,
@@ -63,6 +64,11 @@ def find(book: Book) -> None:
 def _find_at(book: Book, root: Node) -> None:
     found = statistics(root)
     if found is None:
+        if _is_length(root):
+            reason = (
+                "its root is of a sum of squares, and the operator's of their mean plus epsilon"
+            )
+            book.miss("rms_norm", root, reason)
         return
     if isinstance(found, Mean):
         _miss_axes(book, root, found)
@@ -170,6 +176,29 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
         return None
     together = (moment.axes, moment.placed) == (of_squares[1].axes, of_squares[1].placed)
     return ("layer_norm", moment) if together else None
+
+
+def _is_length(root: Node) -> bool:
+    """Returns whether a root is the length of an array's rows, which is divided by something."""
+    terms = total(root.ins[0]).terms
+    node = terms[0].view.base.node if len(terms) == 1 else None
+    if node is None or node.name not in ("reduce_sum", "dot_general"):
+        return False
+    if core(node.ins[0]) is not core(node.ins[-1]):
+        return False
+    array = core(node.ins[0] if node.name == "dot_general" else _operand_of_square(node.ins[0]))
+    rank = array.ndim
+    axes = node.params.get("axes", (rank - 1,))
+    is_rows = rank > 1 and tuple(axes) == (rank - 1,) and node.out.ndim == rank - 1
+    return is_rows and any(
+        n.name in ("mul", "div") and n.out is not node.ins[0] for n in array.uses
+    )
+
+
+def _operand_of_square(value: Value) -> Value:
+    node = core(value).node
+    is_square = node is not None and (exponent(node) == 2.0 or node.ins[0] is node.ins[-1])
+    return node.ins[0] if node is not None and is_square else value
 
 
 def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
