@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused.runtime import sharding
 from jaxfused.runtime.packing import NIBBLES, WORD_BLOCK, unpack_codes, unpack_int4, unpack_words
 from jaxfused.runtime.serialization import serializable_quantized
 
@@ -319,11 +320,15 @@ class QuantizedArray:
         """
         read = self.as_read()
         values = read.numbers().astype(jnp.float32)
+
+        def beside_values(of_groups: jax.Array) -> jax.Array:
+            return sharding.split_with(spread(of_groups, self.shape), values)
+
         if read.zero_point is not None:
-            values = values - spread(read.zero_point, self.shape).astype(jnp.float32)
-        values = values * spread(read.scale, self.shape)
+            values = values - beside_values(read.zero_point).astype(jnp.float32)
+        values = values * beside_values(read.scale)
         if read.offset is not None:
-            values = values + spread(read.offset, self.shape)
+            values = values + beside_values(read.offset)
         return values.astype(dtype)
 
 

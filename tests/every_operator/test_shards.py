@@ -504,6 +504,29 @@ def test_split_weights_are_quantized_in_packed_groups(dtype, options):
             chex.assert_trees_all_equal(jax.device_get(actual), expected)
 
 
+@on_eight_devices
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("int4", dict(layout="columns", group_size=128)), ("float8_e4m3fn", {}), ("nf4", {})],
+)
+def test_values_and_scales_may_be_split_along_different_axes(dtype, options):
+    """As an optimizer's or a checkpoint's rule that looks at each array alone splits them."""
+    x, w = _float(4, 256), jaxfused.quantize(_float(256, 8), dtype, **options)
+    run = jax.jit(lambda x, w: (w.dequantize(), jaxfused.quantized_matmul(x, w)))
+    expected = run(x, w)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    for first in (True, False):
+        specs = [P("x"), P(None, "x")][:: 1 if first else -1]
+        with jax.set_mesh(mesh):
+            leaves = [
+                jax.device_put(a, NamedSharding(mesh, spec if len(a) % 2 == 0 else P(None, "x")))
+                for a, spec in zip(jax.tree.leaves(w), specs, strict=True)
+            ]
+            placed = jax.tree.unflatten(jax.tree.structure(w), leaves)
+            actual = run(jax.device_put(x, NamedSharding(mesh, P("x"))), placed)
+        chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-3)
+
+
 LAYERS = {
     "LinearGeneral": lambda rngs: jaxfused.nnx.LinearGeneral(16, (4, 8), rngs=rngs),
     "SparseLinear": lambda rngs: jaxfused.nnx.SparseLinear(16, 24, pattern="2:4", rngs=rngs),
