@@ -69,9 +69,10 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     numbers and flags.
     """
     parameters = inspect.signature(function, eval_str=True).parameters
-    checks = _checks({name: parameter.annotation for name, parameter in parameters.items()})
     names = tuple(parameters)
     of_class, _, own_name = function.__qualname__.partition(".")
+    annotations = {name: parameter.annotation for name, parameter in parameters.items()}
+    checks = _checks(annotations, of_module=bool(own_name))
 
     @functools.wraps(function)
     def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,7 +92,8 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 def python_number_fields(module: Any) -> Any:
     """Makes a Linen module check its fields against their annotations, like `python_numbers`."""
     types = get_type_hints(module)
-    checks = _checks({name: types[name] for name in module.__dataclass_fields__})
+    annotations = {name: types[name] for name in module.__dataclass_fields__}
+    checks = _checks(annotations, of_module=True)
     finish = module.__post_init__
 
     @functools.wraps(finish)
@@ -138,7 +140,7 @@ sign: they may exceed int32."""
 type _Check = Callable[[str, str, Any], Any]
 
 
-def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
+def _checks(annotations: Mapping[str, Any], *, of_module: bool) -> dict[str, _Check]:
     """Returns the check of each option that is a number, flag, word, dtype or axis name, or an array."""
     kinds = _kinds(annotations)
     checks: dict[str, _Check] = {}
@@ -163,7 +165,7 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
         elif bool in leaves and leaves <= {bool, type(None), *words}:
             checks[name] = functools.partial(as_flag, words=words, optional=optional)
         elif lax.Precision in leaves:
-            checks[name] = functools.partial(_as_precision, leaves=leaves)
+            checks[name] = functools.partial(_as_precision, leaves=leaves, of_module=of_module)
         elif leaves <= {str, type(None), *words}:
             checks[name] = functools.partial(_as_word, words=words, optional=optional)
         elif (
@@ -328,15 +330,17 @@ def _as_operand(
     return value
 
 
-def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
+def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any], of_module: bool) -> Any:
     """Returns the value if it is a precision of JAX's products, a precision's name, or a pair."""
 
     def is_known(one: Any) -> bool:
         if not isinstance(one, str):
             return isinstance(one, tuple(leaf for leaf in leaves if isinstance(leaf, type)))
-        # Modules support float8 precisions; operators refuse them with their own message.
-        if one in leaves or one.startswith("fp8") or one in lax.DotAlgorithmPreset.__members__:
+        if one in leaves or one in lax.DotAlgorithmPreset.__members__:
             return True
+        if one.startswith("fp8"):
+            # Modules and operators with float8 say which of its precisions they take.
+            return of_module or "fp8" in leaves
         try:
             return lax.Precision(one) in lax.Precision
         except ValueError:

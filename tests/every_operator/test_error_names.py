@@ -93,6 +93,7 @@ WRONG_OPTIONS = dict(
     logits_soft_cap=-1.0,
     num_groups=3,
     padding="FULL",
+    precision="fp8",
     padding_mode="white",
     reduction="median",
     residual=jnp.ones((1, 3)),

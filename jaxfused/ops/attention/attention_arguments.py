@@ -231,6 +231,7 @@ def first_place(query_offset: Any, query, key, query_lengths: Any, key_lengths: 
 
 def check_places(query_offset: Any, queries: int) -> None:
     """Checks that queries' positions, which score_mod and mask_mod get, fit into 32 bits."""
+    _check_offset_is_whole(query_offset)
     if query_offset is None or isinstance(query_offset, jax.Array):
         return
     if any(map(jax.export.is_symbolic_dim, (query_offset, queries))):
@@ -294,6 +295,14 @@ def _shortened(window: tuple[int, int]) -> tuple[int, int]:
     return min(left, _LONGEST), min(right, _LONGEST)
 
 
+def _check_offset_is_whole(offset: Any) -> None:
+    if isinstance(offset, str | bool | float):
+        raise ValueError(
+            f"dot_product_attention: query_offset is {offset!r}, but it says at which key the first"
+            ' query stands; pass a whole number, an integer for each sequence, or "bottom_right".'
+        )
+
+
 def query_offsets(
     offset: Any, batch: int, queries: int, keys: int, window: tuple[int, int] = (0, 0)
 ) -> jax.Array | None:
@@ -306,11 +315,7 @@ def query_offsets(
         offset = jnp.asarray(offset)
     # Symbolic counts are not compared; no call has more queries or keys than _LONGEST.
     queries, keys = (_LONGEST if jax.export.is_symbolic_dim(n) else n for n in (queries, keys))
-    if isinstance(offset, str | bool | float):
-        raise ValueError(
-            f"dot_product_attention: query_offset is {offset!r}, but it says at which key the first"
-            ' query stands; pass a whole number, an integer for each sequence, or "bottom_right".'
-        )
+    _check_offset_is_whole(offset)
     if isinstance(offset, Integral):
         offset = int(_limited(_in_64_bits(offset), queries, keys, window))
         return jnp.full((batch,), offset, jnp.int32) if offset else None

@@ -107,7 +107,7 @@ def test_queries_before_all_keys_give_zero_and_zero_gradients():
     [
         (True, "query_offset is True, but it says at which key"),
         (1.5, "query_offset is 1.5"),
-        ("top_left", "query_offset is 'top_left'"),
+        ("top_left", "query_offset is 'top_left', but it says at which key"),
         (jnp.ones(2), "query_offset has dtype float32, but it holds integers"),
         (jnp.arange(3), r"query_offset has shape \(3,\)"),
     ],
@@ -117,6 +117,8 @@ def test_refuses(offset, message):
     query, key, value = arrays(4, 9)
     with pytest.raises(ValueError, match=message):
         attend(query, key, value, query_offset=offset)
+    with pytest.raises(ValueError, match=message):
+        attend(query, key, value, query_offset=offset, mask_mod=lambda b, h, q, k: k <= q)
 
 
 def test_without_causality_or_window_offsets_say_nothing():
