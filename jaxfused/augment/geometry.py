@@ -237,7 +237,7 @@ class RandomPerspective(Geometric):
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         """Draws the corners (x, y) of the result: top left, top right, bottom right, bottom left."""
         most = jnp.floor(self.distortion_scale * jnp.floor(size / 2)) + 1
-        down, right = jnp.floor(jax.random.uniform(key, (2, 4)) * most[:, None])
+        down, right = jnp.floor(jax.random.uniform(key, (2, 4), jnp.float32) * most[:, None])
         x, y = size[1] - 1, size[0] - 1
         return jnp.stack(
             [

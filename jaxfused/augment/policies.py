@@ -21,6 +21,7 @@ from jaxfused.augment.transform import (
     check_share,
     check_transform,
     transform,
+    uniform,
     whole,
 )
 from jaxfused.ops.augment.resample_xla import Interpolation
@@ -84,7 +85,7 @@ class RandomApply(_Several):
 
     def draw(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
         own, *keys = jax.random.split(key, 1 + len(self.transforms))
-        on = jax.random.uniform(own) < self.p
+        on = uniform(own) < self.p
         return self._drawn(keys, size, [on] * len(keys))
 
 
@@ -116,7 +117,7 @@ class RandomChoice(_Several):
     def draw(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
         own, *keys = jax.random.split(key, 1 + len(self.transforms))
         ends = np.cumsum(self.p) / np.sum(self.p)
-        chosen = (jax.random.uniform(own) >= jnp.asarray(ends[:-1], jnp.float32)).sum()
+        chosen = (uniform(own) >= jnp.asarray(ends[:-1], jnp.float32)).sum()
         return self._drawn(keys, size, [chosen == i for i in range(len(keys))])
 
 
@@ -191,7 +192,7 @@ class _Policy(Transform):
     def _layer(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
         kind_key, share_key, sign_key = jax.random.split(key, 3)
         kind = whole(kind_key, jnp.float32(len(OPERATIONS))).astype(jnp.int32)
-        sign = jnp.where(jax.random.uniform(sign_key) <= 0.5, -1.0, 1.0)
+        sign = jnp.where(uniform(sign_key) <= 0.5, -1.0, 1.0)
         return self.operation(kind, self._share(share_key), sign, size)
 
     def operation(

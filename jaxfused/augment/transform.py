@@ -57,7 +57,7 @@ class Part(Transform):
 
     def draw(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
         on, own = jax.random.split(key)
-        return (Drawn(jax.random.uniform(on) < self.p, self.values(own, size)),)
+        return (Drawn(uniform(on) < self.p, self.values(own, size)),)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         """Draws the parameters for an image."""
@@ -184,14 +184,14 @@ def public_name(part: Part) -> str:
     return "RandAugment or TrivialAugmentWide" if name.startswith("_") else name
 
 
-def uniform(key: jax.Array, low: Any, high: Any) -> jax.Array:
-    """Draws a float32 number from low to high."""
+def uniform(key: jax.Array, low: Any = 0.0, high: Any = 1.0) -> jax.Array:
+    """Draws a float32 number from low to high, the same one where JAX's default is float64."""
     return jax.random.uniform(key, (), jnp.float32, low, high)
 
 
 def whole(key: jax.Array, count: jax.Array) -> jax.Array:
     """Draws a whole number of 0 .. count - 1 as a float32; 0 where count is less than 1."""
-    drawn = jnp.floor(jax.random.uniform(key) * count)
+    drawn = jnp.floor(uniform(key) * count)
     return jnp.clip(drawn, 0, jnp.maximum(count - 1, 0))
 
 

@@ -224,6 +224,16 @@ def test_labels_are_weighted_by_what_is_seen(mixing):
     np.testing.assert_allclose(y.labels.sum(1), 1, atol=1e-6)
 
 
+@pytest.mark.parametrize("transform", [augment.RandAugment(), augment.RandomPerspective()])
+def test_draws_are_the_same_where_floats_have_64_bits(transform):
+    chain = augment.Chain(transform)
+    expected = jax.jit(chain.sample)(KEY, images())
+    with jax.enable_x64(True):
+        draws = jax.jit(chain.sample)(KEY, images())
+    np.testing.assert_array_equal(draws[0].on, expected[0].on)
+    assert jnp.abs(draws[0].values - expected[0].values).max() < 1e-4
+
+
 def test_all_levels_survive_bfloat16():
     x = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
     half = augment.Chain(dtype=jnp.bfloat16)(KEY, x)
