@@ -32,9 +32,16 @@ def _folders() -> tuple[str, ...]:
 
 
 def line_of(node: Node) -> str:
-    """Returns the user's line that an operation comes from, as "path/file.py:12", or "" if unknown."""
-    traceback = node.eqn.source_info.traceback
-    for frame in () if traceback is None else traceback.frames:
-        if not frame.file_name.startswith(_folders()) and not frame.file_name.startswith("<"):
-            return f"{frame.file_name}:{frame.line_num}"
-    return ""
+    """Returns the user's line that an operation comes from, as "path/file.py:12", or "" if unknown.
+
+    An operation inside a jitted function of a library has the line of its call.
+    """
+    eqn, call = node.eqn, node.call
+    while True:
+        traceback = eqn.source_info.traceback
+        for frame in () if traceback is None else traceback.frames:
+            if not frame.file_name.startswith(_folders()) and not frame.file_name.startswith("<"):
+                return f"{frame.file_name}:{frame.line_num}"
+        if call is None:
+            return ""
+        eqn, call = call.eqn, call.parent

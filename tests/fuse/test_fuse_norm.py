@@ -261,6 +261,15 @@ def test_rows_of_length_1_are_left_with_a_reason(norm):
     assert_left_alone(norm, normal(0, 4, 4, 8), because="of a sum of squares")
 
 
+def test_what_a_librarys_jitted_function_does_has_the_line_of_its_call():
+    def f(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    jnp.linalg.norm(normal(0, 4, 4, 8), axis=-1, keepdims=True)
+    (miss,) = fusion(f, normal(0, 4, 4, 8)).misses
+    assert miss.line == f"{__file__}:{f.__code__.co_firstlineno + 1}"
+
+
 def test_deviations_that_are_squared_by_a_product():
     def f(x, scale, bias):
         u = x - x.mean(-1, keepdims=True)
