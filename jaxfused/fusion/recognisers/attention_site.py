@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxfused.fusion import mask
 from jaxfused.fusion.algebra import View, at_dtype, between, core, is_transparent, stages, view
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.attention_logits import Axes, Logits, NoAttention
+from jaxfused.fusion.recognisers.softmax import OfNone
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.attention.attention import dot_product_attention
 from jaxfused.runtime.promotion import accumulator_dtype
@@ -34,7 +35,7 @@ def make_site(
     result_axes: Axes,
     feature: str,
     sink: Value | None,
-    of_none: Literal["mean", "nan", "zero", "other"],
+    of_none: OfNone,
 ) -> Site:
     """Returns the call of dot_product_attention, its operands, and the operations that it replaces.
 
@@ -65,20 +66,7 @@ def make_site(
         ]
         logits.masks, parts, dynamic, always = [], [], [], True
         constant = mask.known(layout, parts)
-    # Without its maximum, a softmax of masked logits is 0 / 0 whatever the mask's number is.
-    numbers = {-np.inf if of_none == "nan" else masking.number for masking in logits.masks}
-    is_nan = -np.inf in numbers
-    if of_none == "zero" and len(logits.masks) > 1:
-        raise NoAttention("probabilities are 0 by one mask, and there is another")
-    # Such a query gives 0, as in the operator.
-    always = always or of_none == "zero"
-    if not always:
-        _check_queries_without_keys(logits, numbers)
-    may_mask = any(_may_mask(*bias) for bias in logits.biases)
-    if of_none == "other" and ((not always and numbers != {-np.inf}) or may_mask):
-        raise NoAttention(
-            "a query may have no key, of which exp(logits - logsumexp(logits)) is no softmax"
-        )
+    always, is_nan = _without_keys(logits, always, of_none)
     _check_biases(logits)
     has_gradient = any(masking.is_added for masking in logits.masks)
     inputs: list[Value] = [*arrays, *(part.seen.base for part in dynamic)]
@@ -223,6 +211,30 @@ def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
     """True if a bias may be a mask in an unknown form, such as (1 - m) * -1e9 of a float argument m."""
     least, most = mask.bounds(seen.base)
     return (-most if is_subtracted else least) <= mask.BIG / 10
+
+
+def _without_keys(logits: Logits, always: bool, of_none: OfNone) -> tuple[bool, bool]:
+    """Returns whether no query's result has to be replaced for want of keys, and whether it is NaN then.
+
+    Args:
+      logits: the logits, with their masks.
+      always: whether every query has a key or a sink.
+      of_none: as in `make_site`.
+    """
+    # Without its maximum, a softmax of masked logits is 0 / 0 whatever the mask's number is.
+    numbers = {-np.inf if of_none == "nan" else masking.number for masking in logits.masks}
+    if of_none == "zero" and len(logits.masks) > 1:
+        raise NoAttention("probabilities are 0 by one mask, and there is another")
+    # Such a query gives 0, as in the operator.
+    always = always or of_none == "zero"
+    if not always:
+        _check_queries_without_keys(logits, numbers)
+    may_mask = any(_may_mask(*bias) for bias in logits.biases)
+    if of_none == "other" and ((not always and numbers != {-np.inf}) or may_mask):
+        raise NoAttention(
+            "a query may have no key, of which exp(logits - logsumexp(logits)) is no softmax"
+        )
+    return always, -np.inf in numbers
 
 
 def _check_queries_without_keys(logits: Logits, numbers: set[float]) -> None:

@@ -16,6 +16,11 @@ from jaxfused.fusion.algebra import (
 from jaxfused.fusion.constants import scalar
 from jaxfused.fusion.graph import Node, Value
 
+OfNone = Literal["mean", "nan", "zero", "other"]
+"""What a row of equal logits far below 0 gives: the same probability for each entry ("mean"); NaN, as no
+maximum was subtracted and the sum is 0 ("nan"); 0, because such rows are told apart ("zero"); or
+something else, such as 1 for each entry, because the sum's logarithm is absorbed ("other")."""
+
 
 @dataclass(frozen=True)
 class Softmax:
@@ -23,10 +28,7 @@ class Softmax:
 
     logits: Value
     axis: int
-    of_none: Literal["mean", "nan", "zero", "other"] = "mean"
-    """What a row of equal logits far below 0 gives: the same probability for each entry ("mean"); NaN,
-    because no maximum was subtracted and the sum is 0 ("nan"); or something else, such as 1 for each
-    entry, because the sum's logarithm is absorbed ("other")."""
+    of_none: OfNone = "mean"
 
 
 def softmax_of(node: Node) -> Softmax | None:
