@@ -169,11 +169,12 @@ def sum_over_rows(values: jax.Array) -> jax.Array:
     XLA sums up to 4,096 rows with one CTA for each 64 columns, and splits longer sums itself. The
     barrier keeps XLA from merging the two sums.
     """
+    dtype = accumulator_dtype(values.dtype)
     parts = _parts(values, math.prod(values.shape[:-1]))
     if parts is not None:
         inner = tuple(range(1, parts.ndim - 1))
-        values = jax.lax.optimization_barrier(jnp.sum(parts, axis=inner, dtype=jnp.float32))
-    return jnp.sum(values, axis=tuple(range(values.ndim - 1)), dtype=jnp.float32)
+        values = jax.lax.optimization_barrier(jnp.sum(parts, axis=inner, dtype=dtype))
+    return jnp.sum(values, axis=tuple(range(values.ndim - 1)), dtype=dtype)
 
 
 def _parts(values: jax.Array, rows: int) -> jax.Array | None:

@@ -190,6 +190,21 @@ def test_what_is_saved_changes_no_number(name, save):
 
 @on_eight_devices
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CALLS)
+def test_float64_keeps_its_digits(name):
+    alone, shared, _ = CALLS[name]
+    args = operands(name)
+    with jax.enable_x64(True):
+        args = [jnp.asarray(np.asarray(a), "float64") for a in args]
+        expected = jax.jit(functools.partial(with_gradients, alone))(*args)
+        with jax.set_mesh(mesh_of(2)):
+            f = functools.partial(shared, axis_name="model")
+            got = jax.jit(functools.partial(with_gradients, f))(*args)
+    assert_same_numbers(got, expected, 1e-12)
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
 def test_bfloat16_is_as_near_as_one_device_is():
     """Against float64, in the ring and in parts of the rows."""
     name = "gated_mlp"

@@ -117,7 +117,7 @@ def hidden_and_slope(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns activation(z) and activation'(z) of z = x @ w1 + b1, both [..., F] in x's dtype."""
     z = narrow_preactivation(x, w1, b1, precision=precision)
-    h, slope = value_and_slope(activation, z.astype(jnp.float32))
+    h, slope = value_and_slope(activation, z.astype(accumulator_dtype(z.dtype)))
     return h.astype(x.dtype), slope.astype(x.dtype)
 
 
@@ -128,7 +128,7 @@ def hidden_gradient_by_slope(
 
     `slope` [..., F] is the activation's derivative.
     """
-    dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
+    dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(accumulator_dtype(slope.dtype))
     narrow = dz.astype(slope.dtype)
     return narrow, sum_written_rows(narrow) if sum_rows else None
 
@@ -144,7 +144,7 @@ def hidden_gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns dz, activation(z), and dz summed over the rows."""
     z = saved_alone(activation, z)
-    h, slope = value_and_slope(activation, z.astype(jnp.float32))
+    h, slope = value_and_slope(activation, z.astype(accumulator_dtype(z.dtype)))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
     narrow, h = written_first(activation, (dz.astype(z.dtype), h.astype(z.dtype)))
     sums = sum_written_rows(narrow, of_relu=activation == "relu") if sum_rows else None
@@ -195,8 +195,9 @@ def gated_hidden_gradient(
     The first three are [..., F], the sums over rows [F]. If `joined`, dgate and dup are one array
     [..., 2 F] in dgate's place, their sums one [2 F], and the results for dup are None.
     """
-    activated, slope = value_and_slope(activation, gate.astype(jnp.float32))
-    wide_up = up.astype(jnp.float32)
+    wide = accumulator_dtype(gate.dtype)
+    activated, slope = value_and_slope(activation, gate.astype(wide))
+    wide_up = up.astype(wide)
     dh = _gradient_of_hidden(dy, w_down, precision)
     dgate, dup = dh * wide_up * slope, dh * activated
     h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
@@ -236,4 +237,4 @@ def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Arr
     rows = letters_of_rows(dy)
     subscripts = f"{rows}E,FE->{rows}F"
     dh = product(subscripts, dy, w2, out_dtype=dy.dtype, precision=precision)
-    return dh.astype(jnp.float32)
+    return dh.astype(accumulator_dtype(dh.dtype))
