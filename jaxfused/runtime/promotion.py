@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 
 
 def common_dtype(*dtypes: Any) -> Any:
@@ -39,5 +39,5 @@ def along_last_axis(vector: jax.Array, like: jax.Array) -> jax.Array:
     """
     *leading, size = vector.shape
     inner = (1,) * (like.ndim - vector.ndim)
-    vector = sharding.split_with(vector, like, (*range(len(leading)), -1))
+    vector = resharding.split_with(vector, like, (*range(len(leading)), -1))
     return vector.astype(like.dtype).reshape(*leading, *inner, size)

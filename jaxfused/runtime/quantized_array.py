@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.packing import NIBBLES, WORD_BLOCK, unpack_codes, unpack_int4, unpack_words
 from jaxfused.runtime.serialization import serializable_quantized
 
@@ -322,7 +322,7 @@ class QuantizedArray:
         values = read.numbers().astype(jnp.float32)
 
         def beside_values(of_groups: jax.Array) -> jax.Array:
-            return sharding.split_with(spread(of_groups, self.shape), values)
+            return resharding.split_with(spread(of_groups, self.shape), values)
 
         if read.zero_point is not None:
             values = values - beside_values(read.zero_point).astype(jnp.float32)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.packing import pack_int4, pack_words
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.quantized_array import FORMATS, Layout, QuantizedArray, assembled, spread
@@ -92,11 +92,11 @@ def in_units(
 ) -> jax.Array:
     """Returns `x / scale + zero_point`, the numbers to round; `axis` is counted from the last."""
     units = x.astype(accumulator_dtype(x.dtype))
-    scale = sharding.split_with(spread(scale, x.shape, axis, group_size), units)
+    scale = resharding.split_with(spread(scale, x.shape, axis, group_size), units)
     units = units / scale.astype(units.dtype)
     if zero_point is None:
         return units
-    zeros = sharding.split_with(spread(zero_point, x.shape, axis, group_size), units)
+    zeros = resharding.split_with(spread(zero_point, x.shape, axis, group_size), units)
     return units + zeros.astype(units.dtype)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 
 
 def is_symbolic(*arrays: Any) -> bool:
@@ -41,7 +41,7 @@ def in_parts(x: jax.Array, axis: int, parts: int) -> jax.Array:
     """Returns x with an axis gathered if devices cannot share this many parts of it evenly."""
     of = jax.typeof(x).sharding
     if of.mesh.explicit_axes and parts % sharding.devices_along(of.mesh, of.spec[axis]):
-        return sharding.unsplit(x, [axis])
+        return resharding.unsplit(x, [axis])
     return x
 
 
@@ -54,7 +54,7 @@ def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
 def merge_axes(x: jax.Array, first: int, count: int = 2) -> jax.Array:
     """Merges `count` axes of x, from axis `first` on, into one; devices share no more than the first."""
     end = first + count
-    x = sharding.unsplit(x, range(first + 1, end))
+    x = resharding.unsplit(x, range(first + 1, end))
     return x.reshape(*x.shape[:first], math.prod(x.shape[first:end]), *x.shape[end:])
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.dropout import dropout_seeds, keep_by_seeds, keep_probability
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.shapes import split_axis
@@ -139,18 +139,18 @@ def weights(
     logits = product("btkgh,bskh->bkgts", grouped, key)
     logits = logits.reshape(batch, heads, query_count, key_count)
     if isinstance(scale, jax.Array):
-        scale = sharding.split_with(scale, logits).astype(logits.dtype)
+        scale = resharding.split_with(scale, logits).astype(logits.dtype)
     logits = logits * scale
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     if bias is not None:
-        logits = logits + sharding.split_with(bias, logits).astype(logits.dtype)
+        logits = logits + resharding.split_with(bias, logits).astype(logits.dtype)
     allowed = mask.allowed(query_count, key_count)
     if score_mod is not None:
         # Masked scores are 1, where e.g. sqrt has a finite derivative: infinity times 0 would be NaN.
         logits = score_mod(jnp.where(allowed, logits, 1.0)).astype(logits.dtype)
     if sinks is not None:
-        sinks = sharding.split_with(sinks, logits, [1]).astype(logits.dtype)
+        sinks = resharding.split_with(sinks, logits, [1]).astype(logits.dtype)
     probabilities, lse = _softmax(logits, allowed, sinks)
     if not with_rest:
         return probabilities, lse

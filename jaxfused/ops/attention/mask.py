@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.ops.attention.masks.pattern import Pattern
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Log-sum-exp of a row that attends to nothing: finite, so that the difference of two is 0."""
@@ -71,7 +71,7 @@ class Mask:
         allowed = (key >= start[..., None]) & (key < stop[..., None])
         if self.query_segments is not None and self.key_segments is not None:
             # Devices may share the tokens of queries and keys; a mask must not be split along both.
-            keys = sharding.unsplit(self.key_segments, [1])
+            keys = resharding.unsplit(self.key_segments, [1])
             allowed = allowed & (self.query_segments[:, :, None] == keys[:, None, :])
         allowed = allowed[:, None]
         if self.pattern is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.activation import activate
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
@@ -36,7 +36,7 @@ def conv(
     calling cuDNN on them as they are. `partitioned` is whether XLA may split the call over devices.
     """
     if sharding.is_explicit(x, w):
-        x, residual, w, bias = sharding.split_by_batch((x, residual), (w, bias))
+        x, residual, w, bias = resharding.split_by_batch((x, residual), (w, bias))
     spatial = "HWD"[: x.ndim - 2]
     x, padding = padded(x, padding, w.shape[:-2], kernel_dilation)
     options: dict[str, Any] = dict(
@@ -54,8 +54,8 @@ def conv(
     elif feature_group_count > 1:
         y = _by_groups(x, w, options)
     else:
-        x = sharding.whole_images_on_several_axes(x)
-        y = sharding.whole_images_on_several_axes(jax.lax.conv_general_dilated(x, w, **options))
+        x = resharding.whole_images_on_several_axes(x)
+        y = resharding.whole_images_on_several_axes(jax.lax.conv_general_dilated(x, w, **options))
     return finish(y, bias, residual, activation=activation)
 
 
@@ -178,7 +178,7 @@ class Around(NamedTuple):
     def pad(self, x: jax.Array) -> jax.Array:
         """Returns a copy of x [B, *spatial, I] with its padding."""
         return jnp.pad(
-            sharding.whole_images(x), [(0, 0), *self.pairs, (0, 0)], mode=NUMPY_MODES[self.mode]
+            resharding.whole_images(x), [(0, 0), *self.pairs, (0, 0)], mode=NUMPY_MODES[self.mode]
         )
 
 

@@ -13,7 +13,7 @@ from jaxfused import dispatch
 from jaxfused.ops.conv import conv as conv_operator
 from jaxfused.ops.conv import conv_padding, dense_conv, dense_conv_forward, quantized_conv_xla
 from jaxfused.ops.conv.batched_images import batched_images
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.activation import ARITHMETIC
 from jaxfused.runtime.checks import (
     as_arrays,
@@ -97,8 +97,8 @@ def quantized_conv(
     check_activation(op, activation)
     x, w, array, size = _operands(op, x, w, kernel_size, feature_group_count)
     if sharding.is_explicit(*jax.tree.leaves((x, w))):
-        x = jax.tree.map(lambda part: sharding.split_by_batch((part,))[0], x)
-        w = jax.tree.map(lambda part: sharding.split_by_batch((), (part,))[0], w)
+        x = jax.tree.map(lambda part: resharding.split_by_batch((part,))[0], x)
+        w = jax.tree.map(lambda part: resharding.split_by_batch((), (part,))[0], w)
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
     geometry = conv_padding.geometry(
         op,

@@ -11,7 +11,7 @@ import numpy as np
 from jaxfused import dispatch
 from jaxfused.ops.grouped.ragged_mlp import check_perceptrons, ragged_mlp
 from jaxfused.ops.grouped.ragged_quantized import checked_weights
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checks import (
     as_arrays,
     check_activation,
@@ -104,7 +104,7 @@ def expert_mlp(
     options = ExpertOptions(activation, weight_on, transpose_weights, precision, implementation)
     experts = (w_gate, w_up, w_down)
     if capacity is not None:  # An expert's tokens are counted over all devices.
-        x, weights, indices = sharding.whole(x, weights, indices)
+        x, weights, indices = resharding.whole(x, weights, indices)
     leading = sharding.leading_axes(x.ndim - 1)
     return sharding.by_shards_of_rows(
         functools.partial(_of_tokens, options, capacity),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.checks import (
     as_arrays,
     check_finite,
@@ -143,7 +143,7 @@ def router(
             f"{op}: over='chosen' was passed with score={score!r}, which is of each logit alone; pass"
             " score='softmax', or over='all'."
         )
-    logits = sharding.unsplit(logits, [-1])
+    logits = resharding.unsplit(logits, [-1])
     z = logits.astype(accumulator_dtype(logits.dtype)) * logit_scale
     if softcap is not None:
         if not 0.0 < softcap < float("inf"):
@@ -277,10 +277,10 @@ def load_balancing_loss(
     dtype = accumulator_dtype(logits.dtype)
     logits = logits.astype(dtype)
     tokens = tuple(range(logits.ndim - 1))
-    indices = sharding.split_with(indices, logits)
+    indices = resharding.split_with(indices, logits)
     kept = jnp.ones(logits.shape[:-1], dtype)
     if mask is not None:
-        kept = sharding.split_with(mask, logits, tokens).astype(dtype)
+        kept = resharding.split_with(mask, logits, tokens).astype(dtype)
         logits = jnp.where(kept[..., None] != 0, logits, 0.0)
     probabilities = jax.nn.softmax(logits, axis=-1)
     # one_hot compares in the dtype of the indices, which may not hold the number of experts.

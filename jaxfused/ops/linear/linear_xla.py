@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.activation import ARITHMETIC, activate
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
@@ -86,7 +86,7 @@ def preactivation(
 def add_residual(y: jax.Array, residual: jax.Array | None, out_dtype: Any) -> jax.Array:
     """Returns y + residual, added in y's dtype and rounded once to `out_dtype`."""
     if residual is not None:
-        y = y + sharding.split_with(residual, y).astype(y.dtype)
+        y = y + resharding.split_with(residual, y).astype(y.dtype)
     return y.astype(jnp.dtype(out_dtype))
 
 

@@ -18,7 +18,7 @@ from jaxfused.ops.linear.linear_xla import (
     saved_alone,
     written_first,
 )
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.activation import activate, value_and_slope
 from jaxfused.runtime.dropout import keep_probability, keep_rows
 from jaxfused.runtime.product_xla import product, side_by_side, sum_written_rows, unshared
@@ -88,7 +88,7 @@ def gated_mlp(
             gate, up = jnp.split(gate, 2, axis=-1)
         else:
             up = preactivation(x, w_up, b_up, precision=precision).astype(wide)
-            up = sharding.split_with(up, gate)
+            up = resharding.split_with(up, gate)
         h = dropped(activate(activation, gate) * up, words, dropout_rate).astype(x.dtype)
         y = affine(h, w_down, b_down, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxfused.ops.linear.linear_xla import preactivation, save_preactivation
 from jaxfused.ops.norm.layer_norm_xla import norm
 from jaxfused.ops.rope.rope_xla import rotate
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 
 
 def qkv_projection(
@@ -34,7 +34,7 @@ def qkv_projection(
 
     def f(x, w, bias, q_scale, k_scale, cos, sin):
         # Devices that share w's columns would not share the heads of queries, keys and values evenly.
-        y = preactivation(x, sharding.unsplit(w, [1]), bias, precision=precision)
+        y = preactivation(x, resharding.unsplit(w, [1]), bias, precision=precision)
         y = y.reshape(*x.shape[:-1], heads + 2 * key_heads, y.shape[-1] // (heads + 2 * key_heads))
         q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
         finished = finish_both(q, k, q_scale, k_scale, cos, sin, epsilon, scale_offset, interleaved)

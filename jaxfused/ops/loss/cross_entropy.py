@@ -40,7 +40,7 @@ from jaxfused.ops.loss.cross_entropy_xla import (
 )
 from jaxfused.ops.loss.label_values import check_classes
 from jaxfused.ops.loss.reduction import Reduction, reduce_losses, shares_of, times
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.checks import (
     as_arrays,
     check_floating,
@@ -156,7 +156,7 @@ def softmax_cross_entropy(
         logits, classes, soft, weights = aligned(logits, classes, soft, weights)
         labels = classes if soft is None else soft
     if class_weights is not None:
-        [class_weights] = sharding.whole(class_weights)
+        [class_weights] = resharding.whole(class_weights)
     run = None if is_reference else Runner(implementation, device)
     counts = counted(labels, options)
     if class_weights is not None:

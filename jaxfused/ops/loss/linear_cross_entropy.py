@@ -46,7 +46,7 @@ from jaxfused.ops.loss.cross_entropy_xla import (
 from jaxfused.ops.loss.label_values import check_classes
 from jaxfused.ops.loss.linear_cross_entropy_stages import Backward, Constants, Forward
 from jaxfused.ops.loss.reduction import Reduction, reduce_losses, shares_of, times
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checks import as_arrays, check_count, check_floating, python_numbers
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
@@ -173,7 +173,7 @@ def linear_softmax_cross_entropy(
     x, w, bias, labels, weights = _aligned(x, w, bias, labels, weights)
     counts = counted(labels, options)
     if class_weights is not None:
-        [class_weights] = sharding.whole(class_weights)
+        [class_weights] = resharding.whole(class_weights)
         class_weights = class_weights.astype(accumulator_dtype(x.dtype))
         of_labels = weights_of_labels(class_weights, labels, options)
         if several_terms:

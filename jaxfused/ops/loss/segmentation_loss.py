@@ -19,7 +19,7 @@ from jaxfused.ops.loss.cross_entropy_checks import refuse_pallas
 from jaxfused.ops.loss.label_values import as_classes, check_classes, check_shares, refuse_one_hot
 from jaxfused.ops.loss.reduction import Reduction, check_reduction
 from jaxfused.ops.loss.segmentation_loss_xla import LossOptions, PixelOptions, Sums
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checks import (
     as_arrays,
     check_finite,
@@ -142,7 +142,7 @@ def segmentation_loss(
         # Kernels read uint8 labels as they are.
         fits = ignore_index is None or 0 <= ignore_index < 256
         kept = given if given.dtype == jnp.uint8 and fits else labels
-        whole = sharding.split_by_batch((logits, kept, weights))
+        whole = resharding.split_by_batch((logits, kept, weights))
         images, truth, pixel_weights = sharding.align(_flat_images(*whole), operand_axes=_AXES)
         run = Runner(implementation, device)
         if reduction != "none" and _why_not_at_once(device, images, truth, weights) is None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.norm import layer_norm_regimes, layer_norm_xla
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import check_floating, check_shape
 from jaxfused.runtime.estimate import Estimate
@@ -162,7 +162,7 @@ def _vectors(
     wide = accumulator_dtype(x.dtype)
 
     def of_images(array: jax.Array) -> jax.Array:
-        array = sharding.split_with(array, like, range(-array.ndim, 0))
+        array = resharding.split_with(array, like, range(-array.ndim, 0))
         if array.shape == shape:
             return array
         axes = (1,) * (len(shape) - array.ndim)

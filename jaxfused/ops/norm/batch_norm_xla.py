@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.ops.norm.group_norm_xla import STATISTICS, saving_statistics
 from jaxfused.ops.norm.moments import normalised_pairs, parts_of, settled, shifted_moments
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.activation import activate
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 
@@ -155,7 +155,7 @@ def _finish(
 ) -> jax.Array:
     """Returns activation(y + bias + residual) for y, residual [..., C] and bias [C]."""
     y = y if bias is None else y + along_last_axis(bias, y)
-    y = y if residual is None else y + sharding.split_with(residual, y).astype(y.dtype)
+    y = y if residual is None else y + resharding.split_with(residual, y).astype(y.dtype)
     return activate(activation, y)
 
 
@@ -163,7 +163,7 @@ def channel_factor(scale: jax.Array | None, var: jax.Array, epsilon: float) -> j
     """Returns scale / sqrt(var + epsilon) [C] in var's dtype, batch_norm's factor of x - mean."""
     factor = jax.lax.rsqrt(var + epsilon)
     return (
-        factor if scale is None else factor * sharding.split_with(scale, factor).astype(var.dtype)
+        factor if scale is None else factor * resharding.split_with(scale, factor).astype(var.dtype)
     )
 
 
@@ -182,10 +182,10 @@ def fold(
     factor = channel_factor(norm_scale, var.astype(compute_dtype), epsilon)
     shift = -mean.astype(compute_dtype)
     if bias is not None:
-        shift = shift + sharding.split_with(bias, shift).astype(compute_dtype)
-    shift = shift * sharding.split_with(factor, shift)
+        shift = shift + resharding.split_with(bias, shift).astype(compute_dtype)
+    shift = shift * resharding.split_with(factor, shift)
     if norm_bias is not None:
-        shift = shift + sharding.split_with(norm_bias, shift).astype(compute_dtype)
+        shift = shift + resharding.split_with(norm_bias, shift).astype(compute_dtype)
     folded_bias_dtype = w.dtype if bias is None else bias.dtype
     folded = w.astype(compute_dtype)
     folded = folded * along_last_axis(factor, folded)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.ops.norm.moments import is_few, normalised_pairs, parts_of, settled, shifted_moments
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.activation import activate, value_and_slope
 from jaxfused.runtime.product_xla import parts_of_rows
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
@@ -221,5 +221,5 @@ def _affine(
     if bias is not None:
         y = y + along_last_axis(bias, y)
     if residual is not None:
-        y = y + sharding.split_with(residual, y).astype(y.dtype)
+        y = y + resharding.split_with(residual, y).astype(y.dtype)
     return y

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.ops.norm.moments import shifted_moments
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.activation import activate, value_and_slope
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 
@@ -163,7 +163,7 @@ def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array
         wide = total.astype(compute_dtype) + residual.astype(compute_dtype)
         return _rounded(wide, residual.dtype).astype(residual.dtype)
 
-    residual = sharding.split_with(residual, total)
+    residual = resharding.split_with(residual, total)
     if total.dtype != residual.dtype:
         return rounded(total, residual)
     return jax.lax.platform_dependent(total, residual, cuda=operator.add, default=rounded)

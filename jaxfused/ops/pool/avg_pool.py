@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.pool import avg_pool_xla
 from jaxfused.ops.pool.pool_window import windows
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.checks import check_floating, check_images, python_numbers
 from jaxfused.runtime.gate import reference_only
 
@@ -76,12 +76,12 @@ def avg_pool(
                 f"{op}: weights are {weights.dtype}{list(weights.shape)}, but the window is"
                 f" {found.size}; pass real weights of shape {found.size}."
             )
-        [weights] = sharding.whole(weights)
+        [weights] = resharding.whole(weights)
     reference_only(op, implementation, x)
     edges = found.asked if count_include_pad else ((0, 0),) * len(found.size)
     counted = tuple((-low, n + high) for n, (low, high) in zip(x.shape[1:-1], edges, strict=True))
     return avg_pool_xla.pool(
-        sharding.whole_images(x),
+        resharding.whole_images(x),
         weights,
         window=found.size,
         strides=found.strides,

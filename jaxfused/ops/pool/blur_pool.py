@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.checks import (
     check_count,
     check_floating,
@@ -79,7 +79,7 @@ def blur_pool(
                 " filter_size, or padding_mode='edge'."
             )
     reference_only(op, implementation, x)
-    x = sharding.whole_images(x)
+    x = resharding.whole_images(x)
     y = x.astype(accumulator_dtype(x.dtype))
     for axis, step in enumerate(steps, 1):
         y = _blurred(y, axis, step, filter_size, padding_mode)

@@ -11,7 +11,7 @@ from jaxfused import dispatch
 from jaxfused.ops.pool import max_pool_cuda, max_pool_xla
 from jaxfused.ops.pool.max_pool_cuda import Window
 from jaxfused.ops.pool.pool_window import windows
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checks import check_floating, check_images, python_numbers
 from jaxfused.runtime.estimate import KERNELS, Estimate, Rule, kernels_first
 from jaxfused.runtime.gate import takes_reference
@@ -81,7 +81,7 @@ def max_pool(
     elif why_window := max_pool_cuda.why_window_unfit(sizes):
         missing["cuda"] = why_window
     if takes_reference(op, implementation, device, x, missing=missing):
-        x = sharding.whole_images(x)
+        x = resharding.whole_images(x)
         return max_pool_xla.pool(x, window=sizes, strides=steps, padding=pairs)
     images = x if spatial == 2 else x[:, None]
     if spatial == 1:

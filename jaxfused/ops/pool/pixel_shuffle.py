@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checks import (
     check_floating,
     check_images,
@@ -125,7 +125,7 @@ def pixel_unshuffle(
             " spatial axes; pad or cut x, or pass another factor."
         )
     n = len(factors)
-    y = sharding.whole_images(x)
+    y = resharding.whole_images(x)
     for axis in reversed(range(n)):
         y = split_axis(y, 1 + axis, spatial[axis] // factors[axis], factors[axis])
     places, blocks = range(1, 2 * n, 2), range(2, 2 * n + 1, 2)

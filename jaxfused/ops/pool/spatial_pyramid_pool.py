@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.pool import spatial_pyramid_pool_xla
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.checks import check_count, check_floating, check_images, python_numbers
 from jaxfused.runtime.gate import reference_only
 
@@ -67,5 +67,5 @@ def spatial_pyramid_pool(
     if method not in ("max", "avg"):
         raise ValueError(f"{op}: method={method!r} is not known; pass 'max' or 'avg'.")
     reference_only(op, implementation, x)
-    (x,) = sharding.split_by_batch((x,))
+    (x,) = resharding.split_by_batch((x,))
     return spatial_pyramid_pool_xla.pool(x, levels=tuple(levels), method=method)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.pool import resize_xla, upsample_cuda, upsample_xla
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checks import check_floating, check_images, for_each_axis, python_numbers
 from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.gate import takes_reference
@@ -100,7 +100,7 @@ def upsample(
             f"it upsamples bilinearly by (2, 2), and method is {method!r}, factor {factors}"
         )
     if takes_reference(op, implementation, device, x, missing=missing):
-        return upsample_xla.upsample(sharding.whole_images(x), factors=factors, method=method)
+        return upsample_xla.upsample(resharding.whole_images(x), factors=factors, method=method)
     aligned = sharding.align((x,), operand_axes=(_SMALL,), whole=_WHOLE)
     return _upsample(Runner(implementation, device), *aligned)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.quantize import quantize_rows as rows_operator
 from jaxfused.ops.quantize.quantize_codes import CODE_FORMATS, quantize_codes
-from jaxfused.runtime import rounding, sharding
+from jaxfused.runtime import resharding, rounding
 from jaxfused.runtime.checks import check_floating, check_shape, python_numbers
 from jaxfused.runtime.packing import WORD_BLOCK
 from jaxfused.runtime.quantized_array import (
@@ -207,7 +207,7 @@ def fake_quantize(
     rounded = rounding.encode(constant, name, scale, zero_point, axis, "rows", sides)
     inside = rounding.inside_range(constant, name, scale, zero_point, axis, sides)
     values = rounded.dequantize(x.dtype)
-    values, inside = (sharding.split_like(a, x) for a in (values, inside))
+    values, inside = (resharding.split_like(a, x) for a in (values, inside))
     return rounding.straight_through(x, values, inside)
 
 

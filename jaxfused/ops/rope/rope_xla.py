@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.ops.rope.rope_scaling import RopeScaling
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 from jaxfused.runtime.shapes import is_symbolic
 
@@ -34,9 +34,9 @@ def rotate(
         # repeated.
         merged = functools.partial(_rotate_merged, interleaved=interleaved)
         return jax.checkpoint(merged, prevent_cse=False)(x, cos, sin)
-    x = sharding.unsplit(x, [-1])
+    x = resharding.unsplit(x, [-1])
     axes = range(x.ndim) if of_heads else (*range(x.ndim - 1 - cos.ndim, x.ndim - 2), -1)
-    cos, sin = (sharding.split_with(sharding.unsplit(t, [-1]), x, axes) for t in (cos, sin))
+    cos, sin = (resharding.split_with(resharding.unsplit(t, [-1]), x, axes) for t in (cos, sin))
     rotary_dim = 2 * cos.shape[-1]
     wide = accumulator_dtype(x.dtype)
     rotated, rest = x[..., :rotary_dim].astype(wide), x[..., rotary_dim:]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers, readable_values
 from jaxfused.runtime.serialization import serializable
 from jaxfused.runtime.shapes import merge_axes, split_axis
@@ -89,7 +89,7 @@ class BlockSparse:
         check_floating(op, dict(weight=weight))
         grid = grid_of(op, weight.shape, block_size)
         down, across = grid
-        weight, mask = sharding.split_by_batch((), (weight, mask))
+        weight, mask = resharding.split_by_batch((), (weight, mask))
         in_rows = split_axis(weight, 0, down, block_size)
         blocks = merge_axes(split_axis(in_rows, 2, across, block_size).swapaxes(1, 2), 0)
         if mask is not None and (mask.shape != grid or mask.dtype != jnp.bool_):

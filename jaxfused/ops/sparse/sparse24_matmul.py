@@ -12,7 +12,7 @@ from jaxfused import dispatch
 from jaxfused.ops.sparse import sparse24_cuda
 from jaxfused.ops.sparse.coordinates import check_dense
 from jaxfused.ops.sparse.sparse24 import Sparse24, taken, unpruned_gradient
-from jaxfused.runtime import sharding
+from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers
 from jaxfused.runtime.estimate import Estimate, Rule
@@ -98,7 +98,7 @@ def sparse24_matmul(
     if isinstance(weight, Sparse24):
         packed = weight
     else:
-        [dense] = sharding.whole(weight)
+        [dense] = resharding.whole(weight)
         packed = Sparse24.from_dense(jax.lax.stop_gradient(dense) if straight_through else dense)
         whole = dense.astype(dtype) if straight_through else None
     x, values = x.astype(dtype), packed.values.astype(dtype)
