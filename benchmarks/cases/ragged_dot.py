@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from benchmarks.run.case import BARE, BEST_PEER, BULK_COPY, Arrays, Bar, Case, functions
+from benchmarks.run.case import BARE, BEST_PEER, BULK_READ, Arrays, Bar, Case, functions
 
 ON_REQUEST = True
 """True: XLA multiplies all rows by each group's matrix, and its products take long to tune."""
@@ -43,8 +43,6 @@ SHAPES: tuple[Sizes, ...] = (
 QUICK_SHAPES = SHAPES[:2]
 _FEW, _MANY = 128, 512
 """Rows a group up to which the matrices' bytes bound the time, and from which operations do."""
-_READ_BY_COPY = 1.12
-"""Rate at which an H200 reads, by that of its bulk copy."""
 
 
 def cases(quick: bool = False, shapes: Sequence[Sequence[Any]] | None = None) -> list[Case]:
@@ -75,8 +73,7 @@ def _bars(s: Sizes, with_gradients: bool) -> tuple[Bar, ...]:
     if s.kind == EVEN and s.rows // s.groups >= _MANY:
         bars.append(Bar(BARE, must=0.85))
     elif not with_gradients and s.rows // s.groups <= _FEW:
-        share = 0.80 if _is_decode(s) else 0.85
-        bars.append(Bar(BULK_COPY, must=share * _READ_BY_COPY))
+        bars.append(Bar(BULK_READ, must=0.80 if _is_decode(s) else 0.85))
     return tuple(bars)
 
 

@@ -1,6 +1,7 @@
 """One decode step's attention to a contiguous cache of 16 or 8 bits, and to pages in any order.
 
-All peers but FlashAttention 3 and JAX's own kernel for pages read the contiguous cache.
+All peers but FlashAttention 3 and JAX's own kernel for pages read the contiguous cache. Before these
+cases come the calls of benchmarks/cases/serving_calls.py.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,11 @@ import jax
 import jax.numpy as jnp
 
 import jaxfused
+from benchmarks.cases import serving_calls
 from benchmarks.cases.attention import in_torch
 from benchmarks.run.case import (
     BEST_PEER,
+    BULK_READ,
     CONTIGUOUS,
     FLOAT_CACHE,
     Arrays,
@@ -39,16 +42,30 @@ class Sizes(NamedTuple):
     """Columns of a value; 0 for the head size."""
     kept: str = "bfloat16"
     """dtype of keys and values; those of 8 bits have a scale of each token and head."""
+    tokens: int = 1
+    """New tokens of each sequence, the last ones of its length."""
 
 
 _LLAMA = (32, 8, 128)
 _WIDE = (Sizes(16, 8192, 128, 1, 576, 0, 512), Sizes(16, 8192, 16, 4, 512, 0))
 _EIGHT_BITS = tuple(
     Sizes(batch, length, *_LLAMA, 0, 0, kept)
-    for batch, length in ((16, 8192), (1, 32768))
+    for batch, length in ((16, 8192), (64, 8192), (1, 32768))
     for kept in ("int8", "float8_e4m3fn")
 )
+_CHUNK = Sizes(1, 32768, *_LLAMA, 0, tokens=512)
+_SMALL_CACHES = tuple(
+    Sizes(batch, length, *_LLAMA, 0, tokens=tokens)
+    for tokens, pairs in (
+        (1, ((1, 4096), (4, 1024), (8, 512), (32, 128))),
+        (4, ((1, 1024), (4, 1024))),
+    )
+    for batch, length in pairs
+)
 SHAPES: tuple[Sizes, ...] = (
+    _CHUNK,
+    Sizes(64, 8192, *_LLAMA, 0),
+    *_SMALL_CACHES,
     *(
         Sizes(batch, length, *_LLAMA, page)
         for batch, length in ((16, 8192), (64, 1024), (1, 32768), (1, 1024))
@@ -59,8 +76,10 @@ SHAPES: tuple[Sizes, ...] = (
 )
 _LARGEST_HEAD = 256
 """Head size beyond which the kernel is one of its own, which XLA may beat."""
-QUICK_SHAPES = SHAPES[:3]
+QUICK_SHAPES = tuple(Sizes(16, 8192, *_LLAMA, page) for page in (0, 64, 16))
 _MOST_SPLITS = 32
+_DECODED = 16
+"""Most new tokens of a decode step; more are a chunk of a prompt."""
 _LARGE, _SMALL = 128e6, 32e6
 """Bytes that a case reads and writes: its bars differ from `_LARGE` on, and below `_SMALL`."""
 
@@ -68,12 +87,41 @@ _LARGE, _SMALL = 128e6, 32e6
 def cases(quick: bool = False, shapes: Sequence[Sequence[int]] | None = None) -> list[Case]:
     chosen = shapes or (QUICK_SHAPES if quick else SHAPES)
     sizes = [Sizes(*shape) for shape in chosen]
-    return [_case(s) if s.kept == "bfloat16" else _eight_bit_case(s) for s in sizes]
+    calls = [] if quick or shapes else serving_calls.calls()
+    return calls + [_case(s) if s.kept == "bfloat16" else _eight_bit_case(s) for s in sizes]
 
 
 def _case(sizes: Sizes) -> Case:
     columns = sizes.head_size + (sizes.value_size or sizes.head_size)
-    size = 2 * sizes.batch * (sizes.length * sizes.key_heads + sizes.heads) * columns
+    rows = sizes.length * sizes.key_heads + sizes.tokens * sizes.heads
+    size = 2 * sizes.batch * rows * columns
+    name, flops = "decode over pages" if sizes.page_size else "decode", 0
+    if sizes.tokens > 1:
+        name = f"{'chunk' if sizes.tokens > _DECODED else 'decode'} of {sizes.tokens} tokens"
+    if sizes.tokens > _DECODED:
+        seen = sizes.tokens * sizes.length - sizes.tokens * (sizes.tokens - 1) // 2
+        flops = 2 * sizes.batch * sizes.heads * seen * columns
+    backends = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
+    if sizes.tokens > 1:  # torch's causal mask is that of the first queries.
+        backends = {}
+    return Case(
+        name=name,
+        shape=sizes[:7] if sizes.value_size else sizes[:6],
+        make_inputs=partial(_make_inputs, sizes),
+        bytes=size,
+        flops=flops,
+        bars=_bars(sizes, size),
+        **functions(
+            _ours_in_pages if sizes.page_size else _ours,
+            _peers(sizes),
+            {name: partial(partial, _torch, backend) for name, backend in backends.items()},
+            differentiable=0,
+            cotangents=0,
+        ),
+    )
+
+
+def _peers(sizes: Sizes) -> dict[str, Any]:
     peers: dict[str, Any] = {}
     if sizes.head_size <= _LARGEST_HEAD:
         peers["flash_attn3"] = _flash_attn3
@@ -81,29 +129,23 @@ def _case(sizes: Sizes) -> Case:
         peers |= {name: partial(_jax_nn, name) for name in ("xla", "cudnn")}
     if sizes.page_size:
         peers |= {"jax_pages": _jax_pages, CONTIGUOUS: _contiguous}
-    backends = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
-    bars = [Bar(BEST_PEER, must=0.98 if size >= _LARGE else 1.0)] if not sizes.page_size else []
-    if not sizes.page_size and size < _SMALL:
-        bars.append(Bar(BEST_PEER, aim=1.3))
-    if sizes.page_size:
-        bars = [Bar(CONTIGUOUS, must=1 / (1.03 if sizes.page_size >= 64 else 1.12))]
-        bars.append(Bar("flash_attn3", must=1.0))
+    return peers
+
+
+def _bars(sizes: Sizes, size: int) -> tuple[Bar, ...]:
     if sizes.head_size > _LARGEST_HEAD:
-        bars = [Bar("reference", must=1.0, ours="pallas")]
-    return Case(
-        name="decode over pages" if sizes.page_size else "decode",
-        shape=sizes[:7] if sizes.value_size else sizes[:6],
-        make_inputs=partial(_make_inputs, sizes),
-        bytes=size,
-        bars=tuple(bars),
-        **functions(
-            _ours_in_pages if sizes.page_size else _ours,
-            peers,
-            {name: partial(partial, _torch, backend) for name, backend in backends.items()},
-            differentiable=0,
-            cotangents=0,
-        ),
-    )
+        return (Bar("reference", must=1.0, ours="pallas"),)
+    if sizes.tokens > _DECODED:
+        return Bar("flash_attn3", must=1.03), Bar("cudnn", must=1.2)
+    if sizes.page_size:
+        contiguous = Bar(CONTIGUOUS, must=1 / (1.03 if sizes.page_size >= 64 else 1.12))
+        return contiguous, Bar("flash_attn3", must=1.0)
+    bars = [Bar(BEST_PEER, must=0.98 if size >= _LARGE and sizes.batch > 1 else 1.0)]
+    if size < _SMALL:  # 1.3 is for the geometric mean of these.
+        bars.append(Bar(BEST_PEER, aim=1.3))
+    if sizes.length >= 8192:
+        bars.append(Bar(BULK_READ, must=0.96 if sizes.batch >= 16 else 0.85))
+    return tuple(bars)
 
 
 def _eight_bit_case(sizes: Sizes) -> Case:
@@ -131,10 +173,10 @@ def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
 
     The first pages are [K, P, S, H], and the last are the same as [P, S, K, H].
     """
-    batch, length, heads, key_heads, head_size, page, value_size, _ = sizes
+    batch, length, heads, key_heads, head_size, page, value_size, _, tokens = sizes
     keys = jax.random.split(key, 4)
     columns = (head_size, value_size or head_size)
-    query = jax.random.normal(keys[0], (batch, 1, heads, head_size), jnp.bfloat16)
+    query = jax.random.normal(keys[0], (batch, tokens, heads, head_size), jnp.bfloat16)
     key, value = (
         jax.random.normal(k, (batch, length, key_heads, size), jnp.bfloat16)
         for k, size in zip(keys[1:3], columns, strict=True)
@@ -185,7 +227,7 @@ def _ours(query, key, value, lengths, *, implementation):
             dtype=key.dtype,
         )
     )
-    cache = replace(empty, key=key, value=value, lengths=lengths - 1)
+    cache = replace(empty, key=key, value=value, lengths=lengths - query.shape[1])
     return cache.attend(query, implementation=implementation)
 
 
@@ -213,9 +255,12 @@ def _ours_in_pages(query, key, value, lengths, *pages, implementation):
 
 
 def _jax_nn(implementation, query, key, value, lengths, *pages):
-    return jax.nn.dot_product_attention(
-        query, key, value, key_value_seq_lengths=lengths, implementation=implementation
-    )
+    options: dict[str, Any] = dict(key_value_seq_lengths=lengths)
+    if (tokens := query.shape[1]) > 1:
+        # jax.nn's causal mask counts from the first key.
+        last = lengths[:, None] - tokens + jnp.arange(tokens)
+        options = dict(mask=(jnp.arange(key.shape[1]) <= last[..., None])[:, None])
+    return jax.nn.dot_product_attention(query, key, value, **options, implementation=implementation)
 
 
 def _jax_pages(query, key, value, lengths, *pages):
@@ -231,7 +276,7 @@ def _flash_attn3(query, key, value, lengths, *pages):
 
     # flash_attn3 does not split a head's keys by default; with this many splits CTAs fill 132 SMs.
     parts = max(1, min(_MOST_SPLITS, 132 // (key.shape[0] * key.shape[2])))
-    options = dict(cache_seqlens=lengths, num_splits=parts)
+    options = dict(cache_seqlens=lengths, num_splits=parts, is_causal=query.shape[1] > 1)
     if pages:
         *_, table, key, value = pages
         options["page_table"] = table

@@ -3,12 +3,23 @@
 Everything is computed from the JSON file, so that every printed number agrees with it.
 """
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.run.case import BEST_PEER, BULK_COPY, DEFAULT, LABELS, LESS, OURS, TERAFLOPS
+from benchmarks.run.case import (
+    BEST_PEER,
+    BULK_COPY,
+    BULK_READ,
+    DEFAULT,
+    GIGABYTES,
+    LABELS,
+    LESS,
+    OURS,
+    TERAFLOPS,
+)
 
 Section = dict[str, Any]
 CaseResult = dict[str, Any]
@@ -81,9 +92,11 @@ def _ratio(case: CaseResult, ours: str, against: str, section: Section) -> float
     time = microseconds(case, ours)
     if time is None:
         return None
-    if against == BULK_COPY:
-        bulk = section["ceilings"].get("bulk_copy")
+    if against in (BULK_COPY, BULK_READ):
+        bulk = section["ceilings"].get(against.replace(" ", "_"))
         return case["bytes"] / time / 1e3 / bulk if bulk else None
+    if against == GIGABYTES:
+        return case["bytes"] / time / 1e3
     if against == TERAFLOPS:
         return case["flops"] / time / 1e6
     other = microseconds(case, best_peer(case) if against == BEST_PEER else against)
@@ -128,9 +141,10 @@ def table(section: Section) -> tuple[list[str], list[list[str]]]:
 def summary(section: Section) -> tuple[list[str], list[list[str]]]:
     """Returns header and rows: one row per case and bar, with ratios in the order of the shapes.
 
+    "mean" is their geometric mean.
     "." means a shape without this bar, "-" one without a measurement.
     """
-    header = ["case", "ours", "against", "must", "aim", "ratio at each shape", "met"]
+    header = ["case", "ours", "against", "must", "aim", "ratio at each shape", "mean", "met"]
     groups: dict[tuple[Any, ...], list[Judgement]] = {}
     for j in judge(section):
         groups.setdefault((j.case, j.ours, j.against, j.must, j.aim), []).append(j)
@@ -141,6 +155,7 @@ def summary(section: Section) -> tuple[list[str], list[list[str]]]:
     for (case, ours, against, must, aim), group in groups.items():
         met = [j.met for j in group]
         ratios = {j.shape: "-" if j.ratio is None else _ratio_text(j.ratio) for j in group}
+        known = [j.ratio for j in group if j.ratio is not None]
         verdict = f"{sum(m is True for m in met)}/{len(met)}"
         if must is not None:
             verdict = ("yes " if all(met) else "NO ") + verdict
@@ -152,6 +167,7 @@ def summary(section: Section) -> tuple[list[str], list[list[str]]]:
                 "" if must is None else _ratio_text(must),
                 "" if aim is None else _ratio_text(aim),
                 " ".join(ratios.get(shape, ".") for shape in shapes[case]),
+                _ratio_text(statistics.geometric_mean(known)) if len(known) > 1 else "",
                 verdict,
             ]
         )
@@ -207,7 +223,8 @@ def print_report(name: str, section: Section) -> None:
 def ceilings_line(section: Section) -> str:
     """Formats the measured ceilings in one line; older files lack some."""
     ceilings = section["ceilings"]
-    units = {"bulk_copy": "GB/s", "device_copy": "GB/s", "stream": "GB/s", "gemm": "TFLOP/s"}
+    units = dict.fromkeys(("bulk_copy", "bulk_read", "device_copy", "stream"), "GB/s")
+    units["gemm"] = "TFLOP/s"
     parts = []
     for name, unit in units.items():
         if name in ceilings:

@@ -29,8 +29,14 @@ CONTIGUOUS = "contiguous"
 """Name of decode with our default implementation over a contiguous cache, beside pages."""
 FLOAT_CACHE = "float_cache"
 """Name of decode with our default implementation over a bfloat16 cache, beside one of 8 bits."""
+EVEN_LENGTHS = "even_lengths"
+"""Name of decode with our default implementation where all sequences have the mean length."""
+TWO_CALLS = "two_calls"
+"""Name of decodes and a chunk of a prompt in a call each."""
+WITHOUT_OFFSET = "without_offset"
+"""Name of attention without query_offset, by the default implementation."""
 
-LESS = (BARE, UNROTATED, ONE_DRAW, CONTIGUOUS, FLOAT_CACHE)
+LESS = (BARE, UNROTATED, ONE_DRAW, CONTIGUOUS, FLOAT_CACHE, EVEN_LENGTHS, TWO_CALLS, WITHOUT_OFFSET)
 """Names of programs that compute less or something else; their results are not compared."""
 
 LABELS = {
@@ -58,11 +64,14 @@ LABELS = {
     UNROTATED: "without rope",
     CONTIGUOUS: "contiguous cache",
     FLOAT_CACHE: "bfloat16 cache",
+    EVEN_LENGTHS: "even lengths",
+    TWO_CALLS: "two calls",
+    WITHOUT_OFFSET: "without offset",
 }
 
 BEST_PEER = "best peer"
-BULK_COPY = "bulk copy"
-TERAFLOPS = "TFLOP/s"
+BULK_COPY, BULK_READ = "bulk copy", "bulk read"
+TERAFLOPS, GIGABYTES = "TFLOP/s", "GB/s"
 DEFAULT = "default"
 
 
@@ -71,8 +80,8 @@ class Bar:
     """Target: `ours` must be `must` times as fast as `against`; `aim` is a further goal.
 
     `ours` is an implementation or DEFAULT, the one that implementation=None selects. `against` is an
-    implementation, BEST_PEER, BULK_COPY (then the ratio is the share of that kernel's rate), or
-    TERAFLOPS (then it is the rate itself).
+    implementation, BEST_PEER, BULK_COPY or BULK_READ (then the ratio is the share of that kernel's
+    rate), or TERAFLOPS or GIGABYTES (then it is the rate itself).
     """
 
     against: str
@@ -107,6 +116,8 @@ class Case:
     """Number of leading inputs with a gradient in torch; 0 if only the forward is measured."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Reasons for not running an implementation at this shape, by name."""
+    in_place: int = 0
+    """Number of leading inputs that the function writes in place and returns, and nothing else."""
     error_limit: float = 1e-2
     """Largest relative error of a row that counts as right: twice that of two roundings to bfloat16."""
 

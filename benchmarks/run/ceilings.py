@@ -1,4 +1,4 @@
-"""Measures what this GPU can do at most: the rates of a copy and of a matrix product."""
+"""Measures what this GPU can do at most: the rates of a copy, of reads and of a matrix product."""
 
 import statistics
 from functools import partial
@@ -17,10 +17,11 @@ _GEMM_SIZE = 8192
 _RINGS = ((8192, 8, 1), (8192, 12, 1), (8192, 6, 2), (4096, 12, 2))
 
 
-def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
+def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int, writes: bool = True) -> jax.Array:
     """Copies x through shared memory by TMA bulk copies, without registers, in a persistent kernel.
 
-    x: [chunks, chunk]; each CTA has a ring of `slots` chunks.
+    x: [chunks, chunk]; each CTA has a ring of `slots` chunks. Without `writes` all chunks are read, and
+    only the last one of each CTA is written, to [ctas, chunk].
     """
     chunks = x.shape[0]
 
@@ -45,21 +46,27 @@ def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
         def copy(step, _):
             slot = lax.rem(step, jnp.int32(slots))
             plgpu.barrier_wait(loaded.at[slot])
-            plgpu.copy_smem_to_gmem(ring_smem.at[slot], y_gmem.at[cta + step * ctas])
-            # Only this step's store may still read its slot; the previous step's slot is free again.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            refill = step - 1 + slots
+            free = step
+            if writes:
+                plgpu.copy_smem_to_gmem(ring_smem.at[slot], y_gmem.at[cta + step * ctas])
+                # Only this step's store may still read its slot; the previous step's is free again.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                free = step - 1
 
-            @pl.when((step > 0) & (refill < steps))
+            @pl.when((free >= 0) & (free + slots < steps))
             def _():
-                load(refill, lax.rem(step - 1, jnp.int32(slots)))
+                load(free + slots, lax.rem(free, jnp.int32(slots)))
 
         lax.fori_loop(0, steps, copy, None)
+        if not writes:
+            plgpu.copy_smem_to_gmem(
+                ring_smem.at[lax.rem(steps - 1, jnp.int32(slots))], y_gmem.at[cta]
+            )
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_type=jax.ShapeDtypeStruct(x.shape if writes else (ctas, chunk), x.dtype),
         scratch_types=[
             plgpu.SMEM((slots, chunk), x.dtype),
             plgpu.Barrier(num_barriers=slots),
@@ -72,15 +79,16 @@ def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
 def measure() -> dict[str, float | str]:
     """Returns rates: bulk_copy, device_copy, stream, copy (the best of them) in GB/s, gemm in TFLOP/s.
 
+    bulk_read is the rate, in GB/s, of a kernel that only reads.
     A rate that fails is left out, with its error under "<name>_error".
     """
     result: dict[str, float | str] = {}
     copies = {
-        "bulk_copy": _bulk_copy_rate,
+        "bulk_copy": partial(_bulk_rate, writes=True),
         "device_copy": _device_copy_rate,
         "stream": _stream_rate,
     }
-    for name, rate in copies.items():
+    for name, rate in (copies | {"bulk_read": partial(_bulk_rate, writes=False)}).items():
         try:
             result[name] = rate()
         except Exception as error:
@@ -95,19 +103,20 @@ def measure() -> dict[str, float | str]:
     return result
 
 
-def _bulk_copy_rate() -> float:
+def _bulk_rate(writes: bool) -> float:
     multiprocessors = jax.devices()[0].core_count
     flat = jax.random.normal(jax.random.key(0), (_COPY_BYTES // 2,), jnp.bfloat16)
     best = 0.0
     for chunk, slots, per_multiprocessor in _RINGS:
         x = flat.reshape(-1, chunk)
-        copy = jax.jit(
-            partial(bulk_copy, chunk=chunk, slots=slots, ctas=per_multiprocessor * multiprocessors)
-        )
-        if not bool((copy(x) == x).all()):
+        ctas = per_multiprocessor * multiprocessors
+        ring = dict(chunk=chunk, slots=slots, ctas=ctas)
+        copy = jax.jit(partial(bulk_copy, **ring, writes=writes))
+        y = x if writes else jnp.roll(x[-ctas:], len(x) % ctas, axis=0)
+        if not bool((copy(x) == y).all()):
             raise RuntimeError(f"the copy with {slots} slots of {chunk} elements is not the input")
         median = statistics.median(timing.cupti(copy, [(x,)]).microseconds)
-        best = max(best, 2 * _COPY_BYTES / median / 1e3)
+        best = max(best, (1 + writes) * _COPY_BYTES / median / 1e3)
     return best
 
 

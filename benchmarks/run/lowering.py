@@ -83,6 +83,8 @@ def start(
 
     return [
         {n: submit(number, n) for n in case.jax if n in {*chosen} - {*case.skipped} - _HERE}
+        if not case.in_place  # An exported module's inputs cannot be donated.
+        else {}
         for number, case in enumerate(cases)
     ]
 

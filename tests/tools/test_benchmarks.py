@@ -32,10 +32,11 @@ from benchmarks.cases import (
     rope,
     sample,
     serving,
+    serving_calls,
 )
 from benchmarks.report import plot, report, results
 from benchmarks.run import ceilings, peers, runner, timing
-from benchmarks.run.case import BARE, BEST_PEER, BULK_COPY, TERAFLOPS, Bar
+from benchmarks.run.case import BARE, BEST_PEER, BULK_COPY, GIGABYTES, TERAFLOPS, Bar
 from benchmarks.sweep import attention as sweep_attention
 from benchmarks.whole import (
     end_to_end,
@@ -67,6 +68,8 @@ PRODUCT_CASES = {
         *sample.cases(shapes=[(5, 300)]),
         *serving.cases(shapes=[(3, 48, 4, 2, 16, 0, 24), (3, 48, 4, 2, 16, 16)]),
         *serving.cases(shapes=[(3, 48, 4, 2, 16, 0, 0, k) for k in ("int8", "float8_e4m3fn")]),
+        *serving.cases(shapes=[(3, 48, 4, 2, 16, 0, 0, "bfloat16", tokens) for tokens in (4, 24)]),
+        *serving_calls.calls(serving_calls.Sizes(4, 2, 16, 8, (2, 24), 3, 64, 8, 16, 16)),
     )
 }
 LOSS_CASES = {
@@ -296,6 +299,26 @@ def test_wrong_and_failing_implementations_are_reported_not_timed(monkeypatch):
     assert len(timed) == 4  # two rounds of the correct variant, and of the bare product
 
 
+def test_a_call_that_writes_in_place_gets_what_the_last_one_left(monkeypatch):
+    def fake_cupti(call, sets):
+        calls = [call(*sets[i % 2]) for i in range(5)]
+        jax.block_until_ready(calls)
+        return timing.Samples([float(call.kept[0][0]) for call in calls[:2]], [])
+
+    monkeypatch.setattr(timing, "cupti", fake_cupti)
+    case = CASES["layer_norm forward"]
+    changed = vars(case) | {
+        "make_inputs": lambda key: (jnp.zeros(3), jnp.ones(3)),
+        "truth": lambda x, y: (x + y,),
+        "jax": {"cuda": lambda x, y: (x + y,)},
+        "in_place": 1,
+    }
+    saved = []
+    runner.run([type(case)(**changed)], {"cuda"}, budget=1e9, save=saved.append)
+    # A call for the check, then 5 in each of two rounds.
+    assert saved[0][0]["rows"]["cuda"]["rounds"] == [3.0, 5.5]
+
+
 def test_the_clock_that_says_less_is_taken():
     def samples(*values):
         return timing.Samples(list(values), [])
@@ -356,12 +379,17 @@ def test_copy_kernel_copies():
     with plgpu.force_gpu_interpret_mode():
         y = ceilings.bulk_copy(x, chunk=256, slots=3, ctas=2)
     assert bool((y == x).all())
+    with plgpu.force_gpu_interpret_mode():
+        last = ceilings.bulk_copy(x, chunk=256, slots=3, ctas=2, writes=False)
+    assert bool((last == jnp.stack([x[6], x[5]])).all())
 
 
 @pytest.mark.parametrize("ring", ceilings._RINGS)
-def test_copy_kernel_lowers_for_a_gpu(ring):
+@pytest.mark.parametrize("writes", [True, False])
+def test_copy_kernel_lowers_for_a_gpu(ring, writes):
     chunk, slots, ctas = ring
-    copy = jax.jit(partial(ceilings.bulk_copy, chunk=chunk, slots=slots, ctas=132 * ctas))
+    ring = dict(chunk=chunk, slots=slots, ctas=132 * ctas)
+    copy = jax.jit(partial(ceilings.bulk_copy, **ring, writes=writes))
     shape = jax.ShapeDtypeStruct((1024, chunk), jnp.bfloat16)
     jax.export.export(copy, platforms=["cuda"])(shape)
 
@@ -404,7 +432,7 @@ def test_summary_says_no_where_a_must_is_missed_or_not_measured():
     slow["shape"] = [7, 64]
     _, rows = report.summary(section_of(FORWARD, slow))
     against_xla = next(row for row in rows if row[2] == "jaxfused xla")
-    assert against_xla[-2:] == ["1.50 1.10", "NO 1/2"]
+    assert against_xla[-3:] == ["1.50 1.10", "1.28", "NO 1/2"]
     _, rows = report.summary(SECTION)
     assert all(row[-1].startswith("NO 0/1") for row in rows if row[0].startswith("rms") and row[3])
 
@@ -412,15 +440,18 @@ def test_summary_says_no_where_a_must_is_missed_or_not_measured():
 def test_bars_of_some_shapes_and_rates():
     case = PRODUCT_CASES["linear + bias + gelu forward"]
     bars = (Bar("xla", must=1.4), Bar(TERAFLOPS, aim=700.0), Bar(BARE, aim=0.97))
+    bars += (Bar(GIGABYTES, must=1.0),)
     times = {"pallas": 2.0, "xla": 3.0, BARE: 1.9}
     first = result_of(case, times) | {"bars": [vars(bar) for bar in bars], "flops": 1_500_000_000}
+    first["bytes"] = 5_000
     second = result_of(case, times) | {"bars": [], "shape": [1, 2, 3]}
     assert report.best_peer(first) == "xla"
     _, rows = report.summary(section_of(first, second))
     assert [row[1:] for row in rows] == [
-        ["default", "stock XLA", "1.40", "", "1.50 .", "yes 1/1"],
-        ["default", "TFLOP/s", "", "700", "750 .", "1/1"],
-        ["default", "bare product", "", "0.97", "0.95 .", "0/1"],
+        ["default", "stock XLA", "1.40", "", "1.50 .", "", "yes 1/1"],
+        ["default", "TFLOP/s", "", "700", "750 .", "", "1/1"],
+        ["default", "bare product", "", "0.97", "0.95 .", "", "0/1"],
+        ["default", "GB/s", "1.00", "", "2.50 .", "", "yes 1/1"],
     ]
 
 
