@@ -1,6 +1,7 @@
 """Dropout masks of attention's probabilities and of rows, the same in every implementation."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
     Source of the constants: Appleby, MurmurHash3, the finalizer of 32 bits.
     """
     batch, heads, query_count, key_count = shape
-    return keep_by_seeds(dropout_seeds(words, batch, heads), query_count, key_count, rate)
+    return keep_by_seeds(Bits.of(words, batch, heads), query_count, key_count, rate)
 
 
 def keep_rows(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
@@ -43,11 +44,47 @@ def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
     return murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
 
-def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: float) -> jax.Array:
-    """Returns which probabilities [B, N, T, S] dropout keeps, by the `dropout_seeds` [2, B, N]."""
+class Bits(NamedTuple):
+    """What says dropout's bits of some queries and keys of a sequence: those of the whole, there."""
+
+    seeds: jax.Array
+    """The `dropout_seeds` [2, B, N]."""
+    first_query: jax.Array | None = None
+    """Index in the sequence, uint32, of the first query; None for 0. Likewise `first_key`."""
+    first_key: jax.Array | None = None
+
+    @classmethod
+    def of(cls, words: "jax.Array | Bits", batch: int, heads: int) -> "Bits":
+        """Returns the bits of all queries and keys by two seed words, and given Bits as they are."""
+        return words if isinstance(words, Bits) else cls(dropout_seeds(words, batch, heads))
+
+    @classmethod
+    def of_queries(cls, seeds: jax.Array, first: jax.Array, count: int) -> "Bits":
+        """Returns those of `count` queries from `first` on, a multiple of `count`, and all keys."""
+        first = first.astype(jnp.uint32)
+        if count & (count - 1):
+            return cls(seeds, first)
+        # Indices below a power of two have none of `first`'s bits: first + t is first ^ t, and
+        # `keep` hashes seed ^ t.
+        return cls(seeds ^ first)
+
+    def is_moved(self) -> bool:
+        """Returns whether the seeds, which are all that kernels take, do not suffice."""
+        return self.first_query is not None or self.first_key is not None
+
+
+def keep_by_seeds(bits: Bits, query_count: int, key_count: int, rate: float) -> jax.Array:
+    """Returns which probabilities [B, N, T, S] of a part of a sequence dropout keeps."""
     t = jnp.arange(query_count, dtype=jnp.uint32)[None, None, :, None]
+    if bits.first_query is not None:
+        t = t + bits.first_query
+    u, v = (murmur(seed[:, :, None, None] ^ t) for seed in bits.seeds)
+    if bits.first_key is not None:
+        s = jnp.arange(key_count, dtype=jnp.uint32)[None, None, None] + bits.first_key
+        x = murmur(u ^ (s >> 1), v)
+        half = jnp.where(s % 2 == 0, x & 0xFFFF, x >> 16)
+        return half >= jnp.uint32(_threshold(rate))
     pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)[None, None, None]
-    u, v = (murmur(seed[:, :, None, None] ^ t) for seed in seeds)
     x = murmur(u ^ pair, v)
     halves = jnp.stack([x & 0xFFFF, x >> 16], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
     return halves[..., :key_count] >= jnp.uint32(_threshold(rate))

@@ -115,7 +115,12 @@ OTHERS = {
     "batch_norm": {"axis_index_groups"},
     # They have tests of their own: two need a mapped axis, one has no arrays.
     "expert_parallel_mlp": {"capacity_factor"},
-    "context_parallel_attention": {"scale", "local_window_size", "logits_soft_cap"},
+    "context_parallel_attention": {
+        "scale",
+        "local_window_size",
+        "logits_soft_cap",
+        "dropout_rate",
+    },
     "zigzag_order": {"length", "devices"},
     "group_norm": {"group_size"},
     "resize": {"factor"},

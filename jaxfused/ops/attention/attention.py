@@ -35,7 +35,7 @@ from jaxfused.ops.linear.linear_stages import allows_tf32
 from jaxfused.runtime import dropout_arguments, sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_soft_cap, python_numbers
-from jaxfused.runtime.dropout import dropout_seeds
+from jaxfused.runtime.dropout import Bits
 from jaxfused.runtime.gate import choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
@@ -173,13 +173,16 @@ def dot_product_attention(
         sizes=(batch, heads, query_length, key_length),
     )
     bias, score = functions.of_score(score_mod, bias, query.dtype)
-    dropout_words = dropout_arguments.dropout_words(
-        "dot_product_attention", dropout_rate, dropout_key
+    # context_parallel_attention passes Bits, after the same checks.
+    dropout_words = (
+        dropout_key
+        if isinstance(dropout_key, Bits)
+        else dropout_arguments.dropout_words("dot_product_attention", dropout_rate, dropout_key)
     )
     check_soft_cap("dot_product_attention", logits_soft_cap)
     scale = scale_of(scale, head_size, (batch, heads, query_length, key_length))
     is_reference = implementation != "cudnn" and _takes_reference(
-        implementation, device, query, key, scale, functions.why_no_score
+        implementation, device, query, key, scale, functions.why_no_score, dropout_words
     )
     who, rest = mask_of(
         *(query, key, mask, is_causal, local_window_size, query_offset),
@@ -276,14 +279,18 @@ def _why_not_on_tiles(implementation, device, query, key, value) -> str | None:
     )
 
 
-def _takes_reference(implementation, device, query, key, scale, why_no_score: str | None) -> bool:
+def _takes_reference(
+    implementation, device, query, key, scale, why_no_kernel: str | None, dropout_words
+) -> bool:
     """Returns whether plain jax.numpy runs the call, as where scale is an array: kernels take floats."""
-    missing = None
-    if why_no_score is not None:
-        missing = {"pallas": why_no_score, "cuda": why_no_score}
     if isinstance(scale, jax.Array):
-        why = "scale must be a Python float, as it is a constant of the kernels"
-        missing = {"pallas": why, "cuda": why}
+        why_no_kernel = "scale must be a Python float, as it is a constant of the kernels"
+    if isinstance(dropout_words, Bits) and dropout_words.is_moved():
+        why_no_kernel = (
+            "kernels draw dropout's bits by an index that starts at 0, and these tokens are within a"
+            " sequence (context_parallel_attention's method 'all_to_all' has kernels with dropout)"
+        )
+    missing = None if why_no_kernel is None else dict.fromkeys(("pallas", "cuda"), why_no_kernel)
     return takes_reference(
         "dot_product_attention", implementation, device, query, key, missing=missing
     )
@@ -314,7 +321,8 @@ def _run(
 
     seeds = None
     if dropout_words is not None:
-        seeds = dropout_seeds(dropout_words, batch, heads).reshape(2, batch, key_heads, groups)
+        [seeds, *_] = Bits.of(dropout_words, batch, heads)
+        seeds = seeds.reshape(2, batch, key_heads, groups)
     arrays = Arrays(
         split_axis(query, 2, key_heads, groups),
         key,

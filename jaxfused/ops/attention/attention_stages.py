@@ -15,6 +15,7 @@ from jaxfused.ops.attention.kernel_function import over_arrays
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
 from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.runtime import cuda_library
+from jaxfused.runtime.dropout import Bits
 from jaxfused.runtime.estimate import KERNELS, Rule
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
@@ -587,7 +588,7 @@ def _in_xla(options: Options, arrays: Arrays, with_rest: bool = False) -> Callab
             bias,
             sinks,
             mask,
-            operands.dropout_seeds,
+            None if operands.dropout_seeds is None else Bits(operands.dropout_seeds),
             scale=options.scale,
             logits_soft_cap=options.soft_cap,
             dropout_rate=options.dropout_rate,

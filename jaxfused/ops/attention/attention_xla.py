@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
 from jaxfused.runtime import resharding
-from jaxfused.runtime.dropout import dropout_seeds, keep_by_seeds, keep_probability
+from jaxfused.runtime.dropout import Bits, keep_by_seeds, keep_probability
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.shapes import split_axis
 
@@ -23,7 +23,7 @@ def attention(
     bias: jax.Array | None,
     sinks: jax.Array | None,
     mask: Mask,
-    dropout_words: jax.Array | None,
+    dropout_words: jax.Array | Bits | None,
     *,
     scale: float | jax.Array,
     logits_soft_cap: float | None,
@@ -34,11 +34,11 @@ def attention(
 
     The gradient saves only the arguments, and computes the probabilities [B, N, T, S] again.
     """
-    seeds = None
+    bits = None
     if dropout_words is not None:
-        seeds = dropout_seeds(dropout_words, query.shape[0], query.shape[2])
+        bits = Bits.of(dropout_words, query.shape[0], query.shape[2])
 
-    def f(query, key, value, bias, sinks, mask, seeds, scale):
+    def f(query, key, value, bias, sinks, mask, bits, scale):
         return attention_by_seeds(
             query,
             key,
@@ -46,14 +46,14 @@ def attention(
             bias,
             sinks,
             mask,
-            seeds,
+            bits,
             scale=scale,
             logits_soft_cap=logits_soft_cap,
             dropout_rate=dropout_rate,
             score_mod=score_mod,
         )
 
-    return jax.checkpoint(f)(query, key, value, bias, sinks, mask, seeds, scale)
+    return jax.checkpoint(f)(query, key, value, bias, sinks, mask, bits, scale)
 
 
 def attention_by_seeds(
@@ -63,7 +63,7 @@ def attention_by_seeds(
     bias: jax.Array | None,
     sinks: jax.Array | None,
     mask: Mask,
-    seeds: jax.Array | None,
+    bits: Bits | None,
     *,
     scale: float | jax.Array,
     logits_soft_cap: float | None,
@@ -71,7 +71,7 @@ def attention_by_seeds(
     score_mod: Callable[[jax.Array], jax.Array] | None = None,
     with_rest: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Computes `attention` from dropout's seeds [2, B, N], sharded as B and N are; see `weights`."""
+    """Computes `attention` from dropout's seeds, sharded as B and N are; see `weights`."""
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
@@ -84,8 +84,8 @@ def attention_by_seeds(
         score_mod=score_mod,
         with_rest=with_rest,
     )
-    if seeds is not None:
-        kept = keep_by_seeds(seeds, query_count, key_count, dropout_rate)
+    if bits is not None:
+        kept = keep_by_seeds(bits, query_count, key_count, dropout_rate)
         probabilities = jnp.where(kept, probabilities, 0.0) / keep_probability(dropout_rate)
 
     grouped = split_axis(probabilities, 1, key_heads, groups)

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
 from jaxfused.ops.attention.attention import dot_product_attention
-from jaxfused.runtime import sharding
+from jaxfused.runtime import dropout_arguments, sharding
 from jaxfused.runtime.checks import as_arrays, python_numbers
+from jaxfused.runtime.dropout import Bits, dropout_seeds
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.mapped import over_mesh
 from jaxfused.runtime.sharding import AxisName
@@ -41,11 +42,13 @@ def context_parallel_attention(
     logits_soft_cap: float | None = None,
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""`dot_product_attention` of a sequence to itself, of which each device of a mesh axis has a part.
 
-    .. math:: O = \text{softmax}(\text{scale} \cdot Q K^T + \text{mask}) V
+    .. math:: O = \text{dropout}(\text{softmax}(\text{scale} \cdot Q K^T + \text{mask})) V
 
     over all T tokens, where T is that of one device times the size n of the axis. Results and gradients
     are those of one device up to rounding, and repeat bit for bit.
@@ -85,6 +88,15 @@ def context_parallel_attention(
       logits_soft_cap: keeps the logits within (-cap, cap).
       segment_ids: [B, T] integers; a token attends to those of its own segment.
       sinks: [N], one learned logit a head, which adds to the softmax's denominator only.
+      dropout_rate: the fraction of probabilities to drop, as in `dot_product_attention`; the others
+        are divided by the fraction that is kept.
+      dropout_key: a `jax.random` key, needed where dropout_rate > 0, the same on all devices of
+        `axis_name`. The probabilities that are dropped are those that `dot_product_attention` of the
+        whole sequence drops with this key, whatever the method, the layout and the devices. Within
+        `jax.shard_map` or `jax.pmap` fold into the key a device's index along other axes, which split
+        batch or heads. Kernels run with dropout by "all_to_all", and by "all_gather" if L ("zigzag":
+        L / 2) is a power of two. Elsewhere, and by "ring" always, "xla" runs, which writes the
+        probabilities of a device's queries and the keys it holds.
       implementation: of `dot_product_attention`.
 
     Returns:
@@ -111,10 +123,21 @@ def context_parallel_attention(
     """
     query, key, value, segment_ids, sinks = as_arrays(query, key, value, segment_ids, sinks)
     _check(query, key, value, segment_ids, layout, method)
+    seeds = None
+    words = dropout_arguments.dropout_words(_OP, dropout_rate, dropout_key)
+    if words is not None:
+        seeds = dropout_seeds(words, query.shape[0], query.shape[2])
     options = _Options(
-        axis_name, layout, scale, is_causal, local_window_size, logits_soft_cap, implementation
+        axis_name,
+        layout,
+        scale,
+        is_causal,
+        local_window_size,
+        logits_soft_cap,
+        dropout_rate,
+        implementation,
     )
-    operands = _Operands(query, key, value, segment_ids, sinks)
+    operands = _Operands(query, key, value, segment_ids, sinks, seeds)
     mesh = sharding.mesh_to_map(_OP, axis_name, query)
     if mesh is None:
         return _on_a_device(options, method, operands)
@@ -171,6 +194,7 @@ class _Options:
     is_causal: bool
     window: int | tuple[int, int] | None
     soft_cap: float | None
+    dropout_rate: float
     implementation: dispatch.Implementation | None
 
     def attend(self, query, key, value, offset, segments=None, key_segments=None, **kwargs: Any):
@@ -187,6 +211,7 @@ class _Options:
             logits_soft_cap=self.soft_cap,
             query_segment_ids=segments,
             key_value_segment_ids=key_segments,
+            dropout_rate=self.dropout_rate,
             implementation=self.implementation,
             **kwargs,
         )
@@ -198,6 +223,8 @@ class _Operands(NamedTuple):
     value: Any
     segment_ids: Any
     sinks: Any
+    seeds: Any
+    """Seeds [2, B, N] of dropout, of the whole batch and all heads outside of `jax.shard_map`."""
 
 
 def _check(query, key, value, segment_ids, layout, method) -> None:
@@ -248,7 +275,8 @@ def _specs(options: _Options, spec: P | None, mesh: Any, operands: _Operands) ->
         sharding.check_split(_OP, which, array.shape, whole, mesh)
     segments = None if operands.segment_ids is None else P(batch, name)
     sinks = None if operands.sinks is None else P(heads)
-    return _Operands(whole, whole, whole, segments, sinks)
+    seeds = None if operands.seeds is None else P(None, batch, heads)
+    return _Operands(whole, whole, whole, segments, sinks, seeds)
 
 
 # --- on one device --------------------------------------------------------------------------------
@@ -312,7 +340,7 @@ def _by_devices(options: _Options, in_order: jax.Array) -> jax.Array:
 
 
 def _all_gather(options: _Options, operands: _Operands) -> jax.Array:
-    query, key, value, segments, sinks = operands
+    query, key, value, segments, sinks, seeds = operands
     key, value = (_in_order(options, _gathered(options.axis_name, a)) for a in (key, value))
     all_segments = None
     if segments is not None:
@@ -321,9 +349,11 @@ def _all_gather(options: _Options, operands: _Operands) -> jax.Array:
     parts = []
     for start, part in _starts(options, lax.axis_index(options.axis_name), query.shape[1]):
         own = None if segments is None else segments[:, part]
-        parts.append(
-            options.attend(query[:, part], key, value, start, own, all_segments, sinks=sinks)
-        )
+        bits = None
+        if seeds is not None:
+            bits = Bits.of_queries(seeds, start, part.stop - part.start)
+        given = (query[:, part], key, value, start, own, all_segments)
+        parts.append(options.attend(*given, sinks=sinks, dropout_key=bits))
     return jnp.concatenate(parts, axis=1)
 
 
@@ -346,7 +376,7 @@ _gathered.defvjp(lambda axis_name, array: (_gathered(axis_name, array), None), _
 
 
 def _all_to_all(options: _Options, operands: _Operands) -> jax.Array:
-    query, key, value, segments, sinks = operands
+    query, key, value, segments, sinks, seeds = operands
     name, size = options.axis_name, lax.axis_size(options.axis_name)
 
     # Devices are the first axis of what moves: XLA would transpose for another one before and after.
@@ -366,11 +396,16 @@ def _all_to_all(options: _Options, operands: _Operands) -> jax.Array:
 
     if segments is not None:
         segments = _in_order(options, lax.all_gather(segments, name, axis=1, tiled=True))
+    own = query.shape[2] // size
+    first = lax.axis_index(name) * own
     if sinks is not None:
-        own = query.shape[2] // size
-        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(name) * own, own)
+        sinks = lax.dynamic_slice_in_dim(sinks, first, own)
+    bits = None
+    if seeds is not None:
+        bits = Bits(lax.dynamic_slice_in_dim(seeds, first, own, axis=2))
     query, key, value = map(by_heads, (query, key, value))
-    output = options.attend(query, key, value, None, segments, segments, sinks=sinks)
+    given = (query, key, value, None, segments, segments)
+    output = options.attend(*given, sinks=sinks, dropout_key=bits)
     return by_tokens(_by_devices(options, output))
 
 
@@ -378,11 +413,11 @@ def _all_to_all(options: _Options, operands: _Operands) -> jax.Array:
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0,), op=_OP, remedy=_REMEDY)
-def _ring(options: _Options, query, key, value, segments, sinks) -> jax.Array:
-    return _ring_fwd(options, query, key, value, segments, sinks)[0]
+def _ring(options: _Options, query, key, value, segments, sinks, seeds) -> jax.Array:
+    return _ring_fwd(options, query, key, value, segments, sinks, seeds)[0]
 
 
-def _ring_fwd(options: _Options, query, key, value, segments, sinks):
+def _ring_fwd(options: _Options, query, key, value, segments, sinks, seeds):
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     like = query[..., :1] * 0
     out = like.astype(dtype) + jnp.zeros((*query.shape[:3], value.shape[-1]), dtype)
@@ -401,6 +436,7 @@ def _ring_fwd(options: _Options, query, key, value, segments, sinks):
                         options,
                         own,
                         part,
+                        seeds,
                         query[:, own.part],
                         key[:, part.part],
                         value[:, part.part],
@@ -414,11 +450,11 @@ def _ring_fwd(options: _Options, query, key, value, segments, sinks):
     state, _ = _around(options, step, state, key, value, segments, ())
     out = jnp.concatenate([o for o, _ in state], axis=1).astype(query.dtype)
     lse = jnp.concatenate([l for _, l in state], axis=1)
-    return out, (query, key, value, segments, sinks, out, lse)
+    return out, (query, key, value, segments, sinks, seeds, out, lse)
 
 
 def _ring_bwd(options: _Options, saved, dout):
-    query, key, value, segments, sinks, out, lse = saved
+    query, key, value, segments, sinks, seeds, out, lse = saved
     dtype = lse.dtype
     # Row sums of dout * out, [B, T, N], which the softmax's derivative subtracts.
     delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
@@ -428,7 +464,7 @@ def _ring_bwd(options: _Options, saved, dout):
         for i, own in enumerate(_parts(options, query, segments)):
             for j, part in enumerate(_parts(options, key, key_segments, device)):
                 q, k = own.part, part.part
-                attend = functools.partial(_of_part, options, own, part)
+                attend = functools.partial(_of_part, options, own, part, seeds)
                 (o, l), pullback = jax.vjp(attend, query[:, q], key[:, k], value[:, k])
                 weight = jnp.exp(l - lse[:, q])
                 do = weight[..., None] * dout[:, q].astype(dtype)
@@ -452,7 +488,7 @@ def _ring_bwd(options: _Options, saved, dout):
         jnp.concatenate(parts, axis=1).astype(array.dtype)
         for parts, array in zip((dqueries, *moved), saved[:3], strict=True)
     )
-    return (*gradients, None, dsinks)
+    return (*gradients, None, dsinks, None)
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)
@@ -475,7 +511,10 @@ def _parts(options: _Options, array, segments, device=None) -> list[_Part]:
     ]
 
 
-def _of_part(options: _Options, own: _Part, part: _Part, query, key, value):
+def _of_part(options: _Options, own: _Part, part: _Part, seeds, query, key, value):
+    bits = None
+    if seeds is not None:
+        bits = Bits(seeds, own.start.astype(jnp.uint32), part.start.astype(jnp.uint32))
     return options.attend(
         query,
         key,
@@ -484,6 +523,7 @@ def _of_part(options: _Options, own: _Part, part: _Part, query, key, value):
         own.segments,
         part.segments,
         return_lse=True,
+        dropout_key=bits,
     )
 
 

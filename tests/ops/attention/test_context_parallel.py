@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,13 +31,13 @@ def test_on_eight_devices(selection):
     eight_devices.assert_passes(__file__, selection)
 
 
-def arrays(dtype="float32"):
+def arrays(dtype="float32", tokens=T):
     """Returns query, key, value, the output's cotangent, segment ids and sinks."""
     rng = np.random.default_rng(0)
-    shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)]
+    shapes = [(B, tokens, heads, H) for heads in (N, K, K, N)]
     qkv = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
-    segments = jnp.asarray(np.sort(rng.integers(0, 3, (B, T)), axis=1))
-    return (*qkv, segments, jnp.asarray(rng.standard_normal(N), "float32"))
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (B, tokens)), axis=1))
+    return (*qkv, segments, jnp.asarray(rng.standard_normal(N), qkv[0].dtype))
 
 
 def alone(options, q, k, v, dy, segments, sinks):
@@ -70,13 +71,16 @@ OPTIONS = [
 ]
 
 
-def compare(options, method, layout, axis_type, spec, shape, names, with_more):
-    q, k, v, dy, segments, sinks = arrays()
+def compare(
+    options, method, layout, axis_type, spec, shape, names, with_more, given=None, close=2e-5
+):
+    """Compares output and gradients with those of one device, and returns both outputs."""
+    q, k, v, dy, segments, sinks = given or arrays()
     if not with_more:
         segments = sinks = None
     mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
-    size = mesh.shape["context"]
-    order = jaxfused.zigzag_order(T, size) if layout == "zigzag" else np.arange(T)
+    size, tokens = mesh.shape["context"], q.shape[1]
+    order = jaxfused.zigzag_order(tokens, size) if layout == "zigzag" else np.arange(tokens)
     expected = alone(options, q, k, v, dy, segments, sinks)
     how = dict(method=method, layout=layout, spec=spec)
     with jax.set_mesh(mesh):
@@ -88,14 +92,17 @@ def compare(options, method, layout, axis_type, spec, shape, names, with_more):
             return jax.device_put(array[:, order], NamedSharding(mesh, spec))
 
         operands = (*map(put, (q, k, v, dy, segments)), sinks)
-        got = jax.jit(functools.partial(shared, options, how))(*operands)
+        run = jax.jit(functools.partial(shared, options, how))
+        got = run(*operands)
+        chex.assert_trees_all_equal(got, run(*operands))
     for ours, one in zip(got, expected, strict=True):
         if ours is None:
             assert one is None
             continue
         ours = np.asarray(ours)
         back = ours[:, np.argsort(order)] if ours.ndim == 4 else ours
-        np.testing.assert_allclose(back, one, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(back, one, rtol=close, atol=close)
+    return np.asarray(got[0])[:, np.argsort(order)], np.asarray(expected[0])
 
 
 @on_eight_devices
@@ -108,6 +115,70 @@ def test_numbers_are_those_of_one_device(options, method, layout):
     options, with_more = OPTIONS[options % len(OPTIONS)], options % 2 == 1
     spec = P(None, "context")
     compare(options, method, layout, axis_type, spec, (4,), ("context",), with_more)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("method", METHODS)
+@parametrize("tokens", [20, 32], quick=(0,))
+@parametrize("layout", ["contiguous", "zigzag"], quick=(1,))
+@parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], quick=(0,))
+def test_dropout_drops_what_one_device_drops(axis_type, layout, tokens, method):
+    """Parts of 5 tokens begin at odd keys; devices split batch and heads too."""
+    names = ("data", "context", "heads")
+    how = dict(axis_type=axis_type, spec=P(*names), shape=(2, 2, 2), names=names)
+    with jax.enable_x64(True):
+        options = dict(is_causal=True, local_window_size=(13, 0), dropout_rate=0.3)
+        options["dropout_key"] = jax.random.key(1)
+        q, k, _, _, *more = arrays("float64", tokens)
+        # With unit vectors as values the output is the probabilities.
+        v = jnp.broadcast_to(jnp.eye(tokens)[None, :, None], (B, tokens, K, tokens))
+        dy = jax.random.normal(jax.random.key(2), (B, tokens, N, tokens))
+        given = (q, k, v, dy, *more)
+        ours, one = compare(
+            options, method, layout, **how, with_more=True, given=given, close=1e-12
+        )
+    np.testing.assert_array_equal(ours == 0, one == 0)
+
+
+@on_eight_devices
+@parametrize(
+    ("method", "tokens", "has_kernels"),
+    [
+        ("all_to_all", 24, True),
+        ("all_gather", 32, True),
+        ("all_gather", 24, False),
+        ("ring", 32, False),
+    ],
+    quick=(3,),
+)
+def test_kernels_with_dropout(with_library, method, tokens, has_kernels):
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Explicit,))
+    options = dict(dropout_rate=0.3, dropout_key=jax.random.key(1))
+    with dispatch.assume(with_library), jax.set_mesh(mesh):
+        spec = NamedSharding(mesh, P(None, "context"))
+        operands = [jax.device_put(a, spec) for a in arrays("bfloat16", tokens)[:4]]
+
+        def launched(implementation):
+            how = dict(method=method, implementation=implementation)
+            return kernels(functools.partial(shared, options, how), *operands, None, None)
+
+        assert bool(launched(None)) == has_kernels
+        if not has_kernels:
+            with pytest.raises(ValueError, match=r"draw dropout's bits by an index"):
+                launched("pallas")
+
+
+def test_dropout_in_a_shard_map():
+    q, k, v, *_ = arrays()
+    mesh = jax.make_mesh((jax.device_count(),), ("context",), axis_types=(AxisType.Auto,))
+    spec, options = P(None, "context"), dict(dropout_rate=0.3, dropout_key=jax.random.key(1))
+
+    def f(q, k, v):
+        return jaxfused.context_parallel_attention(q, k, v, axis_name="context", **options)
+
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    expected = jaxfused.dot_product_attention(q, k, v, **options)
+    np.testing.assert_allclose(jax.jit(mapped)(q, k, v), expected, atol=1e-5)
 
 
 @on_eight_devices
@@ -210,6 +281,7 @@ def test_one_device():
         (dict(axis_name="rows"), r"axis_name is 'rows', but the mesh here has the axes"),
         (dict(spec=P("context")), r"split its second axis by 'context'"),
         (dict(key=jnp.ones((B, 3, K, H))), r"query has 32 tokens and key 3"),
+        (dict(dropout_rate=0.5), r"dropout_rate is 0.5, but dropout_key is None"),
         (dict(layout="ring"), r"layout='ring' is not known; pass one of"),
         (dict(segment_ids=jnp.ones((B, 3), int)), r"segment_ids has shape \(2, 3\)"),
         (dict(value=jnp.ones((T, K, H))), r"value has shape .*pass one of 4 axes"),
