@@ -78,6 +78,8 @@ _LARGEST_HEAD = 256
 """Head size beyond which the kernel is one of its own, which XLA may beat."""
 QUICK_SHAPES = tuple(Sizes(16, 8192, *_LLAMA, page) for page in (0, 64, 16))
 _MOST_SPLITS = 32
+_QUERY_ROWS = 128
+"""Rows of a tile of flash_attn3: queries of all heads that share a key head."""
 _DECODED = 16
 """Most new tokens of a decode step; more are a chunk of a prompt."""
 _LARGE, _SMALL = 128e6, 32e6
@@ -275,7 +277,9 @@ def _flash_attn3(query, key, value, lengths, *pages):
     from flash_attn3_jax import flash_mha_with_kvcache
 
     # flash_attn3 does not split a head's keys by default; with this many splits CTAs fill 132 SMs.
-    parts = max(1, min(_MOST_SPLITS, 132 // (key.shape[0] * key.shape[2])))
+    batch, tokens, heads, _ = query.shape
+    tiles = batch * key.shape[2] * -(-tokens * heads // (key.shape[2] * _QUERY_ROWS))
+    parts = max(1, min(_MOST_SPLITS, 132 // tiles))
     options = dict(cache_seqlens=lengths, num_splits=parts, is_causal=query.shape[1] > 1)
     if pages:
         *_, table, key, value = pages
