@@ -48,6 +48,10 @@ LABELS = {
     "cudnn": "cuDNN, jax.nn",
     "cudnn_padded": "cuDNN, padded",
     "jax_pages": "JAX's pages",
+    "jax_csr": "JAX's BCSR",
+    "dense": "dense product",
+    "dense_tf32": "dense, TF32",
+    "cusparse": "cuSPARSE, torch",
     "flash_attn3": "FA3",
     "torch_compile": "torch.compile",
     "torch_cudnn": "cuDNN, torch",
@@ -118,6 +122,8 @@ class Case:
     """Reasons for not running an implementation at this shape, by name."""
     in_place: int = 0
     """Number of leading inputs that the function writes in place and returns, and nothing else."""
+    sets: int | None = None
+    """Number of input sets in turn, where a large input that not every row reads would make it small."""
     error_limit: float = 1e-2
     """Largest relative error of a row that counts as right: twice that of two roundings to bfloat16."""
 

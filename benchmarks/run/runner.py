@@ -207,10 +207,10 @@ def distance(outputs: Any, truth: Any) -> float:
 # --- time -----------------------------------------------------------------------------------------
 
 
-def make_sets(make_inputs: Callable[[jax.Array], Arrays]) -> list[Arrays]:
-    """Returns enough sets of random inputs that none is still in the L2 when it is used again."""
+def make_sets(make_inputs: Callable[[jax.Array], Arrays], count: int | None = None) -> list[Arrays]:
+    """Returns sets of random inputs; by default as many that none is in the L2 when it is used again."""
     first = make_inputs(jax.random.key(0))
-    count = timing.input_sets(sum(a.nbytes for a in first))
+    count = count or timing.input_sets(sum(a.nbytes for a in first))
     more = [make_inputs(jax.random.key(seed)) for seed in range(1, count)]
     return jax.block_until_ready([first, *more])
 
@@ -222,7 +222,7 @@ def _run_case(
     skipped: dict[str, str],
 ) -> dict[str, _Row]:
     try:
-        sets = make_sets(executables["inputs"].result())
+        sets = make_sets(executables["inputs"].result(), case.sets)
         rows, clocks = _admit(case, chosen, executables, sets)
     except Exception as error:
         return {

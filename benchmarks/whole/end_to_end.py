@@ -2,8 +2,8 @@
 
 It measures time, memory and every kernel of a step of ViT-B/16, ViT-L/16, a U-Net, ConvNeXt-T and
 ResNet-50 on random images, in bfloat16 with float32 parameters, AdamW and clipping by the global norm.
-Models with "answers" and a batch size in their names run inference; they, and networks of other
-libraries, are measured only if --models names them.
+Models with "answers" and a batch size in their names run inference; they, networks of other libraries,
+and those that have bars (evoformer, resnet-50-128), are measured only if --models names them.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,13 @@ import jax
 
 from benchmarks.report import plot, results
 from benchmarks.run import ceilings, peers, timing
-from benchmarks.whole import end_to_end_adopted, end_to_end_jax, end_to_end_report, end_to_end_torch
+from benchmarks.whole import (
+    end_to_end_adopted,
+    end_to_end_fused,
+    end_to_end_jax,
+    end_to_end_report,
+    end_to_end_torch,
+)
 from benchmarks.whole.end_to_end_jax import Program, Workload
 from benchmarks.whole.end_to_end_report import LABELS
 
@@ -69,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - begin:5.0f} s] {text}", flush=True)
 
     gpu = jax.devices()[0].device_kind
-    known = end_to_end_jax.workloads() | end_to_end_adopted.workloads()
+    known = end_to_end_jax.workloads() | _on_request()
     chosen = [workload for name, workload in known.items() if name in options.models]
     section: dict[str, Any] = {
         "date": results.now(),
@@ -93,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.save_section(options.out, gpu, end_to_end_report.NAME, section)
         say(f"{model} {LABELS[variant]}: {end_to_end_report.short(row)}")
 
+    for number, (workload, model) in enumerate(zip(chosen, section["models"], strict=True)):
+        if workload.must is not None:
+            chosen[number] = checked(workload, model, save)
     say("compiling")
     run_jax(chosen, options.variants, save)
     if "torch" in options.variants:
@@ -133,7 +142,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     models = end_to_end_jax.workloads()
     steps = [name for name, workload in models.items() if not workload.answers]
     for flag, known, default in (
-        ("--models", [*models, *end_to_end_adopted.workloads()], steps),
+        ("--models", [*models, *_on_request()], steps),
         ("--variants", list(LABELS), [v for v in LABELS if v not in _BY_NAME]),
     ):
         parser.add_argument(
@@ -150,7 +159,26 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _on_request() -> dict[str, Workload]:
+    return end_to_end_adopted.workloads() | end_to_end_fused.workloads()
+
+
 # --- JAX ------------------------------------------------------------------------------------------
+
+
+def checked(workload: Workload, model: Row, save: Callable[[str, str, Row], None]) -> Workload:
+    """Adds bars and errors to `model`; returns the workload, without `fuse` if its gradients are off."""
+    errors = end_to_end_fused.errors(workload)
+    model |= {"must": workload.must, "aim": workload.aim, "errors": errors}
+    # A NaN is no 0.
+    if errors["excess"] == 0:
+        return workload
+    reason = (
+        f"wrong: gradients' relative error {errors['fused']:.3g}, stock's {errors['stock']:.3g}"
+    )
+    save(workload.name, "fused", {"failed": reason})
+    programs = {name: build for name, build in workload.programs.items() if name != "fused"}
+    return replace(workload, programs=programs)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ folds batch norms into the convolutions.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import flax
@@ -60,6 +60,11 @@ class Workload:
     """Function that returns the operations of the matrix products of a forward pass over the batch."""
     answers: bool = False
     """True if a step is a forward pass only, without gradients."""
+    network: "Callable[[Any], Network] | None" = None
+    """Function of a dtype that returns the stock network computed in it, where one can choose."""
+    must: float | None = None
+    """Bar: how many times as fast as stock the step has to be under `fuse`."""
+    aim: float | None = None
 
     def flops(self) -> int:
         """Returns the operations of the matrix products of a step."""
@@ -227,7 +232,12 @@ def resnet(
     make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
     losses = (jaxfused.softmax_cross_entropy, _softmax_cross_entropy)
     stock = StockResNet(size, norm, classes, training=not answers)
-    return _workload(name, build, stock, make_batch, losses, answers)
+
+    def network(dtype: Any) -> Network:
+        return _of_flax(stock.clone(dtype=dtype), make_batch, losses[1])
+
+    made = _workload(name, build, stock, make_batch, losses, answers)
+    return replace(made, network=network)
 
 
 def _workload(
@@ -523,10 +533,11 @@ class StockResNet(nn.Module):
     norm: Norm
     classes: int
     training: bool = True
+    dtype: Any = jnp.bfloat16
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        size, dtype = self.size, jnp.bfloat16
+        size, dtype = self.size, self.dtype
 
         def layer(x: jax.Array, width: int, kernel: int, strides: int = 1) -> jax.Array:
             x = nn.Conv(width, (kernel, kernel), strides, use_bias=False, dtype=dtype)(x)

@@ -119,6 +119,25 @@ def table(section: Section) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
+def bars(section: Section) -> list[str]:
+    """Returns a line for each model that has a bar (target ratio) for its step under `fuse`."""
+    lines = []
+    for model in (m for m in section["models"] if "must" in m):
+        rows = [model["rows"].get(variant, {}) for variant in ("stock", "fused")]
+        stock, fused = (row.get("milliseconds") for row in rows)
+        ratio = stock / fused if stock and fused else None
+        goals = [f"must {model['must']:.2f}"]
+        goals += [] if model["aim"] is None else [f"aim {model['aim']:.2f}"]
+        told = "not measured" if ratio is None else f"{ratio:.3f}x stock"
+        verdict = "met" if ratio is not None and ratio >= model["must"] else "NOT met"
+        errors = ", ".join(f"{name} {error:.2g}" for name, error in model["errors"].items())
+        lines.append(
+            f"{model['model']} under fuse: {told}, {', '.join(goals)}, {verdict};"
+            f" relative errors of gradients: {errors}"
+        )
+    return lines
+
+
 def memory(row: Row) -> str:
     """Formats the allocator's peak in GiB, or XLA's plan in brackets if the peak is an earlier row's."""
     if "peak_bytes" in row:
@@ -152,6 +171,8 @@ def print_report(section: Section) -> None:
                 print(f"{model['model']}, {LABELS[variant]}: {reason}", end="\n\n")
     print(report.ceilings_line(section))
     print(report.plain_table("training steps in bfloat16", *table(section)), flush=True)
+    for line in bars(section):
+        print(line, flush=True)
 
 
 def _kinds_line(row: Row) -> str:

@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
+import jaxfused
 from benchmarks import __main__
 from benchmarks.cases import (
     attention,
@@ -33,6 +34,7 @@ from benchmarks.cases import (
     sample,
     serving,
     serving_calls,
+    sparse_entries,
 )
 from benchmarks.report import plot, report, results
 from benchmarks.run import ceilings, peers, runner, timing
@@ -40,6 +42,7 @@ from benchmarks.run.case import BARE, BEST_PEER, BULK_COPY, GIGABYTES, TERAFLOPS
 from benchmarks.sweep import attention as sweep_attention
 from benchmarks.whole import (
     end_to_end,
+    end_to_end_fused,
     end_to_end_jax,
     end_to_end_report,
     parallel,
@@ -83,7 +86,12 @@ IMAGE_CASES = {
     for operator in (batch_norm, depthwise, group_norm, pool, resample)
     for case in operator.cases(shapes=[(2, 6, 5, 8)])
 }
+SPARSE_CASES = {
+    case.name: case
+    for case in sparse_entries.cases(shapes=[(64, 8, 0.05, t) for t in ("float32", "bfloat16")])
+}
 ALL_CASES = QUANTIZED_CONV_CASES | CASES | PRODUCT_CASES | LOSS_CASES | CONV_CASES | IMAGE_CASES
+ALL_CASES |= SPARSE_CASES
 
 
 def result_of(case, times, **rows):
@@ -131,7 +139,7 @@ def test_case_agrees_with_its_truth(name):
     inputs = case.make_inputs(jax.random.key(0))
     with jax.enable_x64(True):
         truth = jax.jit(runner.in_float64(case.truth))(*inputs)
-    for implementation in {"reference", "xla"} & set(case.jax):
+    for implementation in {"reference", "xla", "jax_csr", "dense"} & set(case.jax):
         outputs = jax.jit(case.jax[implementation])(*inputs)
         assert runner.distance(outputs, truth) <= case.error_limit, implementation
 
@@ -576,6 +584,11 @@ TINY_RESNETS = [
 ]
 
 
+TINY_EVOFORMER = end_to_end_fused.evoformer(
+    "tiny", end_to_end_fused.EvoformerSize(5, 3, 8, 8, 2, 2, 4, 2, factor=1)
+)
+
+
 def count_parameters(workload, variant):
     params, *_ = jax.eval_shape(workload.programs[variant]().init, jax.random.key(0))
     return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -629,7 +642,9 @@ def test_a_step_that_reads_copies_of_the_kernels_is_the_same_step():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("workload", [TINY_VIT, TINY_UNET, TINY_CONVNEXT], ids=lambda w: w.name)
+@pytest.mark.parametrize(
+    "workload", [TINY_VIT, TINY_UNET, TINY_CONVNEXT, TINY_EVOFORMER], ids=lambda w: w.name
+)
 def test_a_fused_step_is_that_of_stock(workload):
     """The forward differs by rounding only; both have float32 parameters and compute in bfloat16."""
     losses = []
@@ -649,6 +664,37 @@ def test_flops_are_those_of_the_formula():
     total = 196 * 16 * 16 * 3 * size.width + size.depth * block + size.width * 1000
     workload = end_to_end_jax.vit("b", size, batch=batch)
     assert workload.forward_flops() == 2 * batch * total
+
+
+@pytest.mark.exhaustive
+def test_gradients_under_fuse_are_held_against_stock_in_float32(monkeypatch):
+    model, failed = {}, {}
+
+    def save(name, variant, row):
+        failed[variant] = row
+
+    workload = end_to_end.checked(TINY_EVOFORMER, model, save)
+    assert workload is TINY_EVOFORMER and not failed
+    assert 0 < model["errors"]["stock"] < 0.2
+    assert model["must"] == 1.5
+
+    # Gradients 5 % too large.
+    monkeypatch.setattr(jaxfused, "fuse", lambda f: lambda *a: (1.05 * f(*a)[0], f(*a)[1]))
+    workload = end_to_end.checked(TINY_EVOFORMER, model, save)
+    assert set(workload.programs) == {"stock"}
+    assert "wrong" in failed["fused"]["failed"]
+
+
+def test_bars_of_steps_are_said():
+    rows = {"stock": {"milliseconds": 3.0}, "fused": {"milliseconds": 2.0}}
+    errors = {"stock": 0.01, "fused": 0.02, "excess": 0.0}
+    model = {"model": "block", "must": 1.6, "aim": None, "errors": errors, "rows": rows}
+    (line,) = end_to_end_report.bars({"models": [model, {"model": "without", "rows": rows}]})
+    assert line.startswith("block under fuse: 1.500x stock, must 1.60, NOT met; ")
+    (line,) = end_to_end_report.bars({"models": [model | {"must": 1.25, "aim": 1.35}]})
+    assert "must 1.25, aim 1.35, met" in line
+    (line,) = end_to_end_report.bars({"models": [model | {"rows": {"fused": {"failed": "wrong"}}}]})
+    assert "not measured, must 1.60, NOT met" in line
 
 
 def test_flops_of_loops_and_convolutions():
