@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxfused.runtime.activation import ACTIVATIONS, is_known
+from jaxfused.runtime.other_arrays import is_of_qwix
 from jaxfused.runtime.quantized_array import QuantizedArray
 
 
@@ -317,6 +318,7 @@ def _as_operand(
         or value is None
         or any(hasattr(value, attribute) for attribute in _OF_ARRAYS)
         or isinstance(value, (Number, Sequence, *kinds))
+        or (QuantizedArray in kinds and is_of_qwix(value))
         or inspect.isroutine(value)
     )
     has_no_numbers = kind in ("O", "S", "U", "M", "m")
