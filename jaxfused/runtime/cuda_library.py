@@ -30,6 +30,7 @@ TARGETS = (
     "jaxfused_bias_activation",
     "jaxfused_bias_activation_backward",
     "jaxfused_cached_attention",
+    "jaxfused_codes_matmul",
     "jaxfused_cross_entropy_forward",
     "jaxfused_cross_entropy_backward",
     "jaxfused_csr_matmul",

@@ -248,6 +248,7 @@ TILE = {
 FIVE = dict(height=np.int64(5), width=np.int64(5), top=np.int64(2), left=np.int64(2))
 DEPTHWISE_TILES = FIVE | TILE
 ALONE = dict(cluster=np.int64(1))
+CODES = dict(activation="none", codebook=np.zeros(16, np.float32), units=np.int64(1))
 QUANTIZED = dict(activation="none", row_tiles=np.int64(1), sum_warps=np.int64(4))
 PRODUCT = dict(transpose_w=np.bool_(False), transpose_x=np.bool_(False))
 READING = dict(
@@ -399,6 +400,20 @@ POOL = {
                 [(4, 8), (0,), (2, 1, 4, 7)],
                 QUANTIZED,
                 r"workspace has shape \[2, 1, 4, 7\], but \[1, 1, 4, 8\]",
+            ),
+            (
+                "codes_matmul",
+                [((17, 64), BF16), ((32, 32), "uint8"), (2, 32), (0,), (0,)],
+                [(17, 32), (0,)],
+                CODES,
+                r"x must have 1 to 16 rows, .* x of shape \[17, 64\] and 32 columns",
+            ),
+            (
+                "codes_matmul",
+                [((4, 192), BF16), ((32, 96), "uint8"), (2, 32), (0,), (0,)],
+                [(4, 32), (0,)],
+                CODES,
+                "groups must be of 32 features times a power of two",
             ),
             (
                 "quantized_matmul_both",

@@ -63,8 +63,6 @@ def why_unsupported(
         return f"it multiplies x of bfloat16 and float16, and x is {jnp.dtype(x_dtype)}"
     if x_dtype == jnp.bfloat16 and compute_capability is not None and compute_capability < (8, 0):
         return _needs("bfloat16", (8, 0), compute_capability)
-    if w.codebook is not None:
-        return "it reads integers and float8, and the weights are codes of a codebook"
     rows, features = x_shape
     group = features // w.groups if w.groups > 1 else STEP
     if group not in (32, 64) and group % STEP:

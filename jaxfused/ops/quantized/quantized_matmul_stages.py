@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
+from jaxfused.ops.quantized import (
+    codes_matmul_cuda,
+    quantized_matmul_cuda,
+    quantized_matmul_xla,
+)
 from jaxfused.runtime import cuda_choice, product_regimes
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.quantized_array import (
@@ -60,10 +64,10 @@ class Options:
         return Packed(values, scale, zero_point, self.codebook)
 
 
-def cuda_configs(
-    device: dispatch.Device, x: Any, w: Packed, *, products: int
-) -> list[quantized_matmul_cuda.Config]:
+def cuda_configs(device: dispatch.Device, x: Any, w: Packed, *, products: int) -> Sequence[Any]:
     """Returns the configs of the CUDA kernel, predicted fastest first."""
+    if w.codebook is not None:
+        return codes_matmul_cuda.candidates(w, multiprocessors=device.multiprocessors)
     return quantized_matmul_cuda.candidates(
         x.shape,
         w,
@@ -91,10 +95,11 @@ def product_why_not(
         x_shape=x.shape,
         w=w,
     )
+    cuda: Any = quantized_matmul_cuda if w.codebook is None else codes_matmul_cuda
     return {
         "pallas": pallas_quantized.why_unsupported(**facts, products=products),
         "xla": None,
-        "cuda": quantized_matmul_cuda.why_unsupported(**facts),
+        "cuda": cuda.why_unsupported(**facts),
     }
 
 
@@ -106,6 +111,8 @@ WHOLE = "dkgh"
 """Letters of the summed axis D and its groups of scales, which devices may not split."""
 _PADDED_WEIGHTS = 1_000_000
 """Number of weights from which a kernel saves more time than the copies take that pad its operands."""
+_CODES_COLUMNS = 4096
+"""Columns of codes from which their CUDA kernel, whose CTAs have at least 16, is faster than Pallas'."""
 _SMALLEST_RESULT = 2**18
 """Number of elements of a W8A8 result from which a kernel is chosen instead of XLA."""
 
@@ -147,8 +154,10 @@ class Layer:
             tiles = MAX_ROWS_QUANTIZED
         if rows > tiles:
             return Rule(("xla",), "its faster product makes up for dequantising the weights first")
+        w = self.options.packed(values, scale, zero_point)
+        if w.codebook is not None and "cuda" in able and w.n >= _CODES_COLUMNS:
+            return Rule(("cuda", "pallas"), "a table makes two codes numbers by one load")
         if "pallas" in able and is_modelled(device):
-            w = self.options.packed(values, scale, zero_point)
             if w.n % w.grain and w.n * features < _PADDED_WEIGHTS:
                 return Rule(
                     ("xla",), "padding its operands takes longer than dequantising the weights"
@@ -200,9 +209,8 @@ class Layer:
         del x_scale
         if implementation == "cuda":
             config = config or cuda_configs(device, x, w, products=1)[0]
-            return quantized_matmul_cuda.forward(
-                x, w, bias, residual, **self._keywords, config=config
-            )
+            cuda: Any = quantized_matmul_cuda if w.codebook is None else codes_matmul_cuda
+            return cuda.forward(x, w, bias, residual, **self._keywords, config=config)
         return pallas_quantized.forward(
             *(x, w, bias, residual),
             **self._keywords,
