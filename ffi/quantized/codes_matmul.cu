@@ -206,7 +206,11 @@ class Sums {
     uint32_t words[4];
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      if (unit % 2 == 0) load_matrices(words, codes + unit * kUnit * kPitch);
+      if (unit % 2 == 0) {
+        // The last unit of an odd number is loaded twice, not what lies behind it.
+        const int back = unit + 1 == kUnits ? place.lane / kUnit * kUnit * kPitch : 0;
+        load_matrices(words, codes + unit * kUnit * kPitch - back);
+      }
       uint32_t upper[4], lower[4];
       look_up(table, words[unit % 2 * 2], place.lane, upper);
       look_up(table, words[unit % 2 * 2 + 1], place.lane, lower);
