@@ -56,6 +56,20 @@ void four_bytes(Operand* operands) {
   write(operands[0], word);
 }
 
+// d = a b + c of pairs of bfloat16; the product and the sum are exact in float64.
+void multiply_add_pairs(Operand* operands) {
+  uint32_t pair = 0;
+  for (int i = 0; i < 2; ++i) {
+    double numbers[3];
+    for (int j = 0; j < 3; ++j) {
+      numbers[j] = bits<float>(static_cast<uint32_t>(read<uint32_t>(operands[1 + j]) >> 16 * i << 16));
+    }
+    const __nv_bfloat16 sum = __double2bfloat16(numbers[0] * numbers[1] + numbers[2]);
+    pair |= static_cast<uint32_t>(bits<uint16_t>(sum)) << 16 * i;
+  }
+  write(operands[0], pair);
+}
+
 // --- products of a warp --------------------------------------------------------------------------
 
 struct Half {
@@ -376,10 +390,16 @@ const Entry kEntries[] = {
     // Turing's instructions, which multiply parts of the same operands.
     {"{\nmma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32", mma<Half, float>},
     {"{\nmma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
+    {"fma.rn.bf16x2 %0, %1, %2, %3", multiply_add_pairs},
     {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", load_matrices<false>},
     {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", load_matrices<true>},
     {"{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2", widen_e4m3},
     {"movmatrix.sync.aligned.m8n8.trans.b16 %0, %1", transpose},
+    {"ld.shared.b32 %0, [%1]", load_shared<1>},
+    {"ld.shared.u8 %0, [%1]",
+     [](Operand* o) {
+       write(o[0], uint32_t{*static_cast<const uint8_t*>(shared_pointer(read<uint32_t>(o[1])))});
+     }},
     {"ld.shared.v2.b32", load_shared<2>},
     {"ld.shared.v4.b32", load_shared<4>},
     {"st.shared.b32", store_shared<1>},
@@ -393,6 +413,7 @@ const Entry kEntries[] = {
     {"cp.async.wait_group 1", wait_groups<1>},
     {"cp.async.wait_group 2", wait_groups<2>},
     {"cp.async.wait_group 3", wait_groups<3>},
+    {"cp.async.wait_group 5", wait_groups<5>},
     {"cp.async.wait_all", [](Operand*) { copy_all(fiber()); }},
     {"bar.sync %0, %1",
      [](Operand* o) { barrier(read<int>(o[0]), read<int>(o[1])); }},
