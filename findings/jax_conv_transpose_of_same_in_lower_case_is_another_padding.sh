@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# What: jax.lax.conv_transpose pads by another rule where "SAME" or "VALID" is written in lower case, which
-# jax.lax.conv_general_dilated reads like upper case.
+# What: jax.lax.conv_transpose pads by another rule where "SAME" or "VALID" is in lower case, unlike conv_general_dilated.
 #
 # Version: jax==0.11.2, jaxlib==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: The result of upper case, or an error that says which names there are.
 # Seen: With a stride of 1 "same" moves the result of a kernel of 4 by one place, and "valid" gives 1 number
 #   in place of 7; with larger strides both raise.
 # In jaxfused: jaxfused/modules/conv_transpose.py hands such a name to Flax's code, which passes it on to
-#   JAX; jaxfused.conv_transpose reads either case alike.
+#   JAX; the operator in jaxfused/ops/conv/conv_transpose.py reads either case alike.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -32,7 +32,7 @@ QUICK_CAUSAL = CAUSAL[:2]
 
 # If a query gives nearly all of its weight to one key, its gradient is the difference of two nearly
 # equal numbers, one of which comes from an output rounded to bfloat16.
-_GRADIENT_ERROR_LIMIT = 5e-2
+GRADIENT_ERROR_LIMIT = 5e-2
 
 
 def cases(
@@ -133,7 +133,7 @@ def _case(shape: Shape, *, is_causal: bool, with_gradient: bool) -> Case:
             for name, backend in of_torch.items()
         },
         skipped={} if stock_fits(config) else dict.fromkeys(("reference", "xla"), logits),
-        error_limit=_GRADIENT_ERROR_LIMIT if with_gradient else 1e-2,
+        error_limit=GRADIENT_ERROR_LIMIT if with_gradient else 1e-2,
     )
 
 

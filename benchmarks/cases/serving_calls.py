@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxfused
+from benchmarks.cases.attention import GRADIENT_ERROR_LIMIT
 from benchmarks.run.case import (
     EVEN_LENGTHS,
     GIGABYTES,
@@ -46,8 +47,6 @@ class Sizes(NamedTuple):
 
 _DTYPES = {"bfloat16": jnp.bfloat16, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
 _APPEND_MICROSECONDS = 4.0
-_GRADIENT_ERROR_LIMIT = 5e-2
-"""That of benchmarks/cases/attention.py."""
 _OTHERS = {"pallas": "the default may take it", "cuda": "the default may take it"}
 _COPIES = {"reference": "it copies the keys of all sequences at the longest one's length"}
 
@@ -99,7 +98,7 @@ def _positions(s: Sizes, with_gradients: bool) -> Case:
         flops=batch * tokens**2 * s.heads * s.head_size * (7 if with_gradients else 2),
         bars=(Bar(WITHOUT_OFFSET, must=1 / 1.03),),
         skipped=_OTHERS | {"reference": "`attention` times it"},
-        error_limit=_GRADIENT_ERROR_LIMIT if with_gradients else 1e-2,
+        error_limit=GRADIENT_ERROR_LIMIT if with_gradients else 1e-2,
         **functions(
             attend,
             {WITHOUT_OFFSET: without},

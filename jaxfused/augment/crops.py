@@ -190,7 +190,7 @@ class CenterCrop(Crop):
         height, width = self.size  # type: ignore[misc]
 
         def start(n, part):
-            # Of an odd number of pixels around a smaller image, one more comes behind it.
+            # The odd pixel around a smaller image comes behind it.
             return jnp.where(n < part, jnp.ceil((n - part) / 2), jnp.round((n - part) / 2))
 
         ones = jnp.float32(width), jnp.float32(height)

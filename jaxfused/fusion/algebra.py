@@ -318,7 +318,7 @@ def mean_of_squares(seen: View, factor: float = 1.0, slack: float = 0.0) -> Mean
     """
     averaged = mean(seen, factor, slack)
     if averaged is not None:
-        root = _squared(averaged.argument)
+        root = squared(averaged.argument)
         return None if root is None else averaged._replace(argument=root)
     found = _summed(seen)
     if found is None or found[0].base.made_by != "dot_general":
@@ -352,7 +352,7 @@ def _mean_over(summed: View, axes: tuple[int, ...], factor: float, slack: float)
     return Mean(argument, axes, tuple(axis for axis in summed.axes if axis is not None))
 
 
-def _squared(value: Value) -> Value | None:
+def squared(value: Value) -> Value | None:
     """Returns the value whose square `value` is, or None."""
     node = core(value).node
     if node is None:

@@ -45,7 +45,7 @@ def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
 
 
 class Bits(NamedTuple):
-    """What says dropout's bits of some queries and keys of a sequence: those of the whole, there."""
+    """Seeds and places of a part of a sequence, whose queries and keys get the whole sequence's bits."""
 
     seeds: jax.Array
     """The `dropout_seeds` [2, B, N]."""

@@ -93,7 +93,7 @@ class _Capped:
 
 @dataclass(frozen=True)
 class _Flag:
-    """Whether a row's number is finite, by which `jax.nn.logsumexp` replaces an infinite maximum."""
+    """Flag of rows whose number is finite, by which `jax.nn.logsumexp` replaces an infinite maximum."""
 
     row: Row
 
@@ -103,7 +103,7 @@ State = Row | Total | Array | _Weighted | _Sum | _Capped | _Flag
 
 @dataclass
 class Reading:
-    """What follows from logits."""
+    """States of the values that follow from logits."""
 
     start: Value
     states: dict[Value, State] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Reading:
     """Operations that are read here."""
     labels: Value | None = None
     outside: str = ""
-    """What a label outside the classes gives: terms of "nan" or "zero", or those of the nearest class
+    """Terms of a label outside the classes: those of "nan" or "zero", or of the nearest class
     ("clip")."""
     soft_cap: float | None = None
     has_logarithm: bool = False

@@ -21,13 +21,13 @@ from jaxfused.fusion.algebra import (
     at_dtype,
     between,
     core,
-    exponent,
     is_root,
     mean,
     mean_of_squares,
     passed_on,
     per_image,
     product,
+    squared,
     stages,
     total,
     vector,
@@ -165,12 +165,12 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
     """Returns ("layer_norm", mean) if the sum is a variance E[x^2] - E[x]^2, or None."""
     first, second = sorted(parts.terms, key=lambda term: -term.factor)
     of_squares = _of_squares(first)
-    squared = product(*second.view, stop=lambda seen: seen if mean(seen) is not None else None)
-    if of_squares is None or of_squares[0] != "rms_norm" or len(squared.powers) != 1:
+    square = product(*second.view, stop=lambda seen: seen if mean(seen) is not None else None)
+    if of_squares is None or of_squares[0] != "rms_norm" or len(square.powers) != 1:
         return None
-    ((seen, power),) = squared.powers.items()
+    ((seen, power),) = square.powers.items()
     moment = mean(seen)
-    if power != 2.0 or moment is None or squared.constant * second.factor != -1.0:
+    if power != 2.0 or moment is None or square.constant * second.factor != -1.0:
         return None
     if core(moment.argument) is not core(of_squares[1].argument):
         return None
@@ -184,21 +184,16 @@ def _is_length(root: Node) -> bool:
     node = terms[0].view.base.node if len(terms) == 1 else None
     if node is None or node.name not in ("reduce_sum", "dot_general"):
         return False
-    if core(node.ins[0]) is not core(node.ins[-1]):
+    of = node.ins[0] if node.name == "dot_general" else squared(node.ins[0])
+    if of is None or core(node.ins[0]) is not core(node.ins[-1]):
         return False
-    array = core(node.ins[0] if node.name == "dot_general" else _operand_of_square(node.ins[0]))
+    array = core(of)
     rank = array.ndim
     axes = node.params.get("axes", (rank - 1,))
     is_rows = rank > 1 and tuple(axes) == (rank - 1,) and node.out.ndim == rank - 1
     return is_rows and any(
         n.name in ("mul", "div") and n.out is not node.ins[0] for n in array.uses
     )
-
-
-def _operand_of_square(value: Value) -> Value:
-    node = core(value).node
-    is_square = node is not None and (exponent(node) == 2.0 or node.ins[0] is node.ins[-1])
-    return node.ins[0] if node is not None and is_square else value
 
 
 def _miss_axes(book: Book, root: Node, moment: Mean) -> None:

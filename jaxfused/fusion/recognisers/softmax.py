@@ -17,7 +17,7 @@ from jaxfused.fusion.constants import scalar
 from jaxfused.fusion.graph import Node, Value
 
 OfNone = Literal["mean", "nan", "zero", "other"]
-"""What a row of equal logits far below 0 gives: the same probability for each entry ("mean"); NaN, as no
+"""Probabilities of a row of equal logits far below 0: the same for each entry ("mean"); NaN, as no
 maximum was subtracted and the sum is 0 ("nan"); 0, because such rows are told apart ("zero"); or
 something else, such as 1 for each entry, because the sum's logarithm is absorbed ("other")."""
 

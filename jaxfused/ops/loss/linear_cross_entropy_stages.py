@@ -272,8 +272,8 @@ class _Layer:
             return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
         wanted = min(max(math.ceil(self.rows / _NARROW_CHUNKS), _NARROW_ROWS), most)
         fewest = math.ceil(wanted / _TILE_ROWS) * _TILE_ROWS
-        # Of the sizes from `fewest` to a third above `wanted`, the one whose dgrad takes the fewest
-        # waves is chosen.
+        # The chunk's rows are those, from `fewest` to a third above `wanted`, whose dgrad takes the
+        # fewest waves.
         sizes = range(fewest, min(self.rows, 4 * wanted // 3 + 1), _TILE_ROWS)
         return min(sizes, key=self._waves, default=min(fewest, self.rows))
 
