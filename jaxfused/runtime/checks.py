@@ -170,20 +170,15 @@ def _checks(annotations: Mapping[str, Any], *, of_module: bool) -> dict[str, _Ch
         elif leaves <= {str, type(None), *words}:
             checks[name] = functools.partial(_as_word, words=words, optional=optional)
         elif (
-            jax.Array in leaves
-            and not leaves & {str, float, *words}
-            and not _holds(annotation, Callable)  # type: ignore[arg-type]
+            jax.Array in leaves and str not in leaves and not _holds(annotation, Callable)  # type: ignore[arg-type]
         ):
-            # An alias, as that of pages, stands for several types, which the operator checks.
-            is_quantized = any(
-                leaf is QuantizedArray or hasattr(leaf, "__value__") for leaf in leaves
-            )
             checks[name] = functools.partial(
                 _as_operand,
                 optional=optional,
-                floats=not is_quantized,
+                words=words,
+                floats=QuantizedArray not in leaves,
                 kinds=tuple(leaf for leaf in leaves if _is_class(leaf)),
-                has_others=not all(map(_is_class, leaves)),
+                has_others=_holds(annotation, tuple) or not all(map(_is_class, leaves - {*words})),
             )
     return checks
 
@@ -203,6 +198,7 @@ def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]
 
 def _leaves(annotation: Any) -> set[Any]:
     """Returns the types that an annotation contains, and the strings of its `Literal`s."""
+    annotation = getattr(annotation, "__value__", annotation)  # of an alias, as that of pages
     is_list = isinstance(annotation, list)  # as of the arguments of a Callable
     arguments = annotation if is_list else get_args(annotation)
     return set().union(*map(_leaves, arguments)) if arguments or is_list else {annotation}
@@ -296,6 +292,7 @@ def _as_operand(
     value: Any,
     *,
     optional: bool,
+    words: Sequence[str],
     floats: bool,
     kinds: tuple[type, ...],
     has_others: bool,
@@ -303,33 +300,52 @@ def _as_operand(
     """Returns the value if it can be an array, or if it is None and optional.
 
     With `floats` a `QuantizedArray` is refused. Of objects only `kinds` are taken, unless the annotation
-    `has_others`; operators say where a function belongs.
+    `has_others`. Operators with `words` check a str themselves.
     """
+    if isinstance(value, str) and words:
+        return value
     if floats and isinstance(value, QuantizedArray):
         raise ValueError(
             f"{op}: {name} is a QuantizedArray of shape {value.shape}, which {op} does not take; pass"
             f" {name}.dequantize(), or multiply by jaxfused.quantized_matmul."
         )
-    kind = getattr(getattr(value, "dtype", None), "kind", None)
-    is_none = value is None and not optional
-    is_other = isinstance(value, str | bytes | dict) or type(value) is object
-    is_object = not (
-        has_others
-        or value is None
-        or any(hasattr(value, attribute) for attribute in _OF_ARRAYS)
-        or isinstance(value, (Number, Sequence, *kinds))
-        or (QuantizedArray in kinds and is_of_qwix(value))
-        or inspect.isroutine(value)
+    if (value is None and optional) or (
+        value is not None and _may_be_array(value, kinds, has_others=has_others)
+    ):
+        return value
+    is_object = not isinstance(
+        value, str | bytes | dict | Sequence | np.ndarray | np.generic | None
     )
-    has_no_numbers = kind in ("O", "S", "U", "M", "m")
-    if is_none or is_other or is_object or has_no_numbers:
-        what = said(value) + f" of dtype {getattr(value, 'dtype', None)}" * has_no_numbers
-        what = f"a {type(value).__name__}" if is_object and not is_other else what
-        raise ValueError(
-            f"{op}: {name} is {what}, but it is an array of numbers; pass one"
-            f"{' or None' * optional}."
-        )
-    return value
+    what = f"a {type(value).__name__}" if is_object and type(value) is not object else said(value)
+    dtype = getattr(value, "dtype", None)
+    what += f" of dtype {dtype}" * isinstance(value, np.ndarray | np.generic)
+    raise ValueError(
+        f"{op}: {name} is {what}, but it is {'a number or ' * bool({int, float} & {*kinds})}an array of"
+        f" numbers; pass one{' or None' * optional}."
+    )
+
+
+def _may_be_array(value: Any, kinds: tuple[type, ...], *, has_others: bool) -> bool:
+    """Returns whether JAX may make an array of numbers of a value, or it is one of `kinds`.
+
+    Operators check more with `has_others`, and of functions where `kinds` has not only arrays and numbers.
+    """
+    if isinstance(value, str | bytes | dict | type | jax.ShapeDtypeStruct) or type(value) is object:
+        return False
+    if getattr(getattr(value, "dtype", None), "kind", None) in ("O", "S", "U", "M", "m"):
+        return False
+    if has_others or isinstance(value, (Number, *kinds)):
+        return True
+    if any(hasattr(value, attribute) for attribute in _OF_ARRAYS):
+        return True
+    if inspect.isroutine(value):
+        return not {*kinds} <= {jax.Array, QuantizedArray, int, float, type(None)}
+    if not isinstance(value, Sequence):
+        return QuantizedArray in kinds and is_of_qwix(value)
+    try:
+        return jnp.asarray(value) is not None
+    except (TypeError, ValueError):
+        return False
 
 
 def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any], of_module: bool) -> Any:

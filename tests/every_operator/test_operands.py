@@ -89,7 +89,32 @@ def test_floats_of_8_bits_are_refused_by_a_sentence(name, number):
             jax.eval_shape(call.f, *narrow)
 
 
-@pytest.mark.parametrize("wrong", [b"x", {}, object(), np.array(["a"])])
+NO_NUMBERS = (b"x", {}, object(), np.array(["a"]), [[1], [2, 3]], jnp.float32, abs)
+
+
+@pytest.mark.parametrize("wrong", (*NO_NUMBERS, jax.ShapeDtypeStruct((2, 2), jnp.float32)))
 def test_what_holds_no_numbers_is_no_operand(wrong):
     with pytest.raises(ValueError, match=r"layer_norm: x is .*; pass one"):
         jaxfused.layer_norm(wrong)
+    x, w = jnp.ones((4, 2)), jnp.ones((1, 2, 2))
+    with pytest.raises(
+        ValueError, match=r"batched_lora: scale is .* a number or an array of.*; pass"
+    ):
+        jaxfused.batched_lora(x, w, w, jnp.zeros(4, jnp.int32), scale=wrong)
+    with pytest.raises(ValueError, match=r"paged_attention: k_pages is .*; pass one"):
+        jaxfused.paged_attention(x[None], wrong, w, [1], [[0]])
+    with pytest.raises(ValueError, match=r"KVCache: counts is .*; pass one"):
+        cache = jaxfused.KVCache.zeros(batch=1, length=1, key_heads=1, head_size=2)
+        cache.advance(wrong)
+
+
+def test_options_of_other_kinds_are_refused_by_name():
+    x, pages = jnp.ones((4, 2)), jnp.ones((1, 8, 2, 2))
+    with pytest.raises(ValueError, match="layer_norm: quantize_rows is True, which is no dtype"):
+        jaxfused.layer_norm(x, quantize_rows=True)
+    with pytest.raises(ValueError, match=r"quantize: group_size is \(\), but"):
+        jaxfused.quantize(x, group_size=())
+    with pytest.raises(ValueError, match="rope: positions have dtype complex64"):
+        jaxfused.rope(x[None, None], offset=1j)
+    with pytest.raises(ValueError, match=r"append_to_pages: num_seqs has .* shape .2,"):
+        jaxfused.append_to_pages(pages, x[:, None], x[:, None], [1], [[0]], [0, 1], [1, 2])

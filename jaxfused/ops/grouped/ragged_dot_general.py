@@ -106,6 +106,7 @@ def ragged_dot_general(
         y = _ragged_weights(left, right, group_sizes, implementation=implementation, **options)
     else:
         check_groups(_OP, "rhs", right, group_sizes, group_offset is not None)
+        checked_sizes(_OP, group_sizes, group_offset, right.shape[0])
         y = ragged_dot(
             left,
             right,

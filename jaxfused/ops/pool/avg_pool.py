@@ -23,7 +23,7 @@ def avg_pool(
     padding: str | int | Sequence[int | tuple[int, int]] = "VALID",
     count_include_pad: bool = True,
     ceil_mode: bool = False,
-    weights: Any = None,
+    weights: jax.Array | Sequence[Any] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""The mean of each window, channel by channel, weighted or not.

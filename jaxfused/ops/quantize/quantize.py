@@ -389,7 +389,8 @@ def _runs(
     if group_size is None:
         return 1, None
     sizes = tuple(group_size) if isinstance(group_size, tuple | list) else (group_size,)
-    if len(sizes) > 1 and (len(sizes) > 2 or _from_the_end(axis, x) != -2):
+    most = 2 if _from_the_end(axis, x) == -2 else 1
+    if not 0 < len(sizes) <= most or not all(isinstance(size, int) for size in sizes):
         raise ValueError(
             f"{op}: group_size is {group_size}, but a pair is for blocks of weights of axis -2, and axis"
             f" is {axis}; pass one number."

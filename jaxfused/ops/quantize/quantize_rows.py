@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.quantize import quantize_rows_cuda
 from jaxfused.runtime import cuda_choice, rounding, sharding
+from jaxfused.runtime.checks import as_dtype
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, assembled
@@ -20,6 +21,7 @@ from pallas_kernels.rows.rounding import RowRounding
 
 def check_row_dtype(op: str, argument: str, dtype: Any) -> str:
     """Returns the name of a dtype to which rows can be quantised."""
+    as_dtype(op, argument, dtype)
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in FORMATS or name == "int4":
         raise ValueError(

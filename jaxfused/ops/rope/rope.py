@@ -318,7 +318,13 @@ def _tables(
             " `jaxfused.RopeScaling` such as LinearRope(4.0), of a model's config"
             " jaxfused.rope_from_config(config)['scaling']."
         )
-    return rope_xla.tables(as_array(positions), rotary_dim, theta, scaling)
+    positions = as_array(positions)
+    if not any(jnp.issubdtype(positions.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+        raise ValueError(
+            f"{op}: positions have dtype {positions.dtype}, but they are integers or floats; pass"
+            " positions.astype(jnp.int32)."
+        )
+    return rope_xla.tables(positions, rotary_dim, theta, scaling)
 
 
 def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:

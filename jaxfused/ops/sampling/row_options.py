@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.runtime.checks import as_array, as_int32, readable_values, said
+from jaxfused.runtime.checks import as_array, as_int32, readable_values
 from jaxfused.runtime.dropout import murmur
 
 _SLACK = 2.0**-21
@@ -20,13 +20,7 @@ def of_rows(
 ) -> jax.Array:
     """Returns an option as one number for each row, after a check of values that are not traced."""
     whole = name in ("top_k", "position")
-    try:
-        array = as_int32(value) if whole else as_array(value)
-    except TypeError:
-        raise ValueError(
-            f"{op}: {name} is {said(value)}, but it is {'an integer' if whole else 'a number'}, or an"
-            f" array of them over the first axes of rows of shape {rows}; pass it so."
-        ) from None
+    array = as_int32(value) if whole else as_array(value)
     kind = jnp.integer if whole else jnp.number
     if not jnp.issubdtype(array.dtype, kind) or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise ValueError(

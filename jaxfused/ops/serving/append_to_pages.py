@@ -82,7 +82,7 @@ def append_to_pages(
     kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
     of_value = pools.key if pools.value is None else pools.value
     for name, new, pool in (("key", key, pools.key), ("value", value, of_value)):
-        expected = (key.shape[0], heads, pool.shape[-1])
+        expected = (*(key.shape or (1,))[:1], heads, pool.shape[-1])
         check_shape(op, name, new, expected, f"the pages have {heads} heads of {pool.shape[-1]}")
         _check_kept(op, name, new, pool, layout)
     given = pools.key if pools.value is None else (pools.key, pools.value)

@@ -101,6 +101,7 @@ class KVCache:
     float8: str | None = field(default=None, metadata={"static": True})
 
     @classmethod
+    @python_numbers
     def zeros(
         cls,
         *,
@@ -115,7 +116,7 @@ class KVCache:
         value_scale: jax.Array | None = None,
         starts: jax.Array | None = None,
         window: int | None = None,
-    ) -> "KVCache":
+    ) -> Self:
         """Returns an empty cache.
 
         Args:
@@ -347,7 +348,7 @@ class KVCache:
           ValueError: shapes do not fit, a sequence is none of the cache's, or a ring has overwritten
             tokens that the first queries see.
         """
-        self = self._of_jax()
+        self, (query,) = self._of_jax(), as_arrays(query)
         self._check_layer(layer)
         lengths, given = self._lengths(query, counts, batch_index)
         self._check_sequences("attend", counts, batch_index)
@@ -444,7 +445,8 @@ class KVCache:
         attended = cache_stages.attend(arrays, of_call, implementation)
         return merge_axes(attended, 2)
 
-    def advance(self, counts: int | jax.Array, batch_index: jax.Array | None = None) -> "KVCache":
+    @python_numbers
+    def advance(self, counts: int | jax.Array, batch_index: jax.Array | None = None) -> Self:
         """Returns the cache after a step of `counts` tokens of each sequence, a number or [B].
 
         A sequence that comes several times in `batch_index` is advanced as often.

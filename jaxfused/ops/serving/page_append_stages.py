@@ -19,12 +19,12 @@ from jaxfused.ops.serving.pages import (
     Pages,
     Pools,
     are_shared,
+    checked_number,
     is_in_pool,
     tokens_of,
     values_and_scale,
 )
 from jaxfused.runtime import sharding
-from jaxfused.runtime.checks import as_int32
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import choose_without_stages
 from jaxfused.runtime.kernel_gradient import gradients_in_xla, kernel_gradient
@@ -202,7 +202,7 @@ def append(
     parts = [values_and_scale(pool) for pool in (pools.key, pools.value)]
     (kept_key, key_scale), (kept_value, value_scale) = parts
     scales = [scale for _, scale in parts if scale is not None]
-    count = None if sequences is None else as_int32(sequences).reshape(1)
+    count = None if sequences is None else checked_number("append_to_pages", sequences)
     arrays = Arrays(
         *(kept_key, kept_value, key, value, lengths, table, bounds, count, key_scale, value_scale)
     )

@@ -107,7 +107,7 @@ def paged_attention(
     q, pools = jnp.asarray(q), pools_of(op, (k_pages, v_pages), layout)
     lengths, page_indices, _ = check_table(op, lengths, page_indices)
     has_tokens = q.ndim == 4
-    queries = q if has_tokens else q[:, None]
+    queries = q[:, None] if q.ndim == 3 else q
     _check_queries(op, queries, lengths.shape[0], pools)
     check_finite(op, "scale", scale)
     check_soft_cap(op, attn_logits_soft_cap, "attn_logits_soft_cap")
@@ -190,11 +190,11 @@ def ragged_paged_attention(
     op = "ragged_paged_attention"
     q, pools = jnp.asarray(q), pools_of(op, kv_pages, layout)
     kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
+    _check_queries(op, q[None] if q.ndim == 3 else q, 1, pools)
     # Devices cannot split the rows: the sequence of a row is known only at run time.
     q, *table = with_whole_rows(q, kv_lens, page_indices, cu_q_lens)
     kv_lens, page_indices, cu_q_lens = table
     batch, rows = kv_lens.shape[0], q.shape[0]
-    _check_queries(op, q[None] if q.ndim == 3 else q, 1, pools)
     check_soft_cap(op, soft_cap, "soft_cap")
     for name, factor in {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}.items():
         if factor is not None or name == "sm_scale":

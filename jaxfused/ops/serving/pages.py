@@ -185,15 +185,7 @@ def tokens_of(
     """Returns the tokens of a ragged batch, in which a sequence's rows are its last tokens."""
     row = jnp.arange(rows, dtype=jnp.int32)
     sequences = kv_lens.shape[0]
-    used = jnp.int32(sequences)
-    if num_seqs is not None:
-        used = as_int32(num_seqs)
-        if used.size != 1 or not jnp.issubdtype(used.dtype, jnp.integer):
-            raise ValueError(
-                f"{op}: num_seqs has dtype {used.dtype} and shape {used.shape}, but it counts sequences;"
-                " pass one integer."
-            )
-        used = used.reshape(())
+    used = jnp.int32(sequences) if num_seqs is None else checked_number(op, num_seqs).reshape(())
     is_used = jnp.arange(sequences, dtype=jnp.int32) < used
     ends = jnp.where(is_used, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)
     sequence = sharding.searchsorted(ends, row, side="right")
@@ -201,6 +193,17 @@ def tokens_of(
     position = row - cu_q_lens[sequence + 1] + kv_lens[sequence]
     last = cu_q_lens[jnp.clip(used, 0, sequences)]
     return Tokens(sequence, position, (row < last) & (row >= cu_q_lens[0]) & (position >= 0))
+
+
+def checked_number(op: str, num_seqs: Any) -> jax.Array:
+    """Returns the number of sequences as int32 [1]."""
+    number = as_int32(num_seqs)
+    if number.size != 1 or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: num_seqs has dtype {number.dtype} and shape {number.shape}, but it counts sequences;"
+            " pass one integer."
+        )
+    return number.reshape(1)
 
 
 def with_whole_rows(*arrays: jax.Array) -> Any:

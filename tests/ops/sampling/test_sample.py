@@ -377,7 +377,7 @@ X = jnp.zeros((2, 5))
         (dict(key=1, temperature=-1.0), "temperature is -1.0.*0 or more"),
         (dict(key=1, temperature=np.nan), "temperature is nan"),
         (dict(key=1, temperature=np.inf), "temperature is inf"),
-        (dict(key=1, temperature="1"), "temperature is .1., but it is a number.* pass it so"),
+        (dict(key=1, temperature="1"), "temperature is .1., but it is a number or an array"),
         (dict(key=1, top_p=1.5), "top_p is 1.5.*0 to 1"),
         (dict(key=1, top_p=np.float32([0.5, -0.1])), "top_p is -0.1"),
         (dict(key=1, top_k=-1), "top_k is -1"),
