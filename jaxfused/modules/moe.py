@@ -17,6 +17,7 @@ from jaxfused.ops.grouped.router import Routes
 from jaxfused.ops.linear.linear_xla import letters_of_rows
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.serialization import exportable
 from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.sharding import AxisName
 
@@ -24,6 +25,7 @@ Router = Callable[..., Routes]
 """Function of logits [..., E] and an optional `bias`, such as `jaxfused.router` with a given `k`."""
 
 
+@exportable
 class Routing(NamedTuple):
     """The logits and the choice of a mixture's router, for losses and statistics."""
 

@@ -328,7 +328,8 @@ def _as_operand(
 def _may_be_array(value: Any, kinds: tuple[type, ...], *, has_others: bool) -> bool:
     """Returns whether JAX may make an array of numbers of a value, or it is one of `kinds`.
 
-    Operators check more with `has_others`, and of functions where `kinds` has not only arrays and numbers.
+    With `has_others`, and of functions where `kinds` has not only arrays and numbers, operators check
+    more.
     """
     if isinstance(value, str | bytes | dict | type | jax.ShapeDtypeStruct) or type(value) is object:
         return False

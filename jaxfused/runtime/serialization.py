@@ -1,27 +1,61 @@
-"""Support for this package's pytrees in `flax.serialization`, which saves `TrainState`.
+"""Saves this package's pytrees by `flax.serialization`, and programs that take them by `jax.export`.
 
-A saved state holds the arrays by the names of their fields. Static fields, such as a quantised array's
-layout, come from the target into which the state is restored.
+A state saved by Flax holds the arrays by the names of their fields. Static fields, such as a quantised
+array's layout, come from the target into which the state is restored. An exported program holds the
+static fields of its arguments, as Python's literals.
 """
 
+import ast
 from dataclasses import fields
 from typing import Any
 
+import jax
 from flax import serialization
 
 State = dict[str, Any]
 
 
 def serializable[T](kind: type[T]) -> type[T]:
-    """Registers a pytree dataclass with `flax.serialization`."""
+    """Registers a pytree dataclass with `flax.serialization` and `jax.export`."""
     serialization.register_serialization_state(kind, _state_of, _restored)
-    return kind
+    return _exported(kind)
 
 
 def serializable_quantized[T](kind: type[T]) -> type[T]:
     """Registers a pytree of quantised numbers, restored only into equal shapes and dtypes."""
     serialization.register_serialization_state(kind, _state_of_quantized, _restored_quantized)
-    return kind
+    return _exported(kind)
+
+
+def exportable[T](kind: type[T]) -> type[T]:
+    """Registers a NamedTuple with `jax.export`."""
+    return jax.export.register_namedtuple_serialization(kind, serialized_name=_path(kind))
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _exported[T](kind: type[T]) -> type[T]:
+    """Registers a pytree with `jax.export`, so that programs that take or return it can be saved."""
+
+    def literal(static: Any) -> bytes:
+        text = repr(static)
+        try:
+            ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise ValueError(
+                f"{kind.__name__}: its static fields are {text}, which an exported program cannot hold;"
+                " pass its arrays to the program."
+            ) from None
+        return text.encode()
+
+    return jax.export.register_pytree_node_serialization(
+        kind,
+        serialized_name=_path(kind),
+        serialize_auxdata=literal,
+        deserialize_auxdata=lambda text: ast.literal_eval(text.decode()),
+    )
 
 
 def _names(tree: Any) -> list[str]:

@@ -29,6 +29,7 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.mapped import over_mesh
+from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.sharding import AxisName
 from jaxfused.runtime.stated_gradient import stated_gradient
 
@@ -42,9 +43,9 @@ def expert_parallel_mlp(
     x: jax.Array,
     weights: jax.Array,
     indices: jax.Array,
-    w_gate: jax.Array | None,
-    w_up: jax.Array | None,
-    w_down: jax.Array,
+    w_gate: jax.Array | QuantizedArray | None,
+    w_up: jax.Array | QuantizedArray | None,
+    w_down: jax.Array | QuantizedArray,
     *,
     axis_name: AxisName,
     spec: P | None = None,
@@ -78,7 +79,8 @@ def expert_parallel_mlp(
       weights: [..., k], of each token's experts, as `jaxfused.router` returns them.
       indices: [..., k], integers: those experts, among all devices'. An index below 0 or from E on is
         no expert.
-      w_gate: [E, D, F], of a device's own experts within `jax.shard_map`; the forms of `expert_mlp`.
+      w_gate: [E, D, F], of a device's own experts within `jax.shard_map`; the forms of `expert_mlp`, of
+        floats.
       w_up: [E, D, F].
       w_down: [E, F, D].
       axis_name: the mesh axis that splits tokens and experts, or a tuple of several; under `jax.jit`
@@ -113,9 +115,18 @@ def expert_parallel_mlp(
 
     Source: Lepikhin et al., "GShard", 2020, https://arxiv.org/abs/2006.16668
     """
-    x, weights, indices, w_gate, w_up, w_down = as_arrays(x, weights, indices, w_gate, w_up, w_down)
-    check_floating(_OP, dict(w_gate=w_gate, w_up=w_up, w_down=w_down))
-    check_experts(_OP, x, weights, indices, w_gate, w_up, w_down, transpose_weights)
+    given: dict[str, Any] = dict(w_gate=w_gate, w_up=w_up, w_down=w_down)
+    for name, w in given.items():
+        if isinstance(w, QuantizedArray):
+            raise ValueError(
+                f"{_OP}: {name} is a QuantizedArray of shape {w.shape}, but devices share experts of"
+                f" floats only; pass {name}.dequantize(), or call jaxfused.expert_mlp, which takes"
+                " quantised experts where each device has all of them."
+            )
+    x, weights, indices = as_arrays(x, weights, indices)
+    gate, up, down = as_arrays(*given.values())
+    check_floating(_OP, dict(w_gate=gate, w_up=up, w_down=down))
+    check_experts(_OP, x, weights, indices, gate, up, down, transpose_weights)
     check_activation(_OP, activation)
     check_word(_OP, "weight_on", weight_on, WeightOn)
     if method is not None:
@@ -135,12 +146,12 @@ def expert_parallel_mlp(
         method = "all_gather" if capacity_factor is None else "all_to_all"
     options = ExpertOptions(activation, weight_on, transpose_weights, precision, implementation)
     static = (options, method, capacity_factor, axis_name)
-    operands = (x, weights, indices, (w_gate, w_up, w_down))
+    operands = (x, weights, indices, (gate, up, down))
     mesh = sharding.mesh_to_map(_OP, axis_name, x)
     if mesh is None:
         return _on_a_device(*static, *operands)
     rows, experts = _rows_spec(axis_name, spec, mesh, x), P(axis_name)
-    sharding.check_split(_OP, "w_down", w_down.shape, experts, mesh)
+    sharding.check_split(_OP, "w_down", down.shape, experts, mesh)
     specs = (rows, rows, rows, jax.tree.map(lambda _: experts, operands[3]))
     return over_mesh(_on_a_device, static, operands, mesh=mesh, in_specs=specs, out_specs=rows)
 

@@ -16,6 +16,7 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
+from jaxfused.runtime.serialization import exportable
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 Over = Literal["all", "chosen"]
@@ -24,6 +25,7 @@ GroupScore = Literal["top2", "max"]
 Normalise = Literal["sum"]
 
 
+@exportable
 class Routes(NamedTuple):
     """The experts of each token."""
 

@@ -69,20 +69,21 @@ def avg_pool(
     check_floating(op, dict(x=x))
     check_images(op, x)
     found = windows(op, x, window, strides, padding, ceil_mode)
+    factors = None
     if weights is not None:
-        weights = jnp.asarray(weights)
-        if weights.shape != found.size or not _is_real(weights):
+        factors = jnp.asarray(weights)
+        if factors.shape != found.size or not _is_real(factors):
             raise ValueError(
-                f"{op}: weights are {weights.dtype}{list(weights.shape)}, but the window is"
+                f"{op}: weights are {factors.dtype}{list(factors.shape)}, but the window is"
                 f" {found.size}; pass real weights of shape {found.size}."
             )
-        [weights] = resharding.whole(weights)
+        [factors] = resharding.whole(factors)
     reference_only(op, implementation, x)
     edges = found.asked if count_include_pad else ((0, 0),) * len(found.size)
     counted = tuple((-low, n + high) for n, (low, high) in zip(x.shape[1:-1], edges, strict=True))
     return avg_pool_xla.pool(
         resharding.whole_images(x),
-        weights,
+        factors,
         window=found.size,
         strides=found.strides,
         padding=found.padding,

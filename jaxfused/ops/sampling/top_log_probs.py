@@ -14,10 +14,12 @@ from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.runner import ROWS, Axes, Operands, Results, Runner, batched_rows
+from jaxfused.runtime.serialization import exportable
 
 NO_PALLAS = "there is no Pallas kernel of sample"
 
 
+@exportable
 class LogProbs(NamedTuple):
     """Log-probabilities of tokens, without penalties and temperature, in float32 (or float64)."""
 

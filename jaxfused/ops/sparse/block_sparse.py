@@ -10,13 +10,14 @@ import numpy as np
 
 from jaxfused.runtime import resharding, sharding
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers, readable_values
-from jaxfused.runtime.serialization import serializable
+from jaxfused.runtime.serialization import exportable, serializable
 from jaxfused.runtime.shapes import merge_axes, split_axis
 
 BlockSize = Literal[32, 64, 128]
 """Rows and columns of a block."""
 
 
+@exportable
 class BlockList(NamedTuple):
     """The stored blocks sorted by line: by column of blocks in one list, by row in the other."""
 

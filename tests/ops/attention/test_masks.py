@@ -62,8 +62,8 @@ CASES = [
         neighbours((7, 9), (5, 2), (1, 3), (False, False)),
     ),
     (
-        masks.NeighborhoodMask((3, 5, 6), 3, is_causal=(True, False, False)),
-        neighbours((3, 5, 6), (3, 3, 3), (1, 1, 1), (True, False, False)),
+        masks.NeighborhoodMask((3, 15, 6), 3, is_causal=(True, False, False)),
+        neighbours((3, 15, 6), (3, 3, 3), (1, 1, 1), (True, False, False)),
     ),
 ]
 

@@ -164,6 +164,12 @@ def test_messages(options, message):
         jaxfused.expert_parallel_mlp(*operands(), **options)
 
 
+def test_quantised_experts_are_refused_by_the_operator_that_takes_them():
+    *others, w_down = operands()
+    with pytest.raises(ValueError, match=r"w_down is a QuantizedArray .*jaxfused.expert_mlp"):
+        jaxfused.expert_parallel_mlp(*others, jaxfused.quantize(w_down), axis_name="e")
+
+
 def test_one_device_is_a_mesh_too():
     mesh = jax.make_mesh((1,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     args = operands()

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxfused.ops.attention.masks.mask_class import (
     AttentionMask,
     Bounds,
@@ -111,10 +113,21 @@ class NeighborhoodMask(AttentionMask):
         return near & (query % d == key % d)
 
     def bounds(self, spans: Spans) -> Bounds:
-        """Returns bounds by positions along the first axis, which never decrease along the sequence."""
-        stride = self.shape[0] // self.grid[0]
-        reach = self.window[0] * self.dilation[0]
-        first_query, last_query, first_key, last_key = (x // stride for x in spans)
-        # A window at a border may be on one side of its query, up to its whole size away.
-        some = (last_key >= first_query - reach) & (first_key <= last_query + reach)
+        """Returns bounds by the positions of spans along each axis, which windows of others are near."""
+        some: Any = True
+        outer = self.shape[0]
+        for n, w, d in zip(self.grid, self.window, self.dilation, strict=True):
+            stride = outer // n
+
+            def positions(first: Any, last: Any, stride: int = stride, outer: int = outer) -> Any:
+                # A span that goes on to the axis' next repetition may have all its positions.
+                is_one = first // outer == last // outer
+                low, high = (x // stride % (outer // stride) for x in (first, last))
+                return np.where(is_one, low, 0), np.where(is_one, high, outer // stride - 1)
+
+            first_query, last_query = positions(spans.first_query, spans.last_query)
+            first_key, last_key = positions(spans.first_key, spans.last_key)
+            # A window at a border may be on one side of its query, up to its whole size away.
+            some &= (last_key >= first_query - w * d) & (first_key <= last_query + w * d)
+            outer = stride
         return Bounds(some, False)
