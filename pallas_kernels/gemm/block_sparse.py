@@ -17,12 +17,12 @@ from jax import lax
 from pallas_kernels.gemm import operands
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.matmul_config import MatmulConfig
-from pallas_kernels.gemm.operands import swizzled_columns
+from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step
 from pallas_kernels.gemm.uneven_steps import FEWEST_STEPS, UnevenProduct
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
-BLOCKS = (64, 128)
+BLOCKS = (32, 64, 128)
 """Supported block sizes: rows and columns of a block."""
 
 
@@ -46,7 +46,7 @@ def why_unsupported(
     if reason := operands.why_unfit(compute_capability, dtypes, out_dtype):
         return reason
     if block not in BLOCKS:
-        return f"it takes blocks of {' and '.join(map(str, BLOCKS))}, not of {block}"
+        return f"it takes blocks of {', '.join(map(str, BLOCKS))}, not of {block}"
     if not kept:
         return "b must have at least one stored block, and has none"
     return None
@@ -62,29 +62,30 @@ class Shape(NamedTuple):
     kept: int
 
 
-_TILES = {64: ((128, 64), (64, 64)), 128: ((128, 128), (64, 128))}
-"""Rows and columns of a warpgroup's tile, by block size; a CTA's two warpgroups share the columns."""
+_TILE_ROWS = {32: (256, 128, 64), 64: (128, 64), 128: (128, 64)}
+"""Rows of a warpgroup's tile, by block size; the CTA's two warpgroups share a column of blocks."""
 _STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
 """Pipeline stages, and epilogue buffers for results; earlier pairs win ties of predicted time."""
-_BANDS = (8, 16)
+_BANDS = {32: (2, 4), 64: (8, 16), 128: (8, 16)}
+"""Rows of tiles in a group of the raster order, by block size. With blocks of 32, x's rows of a longer
+band do not stay in the L2 (598 us for 474)."""
 
 
 def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
     """Returns the configs that fit into shared memory, predicted fastest first."""
-    columns = swizzled_columns(out_dtype)
     configs = [
         MatmulConfig(
             tile_m,
-            tile_n,
+            work.block,
             stages,
             ping_pong=False,
-            epilogue_columns=columns,
+            epilogue_columns=min(work.block, swizzled_columns(out_dtype)),
             write_slots=slots,
             band=band,
         )
-        for tile_m, tile_n in _TILES[work.block]
+        for tile_m in _TILE_ROWS[work.block]
         for stages, slots in _STAGES
-        for band in _BANDS
+        for band in _BANDS[work.block]
     ]
     fitting = [
         config
@@ -94,29 +95,30 @@ def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) ->
     return sorted(fitting, key=lambda config: config_time(work, config, multiprocessors))
 
 
-_STEP_ELEMENT, _STEP_BYTE = 2.35e-5, 1.39e-5
-"""Microseconds of a K step for each element of a CTA's tile, and for each byte copied. A step takes the
+_STEP_ELEMENT, _STEP_BYTE = 3.67e-7, 1.39e-5
+"""Microseconds of a K step for each product of two elements, and for each byte copied. A step takes the
 longer of the two (benchmarks/LAB.md, 2026-11-28)."""
 _TILE, _STORED_ELEMENT = 0.2, 1e-4
 """Microseconds of a tile in addition to its K steps, and to store one of its elements."""
 _MISSING_STAGE = 0.08
 """Fraction by which a K step takes longer for each pipeline stage below four."""
 _LONG_BAND = 1.08
-"""Factor on the time with a `band` above 8, with which less of the left operand a stays in the L2."""
+"""Factor on the time with a longer `band`, with which less of the left operand a stays in the L2."""
 LAUNCH = 5.0
 """Microseconds to launch a kernel."""
 
 
-def tile_time(steps: float, config: MatmulConfig, area: int, copied: int) -> float:
+def tile_time(steps: float, depth: int, config: MatmulConfig, area: int, copied: int) -> float:
     """Returns the microseconds of a CTA's tile.
 
     Args:
       steps: number of steps along K.
+      depth: elements along K of a step.
       config: config of the kernel.
       area: elements of the tile.
       copied: bytes that a step copies.
     """
-    step = max(_STEP_ELEMENT * area, _STEP_BYTE * copied)
+    step = max(_STEP_ELEMENT * area * depth, _STEP_BYTE * copied)
     step *= 1 + _MISSING_STAGE * max(0, 4 - config.stages)
     return steps * step + _STORED_ELEMENT * area + _TILE
 
@@ -125,14 +127,16 @@ def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> floa
     """Returns the predicted microseconds of a config, with stored blocks spread at random."""
     columns = work.n // work.block
     tiles = math.ceil(work.rows / config.cta_tile_m) * columns
-    steps = max(FEWEST_STEPS, work.kept * work.block / _TILE_K / columns)
-    copied = (config.cta_tile_m + config.tile_n) * 2 * _TILE_K
-    tile = tile_time(steps, config, config.cta_tile_m * config.tile_n, copied)
-    return LAUNCH + max(1.0, tiles / multiprocessors) * tile * _LONG_BAND ** (config.band > 8)
+    depth = min(work.block, _TILE_K)
+    steps = max(FEWEST_STEPS, work.kept * work.block / depth / columns)
+    copied = (config.cta_tile_m + config.tile_n) * 2 * depth
+    tile = tile_time(steps, depth, config, config.cta_tile_m * config.tile_n, copied)
+    is_long = config.band > _BANDS[work.block][0]
+    return LAUNCH + max(1.0, tiles / multiprocessors) * tile * _LONG_BAND**is_long
 
 
 _TILE_K = 64
-"""Columns of the left operand a in a K step."""
+"""Most columns of the left operand a in a K step, which multiplies at most one block."""
 
 
 def block_sparse_product(
@@ -170,13 +174,25 @@ def block_sparse_product(
     [y] = tiles.product.launch(
         (a,),
         (blocks,),
-        (indptr, entries),
+        (indptr, entries, _column_order(indptr, block)),
         out_type=[jax.ShapeDtypeStruct((rows, shape.n), out_dtype)],
         scratch=tiles.scratch(),
         epilogue=tiles.of_tile,
         name=name,
     )
     return y
+
+
+def _column_order(indptr: jax.Array, block: int) -> jax.Array:
+    """Returns the columns of blocks in the order in which the kernel computes them, int32.
+
+    With blocks of 32, columns with most blocks come first, so that tiles that run at one time are
+    equally long. With larger blocks the sort takes as long as it saves.
+    """
+    counts = jnp.diff(indptr)
+    if block > 32:
+        return jnp.arange(len(counts), dtype=jnp.int32)
+    return jnp.argsort(-counts).astype(jnp.int32)
 
 
 def _tiles(
@@ -224,6 +240,20 @@ class _BlockSparseProduct(UnevenProduct):
     """First entry of each column of blocks, in global memory."""
     entries: Any = None
     """Index among the stored blocks, and position along K, of each entry; in global memory."""
+    order: Any = None
+    """Columns of blocks in the order in which they are multiplied, in global memory."""
+
+    @property
+    def tile_k(self) -> int:
+        return min(self.block, _TILE_K)
+
+    @property
+    def a_tile(self) -> OperandTile:
+        return replace(super().a_tile, depth=self.tile_k)
+
+    @property
+    def b_tile(self) -> OperandTile:
+        return replace(super().b_tile, depth=self.tile_k)
 
     @property
     def steps_of_block(self) -> int:
@@ -232,15 +262,26 @@ class _BlockSparseProduct(UnevenProduct):
     # --- on the device ----------------------------------------------------------------------------
 
     def on_device(self, others: Sequence[Any]) -> tuple["_BlockSparseProduct", Sequence[Any]]:
-        return replace(self, indptr=others[0], entries=others[1]), others[2:]
+        indptr, entries, order, *rest = others
+        return replace(self, indptr=indptr, entries=entries, order=order), rest
 
     def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
-        m_start, n_idx = super().position(sequence_idx)
+        m_start, place = super().position(sequence_idx)
+        n_idx = self.order[place]
         span = Span(self.indptr[n_idx], self.indptr[n_idx + 1], self.entries)
         return m_start, n_idx, span
 
     def steps_of(self, group: Span) -> jax.Array:
         return jnp.maximum((group.end - group.start) * self.steps_of_block, FEWEST_STEPS)
+
+    def step_of(self, m_start: Any, n_idx: Any, term: int, k_idx: Any, *group: Any) -> Step:
+        [span] = group
+        entry = span.start + lax.div(k_idx, jnp.int32(self.steps_of_block))
+        exists = entry < span.end
+        known = jnp.minimum(entry, self.kept - 1)
+        index = jnp.where(exists, self.entries[0, known], self.kept)
+        place = jnp.where(exists, self.entries[1, known], self.ks[0] // self.block)
+        return Step(m_start, n_idx, term, k_idx, (index, place))
 
     def copy_step(
         self,
@@ -252,12 +293,8 @@ class _BlockSparseProduct(UnevenProduct):
         full: Any,
     ) -> None:
         [a], [b] = a_gmem, b_gmem
-        entry = step.group.start + lax.div(step.k_idx, jnp.int32(self.steps_of_block))
+        index, place = step.group
         part = lax.rem(step.k_idx, jnp.int32(self.steps_of_block)) * self.tile_k
-        exists = entry < step.group.end
-        known = jnp.minimum(entry, self.kept - 1)
-        index = jnp.where(exists, self.entries[0, known], self.kept)
-        place = jnp.where(exists, self.entries[1, known], self.ks[0] // self.block)
 
         def a_matrix(first, second):
             return a.at[first, second]

@@ -27,15 +27,15 @@ from pallas_kernels.gemm.weight_gradient import PIECE_ROWS
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _TILE_M = 64
-_TILES = {64: (192, 128, 256, 64), 128: (256, 128)}
+_TILES = {32: (128, 64), 64: (192, 128, 256, 64), 128: (256, 128)}
 """Columns of a warpgroup's tile, keyed by block size."""
-_STAGES = ((4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
+_STAGES = ((8, 2), (4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
 """Pipeline stages, and epilogue buffers for results; earlier pairs win ties of predicted time."""
 
 
 def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
     """Returns the configs that fit into shared memory, predicted fastest first."""
-    columns = swizzled_columns(out_dtype)
+    columns = min(work.block, swizzled_columns(out_dtype))
     configs = [
         MatmulConfig(
             _TILE_M,
@@ -71,9 +71,10 @@ def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> floa
     product = _tiles(work, jnp.bfloat16, config, multiprocessors, jnp.bfloat16).product
     # The last tile of a row of blocks is half full on average.
     count = work.kept / product.pieces + 0.5 * work.rows / work.block
-    copied = (1 + product.pieces) * work.block * 2 * product.tile_k
+    copied = (product.a_tile.span + product.pieces * work.block) * 2 * product.tile_k
     steps = math.ceil(work.k / product.tile_k) * (1.0 if product.shares_rows else _NARROW)
-    tile = tile_time(steps, config, product.pieces * work.block**2, copied)
+    area = product.pieces * product.a_tile.span * work.block
+    tile = tile_time(steps, product.tile_k, config, area, copied)
     return 2 * LAUNCH + math.ceil(count / multiprocessors) * tile
 
 
@@ -161,6 +162,11 @@ class _BlockSparseWeights(Product):
     """Index in the result, and position along N, of each entry; in global memory."""
 
     @property
+    def tile_k(self) -> int:
+        """Rows of x and dy in a K step; WGMMA needs one swizzle for both, that of a block's columns."""
+        return min(self.block, swizzled_columns(self.dtype))
+
+    @property
     def shares_rows(self) -> bool:
         """True if each warpgroup has half of a block's rows; false if each has half of the blocks."""
         return self.block == CONSUMERS * self.config.tile_m
@@ -176,12 +182,14 @@ class _BlockSparseWeights(Product):
 
     @property
     def a_tile(self) -> OperandTile:
-        return replace(super().a_tile, span=self.block)
+        """Tile of x; of blocks of 32, it has the next row of blocks too, for a WGMMA's 64 rows."""
+        span, whole = max(self.block, _TILE_M), self.block < _TILE_M
+        return replace(super().a_tile, span=span, whole_blocks=whole, depth=self.tile_k)
 
     @property
     def b_tile(self) -> OperandTile:
         """Tile of dy for one block of an output tile."""
-        return replace(super().b_tile, span=self.block)
+        return replace(super().b_tile, span=self.block, depth=self.tile_k)
 
     def operand_memory(self) -> dict[str, Any]:
         stages = self.config.stages
@@ -253,9 +261,11 @@ class _BlockSparseWeights(Product):
         entry, first_row = place.group.start + index, place.wg_idx * self.config.tile_m
         if not self.shares_rows:
             entry, first_row = entry + place.wg_idx * self.pieces_of_warpgroup, 0
-        rows, within = pl.ds(first_row, self.config.tile_m), pl.ds(first_column, columns.size)
+        height = min(self.config.tile_m, self.block)
+        rows, within = pl.ds(first_row, height), pl.ds(first_column, columns.size)
 
         @pl.when(entry < place.group.end)
         def _():
             destination = ref.at[place.group.entries[0, entry], rows, within]
-            plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
+            of_block = source if height == self.config.tile_m else source.at[pl.ds(0, height)]
+            plgpu.copy_smem_to_gmem(of_block, destination, commit_group=False)

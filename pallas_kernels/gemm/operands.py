@@ -24,6 +24,10 @@ SWIZZLE_BYTES = 128
 """Bytes of the longest piece of a row that is swizzled as one unit."""
 
 
+COPIED_ROWS = 256
+"""Largest number of rows of one TMA copy."""
+
+
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -104,7 +108,8 @@ class OperandTile:
     """True if the array's width is a multiple of 128 bytes, so that a copy may cover several pieces."""
     dtype: Any
     depth: int = 0
-    """Elements of the tile along K, if K is the last axis and they fill less than 128 bytes; else 0."""
+    """Elements of the tile along K and columns of a swizzled piece, if they fill less than 128 bytes;
+    else 0. Mosaic asks of a WGMMA as many elements along K as a swizzled piece has columns."""
 
     @property
     def tile_k(self) -> int:
@@ -121,9 +126,9 @@ class OperandTile:
     @property
     def blocks(self) -> int:
         """Number of blocks of shared memory that hold the tile, each filled by one copy."""
-        if self.k_last or self.one_copy:
+        if self.one_copy:
             return 1
-        return self.span // swizzled_columns(self.dtype)
+        return pl.cdiv(self.span, COPIED_ROWS) if self.k_last else self.span // self.tile_k
 
     @property
     def block_span(self) -> int:
@@ -132,11 +137,10 @@ class OperandTile:
 
     def memory(self, stages: int) -> Any:
         if self.one_copy:
-            return tiled((stages, self.tile_k, self.span), self.dtype, swizzled_columns(self.dtype))
+            return tiled((stages, self.tile_k, self.span), self.dtype, self.tile_k)
         if self.k_last:
-            return block((stages, 1), self.span, self.tile_k, self.dtype)
-        columns = swizzled_columns(self.dtype)
-        return block((stages, self.blocks), self.tile_k, columns, self.dtype)
+            return block((stages, self.blocks), self.block_span, self.tile_k, self.dtype)
+        return block((stages, self.blocks), self.tile_k, self.tile_k, self.dtype)
 
     def _blocks(self, memory: Any) -> tuple[Any, Any]:
         """Returns the memory in two views, for WGMMA and for copies."""
@@ -184,7 +188,7 @@ class OperandTile:
             yield slice(0, span), memory.at[slot]
             return
         blocks = self._blocks(memory)[0]
-        if self.k_last:
+        if self.k_last and self.blocks == 1:
             rows = blocks.at[slot, 0]
             yield slice(0, span), rows if shares == 1 else rows.at[pl.ds(share * span, span)]
             return

@@ -6,7 +6,6 @@ import jax
 
 from jaxfused.ops.sparse.block_sparse import BlockSparse
 from jaxfused.runtime.product_xla import product
-from jaxfused.runtime.promotion import accumulator_dtype
 
 
 def block_sparse_matmul(
@@ -36,7 +35,6 @@ def kept_blocks(
 ) -> jax.Array:
     """Returns x^T @ dy of rows [M, D] and [M, F], computed at the blocks of `weight` only."""
     size = weight.block_size
-    wide = accumulator_dtype(x.dtype)
-    dw = product("md,mf->df", x, dy, dtype=x.dtype, out_dtype=wide, precision=precision)
+    dw = product("md,mf->df", x, dy, dtype=x.dtype, out_dtype=out_dtype, precision=precision)
     grid = dw.reshape(weight.shape[0] // size, size, weight.shape[1] // size, size).swapaxes(1, 2)
-    return grid.at[weight.places].get(mode="fill", fill_value=0).astype(out_dtype)
+    return grid.at[weight.places].get(mode="fill", fill_value=0)

@@ -79,9 +79,14 @@ class Case:
 
 
 SMALL = MatmulConfig(64, 64, stages=3, ping_pong=False, epilogue_columns=64)
+TALL = MatmulConfig(256, 32, stages=3, ping_pong=False, epilogue_columns=32, band=2)
 KEPT = ((0, 3), (), (2,), (0, 2, 3))
 INTERPRETED = (
     Case(150, 64, KEPT, config=SMALL),
+    Case(600, 32, KEPT, config=TALL),
+    Case(600, 32, KEPT, config=TALL, transposed=True, dtype="float16"),
+    Case(300, 32, KEPT, config=MatmulConfig(64, 32, 3, ping_pong=False, epilogue_columns=32)),
+    Case(70, 32, ((), (1,)), 2, out_dtype="float32"),
     Case(150, 64, KEPT, config=SMALL, transposed=True, dtype="float16"),
     Case(70, 64, ((), (1,)), 2, out_dtype="float32"),
     Case(130, 128, ((1,), (0, 1), ()), 2),
@@ -89,7 +94,7 @@ INTERPRETED = (
 )
 
 
-@parametrize("case", INTERPRETED, quick=(0,))
+@parametrize("case", INTERPRETED, quick=(0, 1))
 def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 
@@ -137,10 +142,12 @@ WEIGHTS = (
     WeightCase(150, 64, ((0, 1, 2, 3), (), (1,), (0, 1, 2, 3, 4, 6)), 7, config=NARROW),
     WeightCase(150, 128, ((0, 1, 2), (), (1,)), 3),
     WeightCase(60, 64, ((0,), (1, 2, 3)), out_dtype="float32", dtype="float16"),
+    WeightCase(150, 32, ((0, 1, 2, 3), (), (1,), (0, 1, 2, 3, 4, 6)), 7),
+    WeightCase(150, 32, ((0, 1, 2, 3), (1,), (5,)), 8, out_dtype="float32", dtype="float16"),
 )
 
 
-@parametrize("case", WEIGHTS, quick=(0,))
+@parametrize("case", WEIGHTS, quick=(0, 3))
 def test_gradient_of_weights_in_the_interpreter(case, interpreted_hopper):
     case.check()
 
@@ -188,7 +195,7 @@ def test_on_a_gpu(case):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [INTERPRETED[0], WEIGHTS[0]], ids=str)
+@pytest.mark.parametrize("case", [*INTERPRETED[:2], WEIGHTS[0], WEIGHTS[3]], ids=str)
 def test_threads_do_not_race(case, race_detector):
     case.check()
 
