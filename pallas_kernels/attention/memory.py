@@ -84,6 +84,11 @@ class Columns:
         """Returns the layout of blocks of 64 columns each; the last one is padded."""
         return cls((SWIZZLED_COLUMNS,) * -(-size // SWIZZLED_COLUMNS), SWIZZLED_COLUMNS)
 
+    def cut(self, widest: int) -> "Columns":
+        """Returns the layout of the same columns in blocks of at most `widest` columns."""
+        firsts = ((width, first) for width in self.widths for first in range(0, width, widest))
+        return Columns(tuple(min(widest, width - first) for width, first in firsts), widest)
+
     @property
     def width(self) -> int:
         return sum(self.widths)

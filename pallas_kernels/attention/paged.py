@@ -185,9 +185,9 @@ class PagedConfig:
         if sizes.has_scales:
             count = query.bytes(WGMMA_ROWS) + 2 * self.key_block * sizes.head_size
             count += 2 * kept * (sizes.head_size + 4)
-            return count + 2 * _columns_of_output(sizes).bytes(WGMMA_ROWS) + BARRIER_BYTES
+            return count + 2 * value.cut(_OUTPUT_COLUMNS).bytes(WGMMA_ROWS) + BARRIER_BYTES
         count = query.bytes(WGMMA_ROWS) + head.bytes(kept) + value.bytes(kept)
-        return count + 2 * _columns_of_output(sizes).bytes(WGMMA_ROWS) + BARRIER_BYTES
+        return count + 2 * value.cut(_OUTPUT_COLUMNS).bytes(WGMMA_ROWS) + BARRIER_BYTES
 
     def fits(self, sizes: Sizes) -> bool:
         # CUDA reserves one allocation unit of shared memory for each CTA of an SM.
@@ -195,9 +195,8 @@ class PagedConfig:
         return sizes.fits(self.key_block) and self.shared_bytes(sizes) <= room - ALLOCATION_BYTES
 
 
-def _columns_of_output(sizes: Sizes) -> Columns:
-    """Returns the layout of the float32 output, whose blocks have at most 32 columns (128 bytes)."""
-    return Columns.in_blocks(sizes.value_size, memory.SWIZZLED_COLUMNS // 2)
+_OUTPUT_COLUMNS = memory.SWIZZLED_COLUMNS // 2
+"""Most columns of a block of the float32 output in shared memory: the widest swizzle, 128 bytes."""
 
 
 def candidates(sizes: Sizes) -> tuple[PagedConfig, ...]:
@@ -337,7 +336,7 @@ class _Paged:
     def memory(self) -> dict[str, Any]:
         query, head, value = self.config.columns(self.sizes)
         block, stages, dtype = self.config.key_block, self.config.stages, self.dtype
-        out = _columns_of_output(self.sizes)
+        out = value.cut(_OUTPUT_COLUMNS)
 
         def full(columns: Columns) -> Any:
             copies = self.pieces * (columns.count + int(self.sizes.has_scales))
@@ -681,8 +680,5 @@ class _Paged:
 
     def narrow(self, blocks: list[jax.Array]) -> list[jax.Array]:
         """Cuts float32 blocks [64, columns] into those of `out_smem`, of at most 32 columns."""
-        pieces = []
-        for block in blocks:
-            for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):
-                pieces.append(block[:, first : first + memory.SWIZZLED_COLUMNS // 2])
-        return pieces
+        most = _OUTPUT_COLUMNS
+        return [b[:, i : i + most] for b in blocks for i in range(0, b.shape[1], most)]

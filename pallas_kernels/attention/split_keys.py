@@ -4,7 +4,7 @@ With few queries, whole heads are too few tasks for all SMs, and reading keys an
 time. The rows of a CTA are the queries of all heads that share a key head (`packing`), and its keys are
 one of the parts into which the visited blocks of keys are split. A CTA writes the output over its part
 of the keys and the log-sum-exp, in float32; a second kernel (`merge_splits`) merges the parts in a fixed
-order.
+order. If there is one part and no sink, the output is that of the call, in its dtype.
 
 A CTA is one warpgroup, which starts its own copies as soon as a pipeline stage (slot) is free. Two CTAs
 on an SM take turns with the tensor cores, and together keep enough copies in flight.
@@ -67,7 +67,7 @@ class SplitForwardConfig(KeySplits):
         head, value = self.columns(shape)
         count = head.bytes(WGMMA_ROWS + self.stages * self.key_block)
         count += value.bytes(self.stages * self.key_block)
-        return count + 2 * _columns_of_output(shape).bytes(WGMMA_ROWS) + BARRIER_BYTES
+        return count + 2 * value.cut(_OUTPUT_COLUMNS).bytes(WGMMA_ROWS) + BARRIER_BYTES
 
     def fits(self, shape: Shape) -> bool:
         # CUDA reserves one allocation unit of shared memory for each CTA of an SM.
@@ -75,9 +75,8 @@ class SplitForwardConfig(KeySplits):
         return self.shared_bytes(shape) <= room - ALLOCATION_BYTES
 
 
-def _columns_of_output(shape: Shape) -> Columns:
-    """Returns the layout of the float32 output, whose blocks have at most 32 columns (128 bytes)."""
-    return Columns.in_blocks(shape.value_size, memory.SWIZZLED_COLUMNS // 2)
+_OUTPUT_COLUMNS = memory.SWIZZLED_COLUMNS // 2
+"""Most columns of a block of the float32 output in shared memory: the widest swizzle, 128 bytes."""
 
 
 def visited_keys(shape: Shape, logits: Logits) -> int:
@@ -221,8 +220,15 @@ class SplitForward:
     value: Columns
 
     @property
-    def out(self) -> Columns:
-        return _columns_of_output(self.shape)
+    def out_dtype(self) -> Any:
+        """Dtype of a part's output: the call's for a single part that no sink will scale."""
+        is_final = self.config.splits == 1 and not self.logits.has_sinks
+        return self.dtype if is_final else jnp.float32
+
+    @property
+    def out_columns(self) -> int:
+        """Most columns of a block of the output in shared memory: those of the widest swizzle."""
+        return _OUTPUT_COLUMNS * 4 // jnp.dtype(self.out_dtype).itemsize
 
     @property
     def ctas(self) -> int:
@@ -234,7 +240,7 @@ class SplitForward:
             q_smem=self.head.memory((), WGMMA_ROWS, dtype),
             k_smem=self.head.memory((stages,), block, dtype),
             v_smem=self.value.memory((stages,), block, dtype),
-            out_smem=self.out.memory((), WGMMA_ROWS, jnp.float32),
+            out_smem=self.value.cut(self.out_columns).memory((), WGMMA_ROWS, self.out_dtype),
             q_full=plgpu.Barrier(num_arrivals=self.head.count),
             k_full=plgpu.Barrier(num_arrivals=self.head.count, num_barriers=stages),
             v_full=plgpu.Barrier(num_arrivals=self.value.count, num_barriers=stages),
@@ -244,7 +250,7 @@ class SplitForward:
         pairs, splits = self.shape.batch * self.shape.key_heads, self.config.splits
         rows, numbers = self.packing.rows, splits * self.logits.row_numbers
         return (
-            jax.ShapeDtypeStruct((pairs * splits, rows, 1, self.shape.value_size), jnp.float32),
+            jax.ShapeDtypeStruct((pairs * splits, rows, 1, self.shape.value_size), self.out_dtype),
             jax.ShapeDtypeStruct((pairs, numbers, ceil_to(rows, WGMMA_ROWS)), jnp.float32),
         )
 
@@ -397,9 +403,6 @@ class SplitForward:
             gmem[pair, number, pl.ds(part.start, WGMMA_ROWS)] = numbers
 
     def pieces(self, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Cuts float32 blocks [64, columns] into those of `out_smem`, of at most 32 columns."""
-        pieces = []
-        for block in blocks:
-            for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):
-                pieces.append(block[:, first : first + memory.SWIZZLED_COLUMNS // 2])
-        return pieces
+        """Cuts float32 blocks [64, columns] into those of `out_smem`."""
+        most = self.out_columns
+        return [b[:, i : i + most] for b in blocks for i in range(0, b.shape[1], most)]

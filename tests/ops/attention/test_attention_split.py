@@ -127,6 +127,7 @@ INTERPRETED = (
     Case("bias alike", 3, 130, 4, bias=(1, 1, 3, 1), mask=(2, 4, 1, 130), head_size=16),
     Case("new tokens", 4, 300, 8, is_causal=True, offset="bottom_right", key_lengths=(300, 99)),
     Case("window at offsets", 9, 303, 4, window=(70, 5), offset=(250, -7), head_size=16),
+    Case("keys of whole tiles, heads of 40", 3, 304, heads=4, head_size=40, batch=1),
 )
 
 
@@ -134,12 +135,12 @@ INTERPRETED = (
     ("case", "config"),
     [
         *((case, SplitForwardConfig(3)) for case in INTERPRETED),
-        *((INTERPRETED[i], CONFIGS[0]) for i in (3, 7, 8, 10)),
+        *((INTERPRETED[i], CONFIGS[0]) for i in (3, 7, 8, 10, -1)),
         (INTERPRETED[3], CONFIGS[1]),
         (INTERPRETED[3], CONFIGS[2]),
         (INTERPRETED[3], None),
     ],
-    quick=(0, 2, 13, len(INTERPRETED) + 3),
+    quick=(0, 2, 13, len(INTERPRETED) + 4),
 )
 def test_accurate_in_the_interpreter(interpreted_hopper, monkeypatch, case, config):
     mosaic_interpreter.complete(monkeypatch)
