@@ -1,4 +1,4 @@
-"""Attention to a KVCache in place, by a kernel for 8 bits, a layer of a stack, or some sequences."""
+"""Attention to a KVCache in place, for 8 bits, a layer of a stack, some or unequally long sequences."""
 
 import functools
 from collections.abc import Mapping
@@ -18,9 +18,20 @@ from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.kernel_gradient import gradients_in_xla, kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Axes, Results, Runner
+from pallas_kernels import hopper
+from pallas_kernels.attention.attention import forward_candidates
+from pallas_kernels.attention.logits import Logits
+from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.split_keys import SplitForwardConfig
 
+_UNEVEN_KEYS = 16384
+"""Keys that a CTA of `split_keys` reads from which on the CUDA C kernel attends to a plain cache. That
+divides the keys by the lengths of the sequences on the device, and `split_keys` by shapes alone: 83 us
+and 446 for one sequence of 32,768 keys beside 63 of 512 on an H200, 66 and 67 for 64 of 1,016."""
 NO_PALLAS = (
-    "there is no Pallas kernel that reads a cache in 8 bits, or a layer of a stack, in place"
+    "there is no Pallas kernel that reads a cache in 8 bits or a layer of a stack in place, or divides a"
+    " cache by the lengths of its sequences"
 )
 
 
@@ -50,6 +61,26 @@ class Arrays(NamedTuple):
     """Index in the cache of each sequence, int32 [B]; None for all in order."""
     layer: Any
     """Index of the layer in a stack, int32 []; None for one layer."""
+
+    def are_plain(self) -> bool:
+        """Returns whether the cache is one layer of floats, and sequence b has entry b."""
+        return all(x is None for x in (self.key_scale, self.sequences, self.layer))
+
+    def may_be_uneven(self, multiprocessors: int) -> bool:
+        """Returns whether a sequence may be so long that its CTAs would end late if all had as many.
+
+        That is where `dot_product_attention` would split keys by shapes alone into long parts.
+        """
+        batch, tokens, key_heads, group, size = self.query.shape
+        places, value_size = self.key.shape[-3], self.value.shape[-1]
+        shape = Shape(batch, tokens, places, key_heads * group, key_heads, size, value_size)
+        logits = Logits(1.0, BlockMask(tokens, places, has_key_lengths=True))
+        config, *_ = forward_candidates(
+            shape, self.query.dtype, logits=logits, multiprocessors=multiprocessors
+        )
+        if batch == 1 or not isinstance(config, SplitForwardConfig):
+            return False
+        return places >= _UNEVEN_KEYS * config.splits
 
 
 @dataclass(frozen=True)
@@ -187,11 +218,17 @@ def reads_in_place(arrays: Arrays, options: Options, implementation: str | None)
     device = dispatch.current_device(arrays.query, arrays.key)
     stage = InCache(options)
     # The kernel reads all keys again for every 16 rows (queries of the heads that share a key
-    # head); attention to a copy reads them less often.
+    # head); other kernels read them less often.
     rows = arrays.query.shape[1] * arrays.query.shape[3]
     if implementation is None and rows > cached_attention_cuda.ROWS_OF_A_READ:
         return False
-    return Runner(None, device).choice(stage, *arrays).implementation == "cuda"
+    if Runner(None, device).choice(stage, *arrays).implementation != "cuda":
+        return False
+    if not arrays.are_plain() or implementation == "cuda":
+        return True
+    # Without Hopper's kernels none but this one splits the keys of a head.
+    is_other_gpu = hopper.why_unfit(device.compute_capability) is not None
+    return is_other_gpu or arrays.may_be_uneven(device.multiprocessors)
 
 
 def attend(arrays: Arrays, options: Options, implementation: str | None) -> jax.Array:

@@ -337,9 +337,10 @@ class KVCache:
           alibi_slopes: [N]: a key's logit is less by its head's slope times its distance.
           batch_invariant: whether a sequence's output has the same bits whatever the lengths and tokens
             of the other sequences. The kernel that reads the cache in place does not have that.
-          implementation: as there. None and "cuda" read a cache of 8 bits, or a layer of a stack,
-            in place, if heads have 64 or 128 features and up to 16 queries share a key head; other calls
-            attend to a copy in the query's dtype.
+          implementation: as there. None and "cuda" read a cache in place if heads have 64 or 128
+            features and up to 16 queries share a key head; without it a cache of 8 bits or a layer of a
+            stack is copied in the query's dtype. On Hopper GPUs None does so for one layer of floats
+            only where several sequences have long caches: the kernel divides its work by their lengths.
 
         Returns:
           [B, T, N, V], of the query's dtype.
@@ -399,9 +400,7 @@ class KVCache:
         implementation: str | None,
     ) -> jax.Array | None:
         """Returns the output of the kernel that reads the cache in place, or None if it cannot run."""
-        parts = (self.key_scale, layer, batch_index)
-        # The kernels of dot_product_attention read a float cache of one layer without a copy.
-        if all(part is None for part in parts) or implementation not in (None, "cuda"):
+        if implementation not in (None, "cuda"):
             return None
         device = dispatch.current_device(query, self.key)
         heads, size = query.shape[2:]

@@ -11,7 +11,9 @@ import pytest
 import jaxfused
 from jaxfused import KVCache, dispatch
 from jaxfused.ops.serving import append_cuda, cached_attention_cuda
+from jaxfused.runtime import cuda_library
 from tests.support.arrays import put
+from tests.support.calls import have_library
 from tests.support.lowering import kernels
 
 APPEND, ATTEND = "jaxfused_append", "jaxfused_cached_attention"
@@ -122,6 +124,7 @@ def test_pages_are_written_as_by_xla(kept, layout, is_one_array):
 
 
 READS = {
+    "floats": (cache_of("bfloat16"), 3, 8, dict(sinks=np.linspace(-1, 1, 8))),
     "int8": (cache_of(), 1, 8, {}),
     "float8_e4m3fn": (cache_of("float8_e4m3fn"), 3, 8, dict(sinks=np.linspace(-1, 1, 8))),
     "layers": (cache_of("bfloat16", layers=3), 1, 4, dict(layer=-2, local_window_size=20)),
@@ -260,6 +263,38 @@ def test_a_cache_is_not_read_in_place_where_sequences_must_not_depend_on_each_ot
     assert kernels(lambda cache, query: cache.attend(query), cache, query) == [ATTEND]
     launched = kernels(lambda cache, q: cache.attend(q, batch_invariant=True), cache, query)
     assert ATTEND not in launched
+
+
+A100 = dispatch.Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
+H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
+
+
+@pytest.mark.parametrize(
+    ("device", "batch", "places", "tokens", "in_place"),
+    [
+        (H200, 64, 32768, 1, True),
+        (H200, 1, 65536, 1, False),
+        (H200, 64, 8192, 1, False),
+        (H200, 64, 32768, 512, False),
+        (A100, 1, 1024, 1, True),
+    ],
+)
+def test_a_long_cache_of_floats_is_read_in_place(
+    monkeypatch, device, batch, places, tokens, in_place
+):
+    have_library(monkeypatch)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: ("80", "90"))
+    kept = jax.ShapeDtypeStruct((batch, places, 8, 128), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((batch, tokens, 32, 128), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def attend(query, key, value, lengths, **options):
+        return KVCache(key, value, lengths).attend(query, **options)
+
+    with dispatch.assume(device):
+        assert (ATTEND in kernels(attend, query, kept, kept, lengths)) == in_place
+        alike = functools.partial(attend, batch_invariant=True)
+        assert ATTEND not in kernels(alike, query, kept, kept, lengths)
 
 
 GOOD = dict(
