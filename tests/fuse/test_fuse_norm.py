@@ -511,6 +511,19 @@ def test_what_is_nearly_a_norm_of_rows(f):
     assert counts(f, normal(0, 8, 8)) == {}
 
 
+def test_layer_norm_of_an_einsum_that_is_transposed():
+    """The product has its batch axis, the features, first: its norm is none of images of one pixel."""
+
+    def f(a, b, scale, bias):
+        x = jnp.einsum("ikc,jkc->ijc", a, b)
+        centred = x - x.mean(-1, keepdims=True)
+        variance = jnp.mean(centred**2, axis=-1, keepdims=True)
+        return centred * jax.lax.rsqrt(variance + 1e-5) * scale + bias
+
+    a, b = (normal(seed, 3, 4, 8) for seed in (1, 2))
+    assert_fuses(f, a, b, normal(3, 8), normal(4, 8), into={"layer_norm": 1})
+
+
 def test_a_mean_that_stands_at_other_rows_is_no_layer_norms():
     assert_fuses(mean_of_columns, normal(0, 8, 8), into={"rms_norm": 1})
 

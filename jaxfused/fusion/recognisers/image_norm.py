@@ -40,6 +40,13 @@ class Match:
         alike = [stage for stage in stages if stage.layout == self.arrangement.layout]
         return (alike or stages)[-1]
 
+    @property
+    def is_of_rows(self) -> bool:
+        """True if an image is one pixel in one group, whose mean is over its array's last axis."""
+        read, roles = self.moments.frame.stages[0].layout, self.arrangement
+        last = next((parts for parts in reversed(read) if parts), ())
+        return not roles.pixels and not roles.groups and self.moments.reduced == set(last)
+
     def covered(self) -> set[Node]:
         """Returns the operations that compute the result from x and the operands."""
         stages = self.moments.frame.stages
@@ -104,7 +111,9 @@ def find(book: Book, make: Callable[[Node, Match], Site], *, of_batch: bool) -> 
             continue
         found = match(moments, root, of_batch=of_batch)
         if isinstance(found, Match):
-            add(book, root, found, make)
+            # A norm of rows that another order of axes precedes: `norm` finds it.
+            if not found.is_of_rows:
+                add(book, root, found, make)
         elif found:
             book.miss(operator, root, found)
 
