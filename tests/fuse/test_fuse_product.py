@@ -226,6 +226,41 @@ def test_gpt_oss_clamped_gate_is_left_with_a_reason():
     assert_left_alone(f, *args, because="the activation is none of")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [jax.nn.sigmoid, jax.nn.silu])
+@pytest.mark.parametrize("biases", [0, 1, 2])
+def test_gated_unit_that_no_product_reads(biases, activation, dtype):
+    """A triangle product transposes its edges, which are gated units, before it multiplies them."""
+
+    def f(x, w_gate, w_up, *b):
+        gate, up = (jnp.einsum("bijd,dhf->bijhf", x, w.astype(x.dtype)) for w in (w_gate, w_up))
+        gate = gate + b[0].astype(x.dtype) if biases else gate
+        up = up + b[1].astype(x.dtype) if biases > 1 else up
+        return jnp.moveaxis(up * activation(gate), 2, 1) * 2
+
+    shapes = ((8, 2, 4), (8, 2, 4), (2, 4), (2, 4))[: 2 + biases]
+    args = (x_of(dtype, 1, 3, 3, 8), *(weights(*s, seed=i + 1) for i, s in enumerate(shapes)))
+    assert_fuses(f, *args, into={"gated_unit": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_unit_of_one_product(has_bias, dtype):
+    def f(x, w, *b):
+        return jax.nn.glu(x @ w + b[0] if has_bias else x @ w) * 2
+
+    args = [weights(16, 64, dtype=dtype), weights(64, seed=2, dtype=dtype)][: 1 + has_bias]
+    assert_fuses(f, x_of(dtype, 3, 6, 16), *args, into={"gated_unit": 1})
+
+
+def test_gate_of_another_array_is_a_linear_layers():
+    def f(x, y, w_gate, w_up):
+        return jax.nn.sigmoid(x @ w_gate) * (y @ w_up)
+
+    x = x_of("float32")
+    assert_fuses(f, x, x[::-1], weights(16, 8), weights(16, 8, seed=2), into={"linear": 1})
+
+
 @pytest.mark.parametrize("kernel", ["NDF", "NFD", "DNF"])
 def test_gated_mlp_of_one_product_with_an_axis_of_two(kernel):
     """Gemma's gating_einsum."""

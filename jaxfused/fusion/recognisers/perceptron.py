@@ -1,4 +1,7 @@
-"""Finds mlp and gated_mlp: two products with an activation, or with a gated unit, between them."""
+"""Finds mlp and gated_mlp: two products with an activation, or with a gated unit, between them.
+
+A gated unit that no product reads, as in AlphaFold's triangle products, is a gated_unit.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from jaxfused.fusion.recognisers.product import Biased, Projection, biased, proj
 from jaxfused.fusion.recognisers.stacked import Part, parts, whole_of
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.linear.gated_mlp import gated_mlp
+from jaxfused.ops.linear.gated_unit import gated_unit
 from jaxfused.ops.linear.mlp import mlp
 from jaxfused.runtime.shapes import reshaped
 
@@ -79,19 +83,24 @@ def _find_at(products: _Products, first: Projection) -> None:
     node, other = gated
     up = _projection_of(core(other), products)
     last = by_input.get(core(_last(node.out)))
-    if up is None or last is None or core(up[0].x) is not core(first.x):
+    if up is None or core(up[0].x) is not core(first.x):
         return
     if up[0].x.dtype != first.x.dtype or up[0].precision != first.precision:
         return
-    if up[0].features == first.features and _fits(first, _last(node.out), last):
-        covered = activated.covered | {node} | _stages_between(node.out, last)
-        branches = [(first, affine), up]
-        whole = whole_of([first, up[0]])
-        if whole is not None and affine.bias is up[1].bias:
-            # In the one matrix the gate's columns come first, which is the operator's order too.
-            covered |= first.covered | affine.covered | up[0].covered | up[1].covered
-            branches = [(whole, Biased(whole.result, affine.bias, frozenset()))]
+    if up[0].features != first.features:
+        return
+    covered = activated.covered | {node}
+    branches = [(first, affine), up]
+    whole = whole_of([first, up[0]])
+    if whole is not None and affine.bias is up[1].bias:
+        # In the one matrix the gate's columns come first, which is the operator's order too.
+        covered |= first.covered | affine.covered | up[0].covered | up[1].covered
+        branches = [(whole, Biased(whole.result, affine.bias, frozenset()))]
+    if last is not None and _fits(first, _last(node.out), last):
+        covered |= _stages_between(node.out, last)
         _add_gated(book, branches, activated.name, set(covered), last)
+    else:
+        _add_unit(book, branches, activated.name, set(covered), node.out)
 
 
 def _product_with(value: Value) -> tuple[Node, Value] | None:
@@ -206,6 +215,59 @@ def _add_mlp(
     )
 
 
+def _add_unit(
+    book: Book,
+    branches: Sequence[tuple[Projection, Biased]],
+    activation: str,
+    covered: set[Node],
+    value: Value,
+) -> None:
+    """Adds a gated unit of `value`, which no product reads that would make it a gated MLP."""
+    gate = branches[0][0]
+    if value.dtype != gate.x.dtype or _is_copied(branches):
+        return
+    for p, affine in branches:
+        covered |= p.covered | affine.covered
+    names = ("b_gate", "b_up")[: len(branches)]
+    given = {n: affine.bias for n, (_, affine) in zip(names, branches, strict=True)}
+    present = {name: bias for name, bias in given.items() if bias is not None}
+    owners = {n: p for n, (p, _) in zip(names, branches, strict=True)}
+
+    def call(x: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+        weights = [p.matrix(w) for (p, _), w in zip(branches, arrays, strict=False)]
+        rest = zip(present, arrays[len(branches) :], strict=True)
+        biases: dict[str, Any] = {name: owners[name].bias(b) for name, b in rest}
+        h = gated_unit(
+            gate.inputs(x),
+            weights[0],
+            weights[1] if len(weights) > 1 else None,
+            activation=activation,
+            precision=gate.precision,
+            **biases,
+        )
+        return (reshaped(h, *value.shape),)
+
+    book.add(
+        Site(
+            "gated_unit",
+            gate.node,
+            [gate.x, *(p.w for p, _ in branches), *present.values()],
+            [value],
+            call,
+            covered,
+            f"gated_unit({', '.join([*present, activation])}) of {gate.x.aval.str_short()}"
+            f" and {list(gate.w.shape)}",
+        )
+    )
+
+
+def _is_copied(branches: Sequence[tuple[Projection, Biased]]) -> bool:
+    """Returns whether a matrix is copied to order gate and up, for fewer rows than x has features."""
+    gate = branches[0][0]
+    copies = any(isinstance(p, Part | _Swapped) for p, _ in branches)
+    return copies and math.prod(gate.rows) < math.prod(gate.x.shape[len(gate.rows) :])
+
+
 def _add_gated(
     book: Book,
     branches: Sequence[tuple[Projection, Biased]],
@@ -216,8 +278,7 @@ def _add_gated(
     """Adds a gated MLP, whose gate and other factor come from two products or from one's halves."""
     end = _ending(book, last)
     gate = branches[0][0]
-    is_copied = any(isinstance(p, Part | _Swapped) for p, _ in branches)
-    if is_copied and math.prod(gate.rows) < math.prod(gate.x.shape[len(gate.rows) :]):
+    if _is_copied(branches):
         reason = (
             "its matrix would be copied to order gate and up, for fewer rows than x has features"
         )
@@ -329,13 +390,18 @@ def _gated_of_one(
             continue
         node = found[0]
         last = by_input.get(core(_last(node.out)))
-        if last is None or last.x.dtype != first.x.dtype or last.precision != first.precision:
-            continue
-        if math.prod(first.features) != 2 * math.prod(last.x.shape[-len(last.contracted) :]):
-            continue
-        covered = set(activated.covered | {node} | halves.covered) | _stages_between(node.out, last)
-        branch = _swapped(first) if gate is halves.second else first
-        _add_gated(book, [(branch, affine)], activated.name, covered, last)
+        covered = set(activated.covered | {node} | halves.covered)
+        branches = [(_swapped(first) if gate is halves.second else first, affine)]
+        if (
+            last is not None
+            and last.x.dtype == first.x.dtype
+            and last.precision == first.precision
+            and math.prod(first.features) == 2 * math.prod(last.x.shape[-len(last.contracted) :])
+        ):
+            covered |= _stages_between(node.out, last)
+            _add_gated(book, branches, activated.name, covered, last)
+        else:
+            _add_unit(book, branches, activated.name, covered, node.out)
         return
 
 

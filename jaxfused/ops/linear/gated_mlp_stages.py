@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from jaxfused.ops.linear import mlp_cuda, mlp_xla
+from jaxfused.ops.linear import linear_cuda, mlp_cuda, mlp_xla
 from jaxfused.ops.linear.mlp_stages import passes_of, why_not_of
-from jaxfused.runtime import product_regimes
+from jaxfused.runtime import cuda_choice, cuda_library, product_regimes
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import side_by_side, sums_side_by_side
-from jaxfused.runtime.roofline import Passes
+from jaxfused.runtime.roofline import Passes, is_modelled
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import linear as pallas_linear
@@ -177,6 +177,50 @@ class GatedHiddenGradient(ProductStage):
         return side_by_side([dgate, dup]), None, h, sums, None
 
     results = ("dgate", "dup", "h", "sum_dgate", "sum_dup")
+    batched = batched_rows
+    xla_takes_rows = True
+
+
+@dataclass(frozen=True)
+class GatedUnitGradient:
+    """Computes (dgate, dup) from the cotangent dh of activation(gate) * up, gate and up, all [M, F]."""
+
+    activation: str | None
+
+    @property
+    def name(self) -> str:
+        return "gated_unit gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "f",) * 3, (ROWS + "f",) * 2)
+
+    def why_not(self, device, dh, gate, up) -> Mapping[str, str | None]:
+        del dh, up
+        reason = linear_cuda.why_unsupported(
+            compute_capability=device.compute_capability, dtype=gate.dtype
+        )
+        return {"cuda": reason, "xla": None}
+
+    def estimate(self, device, able, dh, gate, up) -> Estimate:
+        del able, dh, up
+        if not is_modelled(device):
+            return None
+        misaligned = gate.shape[1] * gate.dtype.itemsize % cuda_library.VECTOR_BYTES
+        if misaligned or gate.size < cuda_choice.LEAST_VALUES:
+            return Rule(("xla",), "rows are misaligned, or XLA starts sooner")
+        return Rule(
+            ("cuda",), "XLA evaluates it in the transposition of dh, if there is one, slower"
+        )
+
+    def run(self, implementation, device, dh, gate, up) -> Results:
+        del device
+        if implementation == "cuda":
+            return mlp_cuda.gated_unit_gradient(dh, gate, up, activation=self.activation)
+        dgate, dup, _ = mlp_xla.gated_unit_gradient(dh, gate, up, activation=self.activation)
+        return dgate, dup
+
+    results = ("dgate", "dup")
     batched = batched_rows
     xla_takes_rows = True
 

@@ -93,6 +93,17 @@ def gated_hidden_gradient(
     return dgate, dup, h, db_gate, db_up
 
 
+def gated_unit_gradient(
+    dh: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns dgate and dup [M, F] of activation(gate) * up, whose cotangent is dh [M, F]."""
+    dgate, dup, _, _ = bias_activation_cuda.backward(
+        dh, gate, up, activation=activation, want_y=False, want_sums=False
+    )
+    assert dup is not None
+    return dgate, dup
+
+
 def gated_input_gradient(
     dgate: jax.Array,
     dup: jax.Array,

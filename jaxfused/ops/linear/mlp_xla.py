@@ -178,6 +178,26 @@ def gated_unit(
     return (h, gate, up) if save_preactivations else (h, None, None)
 
 
+def gated_unit_gradient(
+    dh: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: str | None,
+    returns_hidden: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns dgate, dup and, if `returns_hidden`, h = activation(gate) * up, whose cotangent dh is.
+
+    All are [..., F], and the results in gate's dtype.
+    """
+    wide = accumulator_dtype(gate.dtype)
+    activated, slope = value_and_slope(activation, gate.astype(wide))
+    wide_up, dh = up.astype(wide), dh.astype(wide)
+    dgate, dup = dh * wide_up * slope, dh * activated
+    h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
+    return dgate.astype(gate.dtype), dup.astype(gate.dtype), h
+
+
 def gated_hidden_gradient(
     dy: jax.Array,
     w_down: jax.Array,
@@ -195,13 +215,10 @@ def gated_hidden_gradient(
     The first three are [..., F], the sums over rows [F]. If `joined`, dgate and dup are one array
     [..., 2 F] in dgate's place, their sums one [2 F], and the results for dup are None.
     """
-    wide = accumulator_dtype(gate.dtype)
-    activated, slope = value_and_slope(activation, gate.astype(wide))
-    wide_up = up.astype(wide)
     dh = _gradient_of_hidden(dy, w_down, precision)
-    dgate, dup = dh * wide_up * slope, dh * activated
-    h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
-    dgate, dup = dgate.astype(gate.dtype), dup.astype(gate.dtype)
+    dgate, dup, h = gated_unit_gradient(
+        dh, gate, up, activation=activation, returns_hidden=returns_hidden
+    )
     cotangents = (side_by_side([dgate, dup]), None) if joined else (dgate, dup)
     *cotangents, h = written_first(activation, (*cotangents, h))
     sums = (
