@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxfused import dispatch
-from jaxfused.fusion import kernels
+from jaxfused.fusion import kernels, shortcuts
 from jaxfused.fusion.evaluate import Cyclic, Plan, plan
 from jaxfused.fusion.graph import Graph, Node
 from jaxfused.fusion.recognisers import (
@@ -24,7 +24,7 @@ from jaxfused.fusion.recognisers import (
     upsample,
 )
 from jaxfused.fusion.report import Found, Report
-from jaxfused.fusion.site import Book, Miss
+from jaxfused.fusion.site import Book, Miss, Site
 from jaxfused.fusion.source import line_of
 from jaxfused.runtime import shapes
 
@@ -113,6 +113,8 @@ def _recognise(
             site = cycle.site
             book.take_out([site])
             book.miss(site.operator, site.anchor, "its inputs depend on its own results")
+    ordered = shortcuts.joined(step for step in planned.steps if isinstance(step, Site))
+    planned = plan(graph, ordered, bodies)
     found += [
         Found(s.label, s.operator, line_of(s.anchor), s.detail, len(s.covered)) for s in book.sites
     ]

@@ -1,17 +1,22 @@
 """fuse finds the norms, convolutions, pools and upsampling of images as models write them."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import jaxfused
+from jaxfused import dispatch
 from tests.support.fused import assert_fuses, assert_left_alone, fusion, normal, wide
 
 pytestmark = pytest.mark.exhaustive
 
 DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
 EPSILON = 1e-5
+H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)
 
 
 def inputs(dtype, *shape):
@@ -213,6 +218,40 @@ def test_a_convolution_takes_the_statistics_of_the_batch_norm_after_it(dtype):
     args = (x, w, scale, bias, normal(3, 8), normal(4, 8) ** 2)
     assert_fuses(block, *args, into={"conv": 1})
     assert "batch_norm(scale, bias, relu)" in str(fusion(block, *args))
+
+
+def residual_blocks(x, w_in, w, w_out, scales, biases, *, projects):
+    """Two bottlenecks; the sum of the first follows the norm of its shortcut if it `projects`."""
+    parameters = zip(scales, biases, strict=True)
+    w_in, w, w_out = (kernel.astype(x.dtype) for kernel in (w_in, w, w_out))
+
+    def norm(y):
+        scale, bias = next(parameters)
+        return train(y, scale, bias, bias, scale)[0]
+
+    for is_first in (True, False):
+        y = jax.nn.relu(norm(convolved(jax.nn.relu(norm(convolved(x, w_in))), w)))
+        shortcut = norm(convolved(x, w_out)) if projects and is_first else x
+        x = jax.nn.relu(norm(convolved(y, w_out)) + shortcut)
+    return x.mean((1, 2))
+
+
+@pytest.mark.parametrize("projects", [False, True])
+def test_dgrad_of_a_blocks_first_convolution_adds_the_shortcuts_gradient(projects):
+    x, _, _ = inputs("float32", 2, 5, 5, 64)
+    kernels = [normal(i, n, n, 64, 64, scale=0.1) for i, n in enumerate((1, 3, 1), 3)]
+    scales, biases = ([0.3 * normal(7 * n + i, 64) + 1 for i in range(7)] for n in (1, 2))
+    args = (x, *kernels, scales, biases)
+    f = functools.partial(residual_blocks, projects=projects)
+    assert_fuses(f, *args, into={"conv": 7 if projects else 6})
+
+    def gradient(*args):
+        return jax.grad(lambda *args: jaxfused.fuse(f)(*args).sum())(*args)
+
+    images = jax.ShapeDtypeStruct((64, 56, 56, 64), jnp.bfloat16)
+    with dispatch.assume(H200), dispatch.recorded(alone=True) as choices:
+        jax.eval_shape(gradient, images, *args[1:])
+    assert [c.stage for c in choices].count("conv dense joined input gradient") == 2
 
 
 def test_rows_of_features_have_batch_norms_too():

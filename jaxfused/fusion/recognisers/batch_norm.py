@@ -23,13 +23,16 @@ def _site(root: Node, found: Match) -> Site:
     covered = found.covered()
     means, variances = _statistics(found, covered)
 
-    def call(*arrays: jax.Array, statistics: Statistics | None = None) -> list[jax.Array]:
+    def call(
+        *arrays: jax.Array, statistics: Statistics | None = None, mask_gradient: bool = True
+    ) -> list[jax.Array]:
         operands = found.operands_of([*widened(found, arrays[:1]), *arrays[1:]])
         y, mean, variance = run(
             operands.pop("x"),
             epsilon=found.epsilon,
             activation=found.activation,
             statistics=statistics,
+            mask_gradient=mask_gradient,
             **operands,
         )
         beside = [(value, mean) for value in means] + [(value, variance) for value in variances]

@@ -24,6 +24,7 @@ from jaxfused.fusion.site import Book, Site, leaking
 from jaxfused.ops.conv.conv import run
 from jaxfused.ops.conv.conv_input import Concatenated, ConvInput
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.rectified import Rectified
 from jaxfused.runtime.shapes import reshaped
 
 
@@ -50,6 +51,16 @@ def _why_not(node: Node) -> str:
         return "its images are convolved with kernels of their own (batch_group_count)"
     channels_last = numbers.lhs_spec[1] == numbers.out_spec[1] == axes + 1
     return "" if channels_last else why_no_channels_first(node.out, axes)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Facts of a site, whose call takes `return_input` and `is_rectified`, and masks with a norm."""
+
+    reads_one: bool
+    """True if x is one array and not a concatenation."""
+    norm: Match | None = None
+    """The batch norm that the call includes, whose `mask_gradient` the call takes too."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +199,16 @@ def _join_batch_norm(book: Book, site: Site) -> None:
         return
     count = len(site.inputs)
 
-    def call(*arrays: jax.Array) -> Sequence[jax.Array]:
-        y, statistics = site.call(*widened(found, arrays[:count]), statistics=True)
-        return norm.call(y, *arrays[count:], statistics=statistics)
+    def call(
+        *arrays: jax.Array, mask_gradient: bool = True, **options: bool
+    ) -> Sequence[jax.Array]:
+        read = widened(found, arrays[:count])
+        y, statistics, *again = site.call(*read, statistics=True, **options)
+        masks = dict(statistics=statistics, mask_gradient=mask_gradient)
+        return [
+            *norm.call(y, *arrays[count:], **masks),
+            *(x.astype(arrays[0].dtype) for x in again),
+        ]
 
     joined = Site(
         "conv",
@@ -201,6 +219,7 @@ def _join_batch_norm(book: Book, site: Site) -> None:
         site.covered | norm.covered | found.covered(),
         f"{site.detail}, {norm.detail}",
         parts=(site, norm),
+        facts=replace(site.facts, norm=found),
     )
     if leaking(joined) is None:
         book.add(joined)
@@ -214,16 +233,21 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
     last = [numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1]]
     shape = value.shape
 
-    def call(*arrays: jax.Array, statistics: bool = False) -> Sequence[Any]:
+    first = [numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]]
+
+    def call(
+        *arrays: jax.Array,
+        statistics: bool = False,
+        return_input: bool = False,
+        is_rectified: bool = False,
+    ) -> Sequence[Any]:
         read, (w, *others) = arrays[: len(parts)], arrays[len(parts) :]
-        images = [
-            a.transpose(numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1])
-            for a in read
-        ]
+        images = [a.transpose(first) for a in read]
         x: ConvInput = Concatenated(*images) if len(images) > 1 else images[0]
+        x = Rectified(images[0]) if is_rectified else x
         w = w.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
         w, bias = folded(w, steps, others, accumulator_dtype(x.dtype))
-        y, _, taken = run(
+        y, again, taken = run(
             x,
             w,
             bias,
@@ -239,10 +263,14 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
                 feature_group_count=node.params["feature_group_count"],
             ),
             precision=node.params["precision"],
+            return_input=return_input,
             statistics=statistics,
         )
         y = reshaped(y.transpose([last.index(axis) for axis in range(y.ndim)]), *shape)
-        return (y, taken) if statistics else (y,)
+        results = [y, taken] if statistics else [y]
+        if return_input:
+            results.append(again.transpose([first.index(axis) for axis in range(again.ndim)]))
+        return results
 
     return Site(
         "conv",
@@ -253,6 +281,7 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
         {node} | followed.covered | joined | between(node.ins[1], {w}),
         f"conv({followed.words()}) of"
         f" {' and '.join(part.aval.str_short() for part in parts)} and {list(w.shape)}",
+        facts=Convolution(reads_one=len(parts) == 1),
     )
 
 
