@@ -112,7 +112,8 @@ def backward(
 
     lse is [B, N, R] as `forward` returned it. If the bias differs between keys, the gradient of the
     logits passes through global memory as [B, N, S, T], and XLA sums it over the bias's broadcast axes.
-    That array is in float32 if there are such axes, else in `dbias_dtype`.
+    That array has the bias's dtype if it has 16 bits, as what JAX's rule sums in a program without this
+    kernel; else it is in `dbias_dtype`. The sum is in float32.
     """
     (dquery, dkey, dvalue), dbias, dsinks = _run(
         (query, key, value),
@@ -172,7 +173,7 @@ def _run(
         dbias, dsinks = row_gradients(operands, *rows, dlse, logits)
     dlogits_dtype = None
     if bias is not None and dbias is None:
-        dlogits_dtype = dbias_dtype if bias.shape == shape.logits else jnp.float32
+        dlogits_dtype = bias.dtype if bias.dtype.itemsize == 2 else dbias_dtype
     kernel = _ShortBackward(
         shape,
         arrays[0].dtype,
@@ -229,7 +230,8 @@ def _run(
     if dlogits_dtype is not None:
         dbias = gradients[-1][:, :, : shape.key_count, : shape.query_count].swapaxes(2, 3)
         broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
-        dbias = jnp.sum(dbias, axis=broadcast, keepdims=True)
+        if broadcast:
+            dbias = jnp.sum(dbias, axis=broadcast, keepdims=True, dtype=jnp.float32)
     if dbias is not None:
         dbias = dbias.astype(dbias_dtype)
     return gradients[: len(arrays)], dbias, dsinks

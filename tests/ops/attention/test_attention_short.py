@@ -56,6 +56,7 @@ OPTIONS = (
     Case("segments of seven keys", 1, 7, head_size=64, segments=2),
     Case("soft cap and sinks", 150, 197, head_size=64, soft_cap=1.5, sinks=True),
     Case("bias of a head", 49, 49, heads=4, head_size=32, bias=(1, 4, 49, 49)),
+    Case("bias that entries share", 70, 90, heads=4, head_size=32, batch=70, bias=(1, 4, 70, 90)),
     Case("bias of each logit", 150, 197, heads=4, head_size=64, bias=(2, 4, 150, 197)),
     Case(
         "bias of a query", 70, 90, heads=4, head_size=64, bias=(2, 1, 70, 1), query_lengths=(70, 9)
