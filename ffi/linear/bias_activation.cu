@@ -447,4 +447,5 @@ DEFINE_HANDLER(jaxfused_bias_activation_backward, bias_activation_backward,
                    .Ret<ffi::AnyBuffer>()  // dup_z
                    .Ret<ffi::AnyBuffer>()  // y
                    .Ret<ffi::AnyBuffer>()  // partials
-                   .Attr<std::string_view>("activation"));
+                   .Attr<std::string_view>("activation"),
+               {ffi::Traits::kCmdBufferCompatible});

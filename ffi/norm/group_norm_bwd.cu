@@ -692,4 +692,5 @@ DEFINE_HANDLER(jaxfused_group_norm_backward, backward,
                    .Attr<std::string_view>("activation")
                    .Attr<int64_t>("slices")
                    .Attr<int64_t>("chunk")
-                   .Attr<bool>("once"));
+                   .Attr<bool>("once"),
+               {ffi::Traits::kCmdBufferCompatible});

@@ -1113,4 +1113,5 @@ DEFINE_HANDLER(jaxfused_layer_norm_forward, layer_norm_forward,
                    .Attr<std::string_view>("activation")
                    .Attr<bool>("few_rows")
                    .Attr<int64_t>("threads")
-                   .Attr<int64_t>("run"));
+                   .Attr<int64_t>("run"),
+               {ffi::Traits::kCmdBufferCompatible});

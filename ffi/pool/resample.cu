@@ -449,7 +449,8 @@ DEFINE_HANDLER(jaxfused_max_pool, max_pool,
                    .Attr<int64_t>("row_stride")
                    .Attr<int64_t>("column_stride")
                    .Attr<int64_t>("top")
-                   .Attr<int64_t>("left"));
+                   .Attr<int64_t>("left"),
+               {ffi::Traits::kCmdBufferCompatible});
 
 DEFINE_HANDLER(jaxfused_max_pool_gradient, max_pool_gradient,
                ffi::Ffi::Bind()
@@ -462,11 +463,13 @@ DEFINE_HANDLER(jaxfused_max_pool_gradient, max_pool_gradient,
                    .Attr<int64_t>("row_stride")
                    .Attr<int64_t>("column_stride")
                    .Attr<int64_t>("top")
-                   .Attr<int64_t>("left"));
+                   .Attr<int64_t>("left"),
+               {ffi::Traits::kCmdBufferCompatible});
 
 DEFINE_HANDLER(jaxfused_upsample, upsample,
                ffi::Ffi::Bind()
                    .Ctx<ffi::PlatformStream<cudaStream_t>>()
                    .Arg<ffi::AnyBuffer>()  // x
                    .Ret<ffi::AnyBuffer>()  // y
-                   .Attr<bool>("backward"));
+                   .Attr<bool>("backward"),
+               {ffi::Traits::kCmdBufferCompatible});
