@@ -9,7 +9,7 @@
 3. `batch_norm`: BatchNorm in training, with the residual sum and the activation after.
 4. `norm`: LayerNorm and RMSNorm, with the residual sum and the bias before, and the activation after.
 5. `projection`: the products of one array that become queries, keys and values, with norm and rotation.
-6. `perceptron`: two products with an activation or a gated unit between them.
+6. `perceptron`: two products with an activation or a gated unit between them, and gated units alone.
 7. `cross_entropy`: the loss of a product.
 8. `product`: a product with its bias, activation and residual.
 9. `patches`: a convolution whose windows do not overlap.
@@ -26,7 +26,8 @@ product of powers, a sum of terms, a mean, seen through casts and broadcasts, an
 reshapes and transpositions (`frame`, `moments`). Activations are recognised by their values, and by
 their derivatives if they have corners (`activation`). What it finds is a `site`: inputs, outputs and
 the operations between them, whose results nothing else may use. `evaluate` runs the program with its
-sites, and the rest unchanged.
+sites, and the rest unchanged. A convolution that shares its input with one other site returns it to
+that site, so that its dgrad kernel adds both gradients (`shortcuts`).
 
 The rules are these:
 
