@@ -106,7 +106,7 @@ test-all: $(INSTALLED) $(TESTED_LIBRARY) docs
 
 # Left out are tests that take minutes, and those that compare float32 sums with XLA's on a CPU, whose
 # sums are more exact.
-EMULATED_FILES := activation_cuda attention_cuda low_biases batch_norm cached_attention_cuda conv group_norm image_pass matrix_optimizer_kernels max_pool optimizer_kernels quantized_cuda \
+EMULATED_FILES := activation_cuda attention_cuda low_biases batch_norm cached_attention_cuda conv few_rows_cuda group_norm image_pass matrix_optimizer_kernels max_pool optimizer_kernels quantized_cuda \
   rope sample_cuda sparse_matmul upsample
 EMULATED := not pallas and not 112 and not 300 and not float32_is and not dense and \
   not (depthwise and float32)

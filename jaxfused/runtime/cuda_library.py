@@ -36,6 +36,7 @@ TARGETS = (
     "jaxfused_factored_moments",
     "jaxfused_factored_sums",
     "jaxfused_factored_updates",
+    "jaxfused_few_rows",
     "jaxfused_gradient_norm",
     "jaxfused_depthwise_conv",
     "jaxfused_depthwise_conv1d",

@@ -87,6 +87,21 @@ struct Int8 {
   static constexpr int kWordValues = 4;
   static int32_t value(uint32_t word, int i) { return static_cast<int8_t>(word >> 8 * i); }
 };
+// d = a b + c of pairs of 16-bit floats; the product and the sum are exact in float64.
+template <typename T>
+void multiply_add_pairs(Operand* operands) {
+  uint32_t pair = 0;
+  for (int i = 0; i < 2; ++i) {
+    double numbers[3];
+    for (int j = 0; j < 3; ++j) numbers[j] = T::value(read<uint32_t>(operands[1 + j]), i);
+    const double sum = numbers[0] * numbers[1] + numbers[2];
+    const uint16_t rounded = std::is_same_v<T, Half> ? bits<uint16_t>(__double2half(sum))
+                                                     : bits<uint16_t>(__double2bfloat16(sum));
+    pair |= static_cast<uint32_t>(rounded) << 16 * i;
+  }
+  write(operands[0], pair);
+}
+
 template <__nv_fp8_interpretation_t kKind>
 struct Float8 {
   static constexpr int kWordValues = 4;
@@ -376,10 +391,17 @@ const Entry kEntries[] = {
     // Turing's instructions, which multiply parts of the same operands.
     {"{\nmma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32", mma<Half, float>},
     {"{\nmma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
+    {"fma.rn.bf16x2 %0, %1, %2, %3", multiply_add_pairs<Bfloat16>},
+    {"fma.rn.f16x2 %0, %1, %2, %3", multiply_add_pairs<Half>},
     {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", load_matrices<false>},
     {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", load_matrices<true>},
     {"{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2", widen_e4m3},
     {"movmatrix.sync.aligned.m8n8.trans.b16 %0, %1", transpose},
+    {"ld.shared.b32 %0, [%1]", load_shared<1>},
+    {"ld.shared.u8 %0, [%1]",
+     [](Operand* o) {
+       write(o[0], uint32_t{*static_cast<const uint8_t*>(shared_pointer(read<uint32_t>(o[1])))});
+     }},
     {"ld.shared.v2.b32", load_shared<2>},
     {"ld.shared.v4.b32", load_shared<4>},
     {"st.shared.b32", store_shared<1>},

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused.ops.quantized import few_rows_cuda
 from jaxfused.runtime import cuda_library
 from pallas_kernels.gemm.quantized import Packed
 
@@ -63,14 +64,15 @@ def why_unsupported(
         return f"it multiplies x of bfloat16 and float16, and x is {jnp.dtype(x_dtype)}"
     if x_dtype == jnp.bfloat16 and compute_capability is not None and compute_capability < (8, 0):
         return _needs("bfloat16", (8, 0), compute_capability)
-    if w.codebook is not None:
-        return "it reads integers and float8, and the weights are codes of a codebook"
+    unfit = _why_results_unfit(out_dtype, residual_dtype)
+    if unfit is None and w.codebook is not None:
+        return few_rows_cuda.why_unsupported(compute_capability, x_shape, w)
     rows, features = x_shape
     group = features // w.groups if w.groups > 1 else STEP
     if group not in (32, 64) and group % STEP:
         return f"it takes groups of 32, 64 and multiples of {STEP}, and they have {group}"
     return (
-        _why_results_unfit(out_dtype, residual_dtype)
+        unfit
         or _why_shapes_unfit(rows, features, w.n, w.values.dtype, _WARP_COLUMNS)
         or cuda_library.why_not_built_from(
             (8, 0) if x_dtype == jnp.bfloat16 else (7, 5), compute_capability

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
+from jaxfused.ops.quantized import few_rows_cuda, quantized_matmul_cuda, quantized_matmul_xla
 from jaxfused.runtime import cuda_choice, product_regimes
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.quantized_array import (
@@ -62,9 +62,13 @@ class Options:
 
 def cuda_configs(
     device: dispatch.Device, x: Any, w: Packed, *, products: int
-) -> list[quantized_matmul_cuda.Config]:
-    """Returns the configs of the CUDA kernel, predicted fastest first."""
-    return quantized_matmul_cuda.candidates(
+) -> list[quantized_matmul_cuda.Config | few_rows_cuda.Config]:
+    """Returns the configs of the CUDA kernels, predicted fastest first."""
+    reason = few_rows_cuda.why_unsupported(device.compute_capability, x.shape, w)
+    configs: list[Any] = [few_rows_cuda.Config()] if reason is None else []
+    if w.codebook is not None:
+        return configs
+    return configs + quantized_matmul_cuda.candidates(
         x.shape,
         w,
         products=products,
@@ -153,6 +157,8 @@ class Layer:
                 return Rule(
                     ("xla",), "padding its operands takes longer than dequantising the weights"
                 )
+            if "cuda" in able and w.codebook is not None and features >= _LONG_SUMS:
+                return Rule(("cuda", "pallas", "xla"), "its warps look up codes without waiting")
             return Rule(("pallas", "xla"), "XLA dequantises the weights first")
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
         return cuda_choice.rule(device, fast=fast)
@@ -200,6 +206,8 @@ class Layer:
         del x_scale
         if implementation == "cuda":
             config = config or cuda_configs(device, x, w, products=1)[0]
+            if isinstance(config, few_rows_cuda.Config):
+                return few_rows_cuda.forward(x, w, bias, residual, **self._keywords)
             return quantized_matmul_cuda.forward(
                 x, w, bias, residual, **self._keywords, config=config
             )

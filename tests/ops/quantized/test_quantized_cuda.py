@@ -29,16 +29,6 @@ AMPERE = dispatch.Device("gpu", "NVIDIA A100", (8, 0), 108)
 ADA = dispatch.Device("gpu", "NVIDIA L4", (8, 9), 58)
 
 
-@pytest.fixture
-def built(monkeypatch):
-    """Pretends that the CUDA library is loaded; nothing in it is called."""
-    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda_library, "register", lambda: None)
-    monkeypatch.setattr(
-        cuda_library, "architectures", lambda: ("75-real", "80-real", "89-real", "90")
-    )
-
-
 @dataclass(frozen=True)
 class Case(Layer):
     parts: int | None = None
