@@ -276,6 +276,16 @@ class _Forward:
     head: Columns
     value: Columns
 
+    @property
+    def queries(self) -> int:
+        """Queries of a consumer's 64 rows."""
+        return WGMMA_ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a consumer's thread and of a producer's."""
+        return registers(self.config.consumers)
+
     def memory(self) -> dict[str, Any]:
         config, dtype = self.config, self.dtype
         consumers, stages = config.consumers, config.stages
@@ -314,7 +324,7 @@ class _Forward:
     # --- the producer -----------------------------------------------------------------------------
 
     def produce(self, cta: Cta) -> None:
-        plgpu.set_max_registers(registers(self.config.consumers)[1], action="decrease")
+        plgpu.set_max_registers(self.registers[1], action="decrease")
         lax.fori_loop(0, cta.tile_count, functools.partial(self.copy_tile, cta), jnp.int32(0))
         queries, keys, values = self.rings(cta)
         for slot in range(self.config.stages):
@@ -357,7 +367,7 @@ class _Forward:
     # --- the consumers ----------------------------------------------------------------------------
 
     def consume(self, cta: Cta) -> None:
-        plgpu.set_max_registers(registers(self.config.consumers)[0], action="increase")
+        plgpu.set_max_registers(self.registers[0], action="increase")
         queries, keys, values = self.rings(cta)
         for slot in range(self.config.stages):
             keys.release(slot)
@@ -383,9 +393,19 @@ class _Forward:
 
     def attend(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
         """Computes the output of 64 queries; takes and returns the CTA's count of visited key blocks."""
-        at = cta.place(tile_idx)
-        start = at.start + cta.wg_idx * WGMMA_ROWS
-        visits = self.tiles.visits(at, start, WGMMA_ROWS)
+        rows, out, softmax, step = self.visit_all(cta, cta.place(tile_idx), step)
+        self.write(cta, rows, *self.normalized(cta, rows, out, softmax))
+        return step
+
+    def visit_all(
+        self, cta: Cta, at: Place, step: jax.Array
+    ) -> tuple[_Rows, list[jax.Array], Softmax, jax.Array]:
+        """Returns this consumer's rows of tile `at`, their output before division, and their softmax.
+
+        The last result is the CTA's count of visited key blocks, which was `step` before the tile.
+        """
+        start = at.start + cta.wg_idx * self.queries
+        visits = self.tiles.visits(at, start, self.queries)
         lax.fori_loop(0, visits.skipped, functools.partial(self.skip, cta, at, step), None)
         step += visits.skipped
         rows = _Rows(at, start, visits, step)
@@ -398,8 +418,7 @@ class _Forward:
         if not isinstance(visits.remaining, int):
             body = functools.partial(self.skip, cta, at, step)
             lax.fori_loop(0, visits.remaining, body, None)
-        self.write(cta, rows, *self.normalized(cta, rows, out, softmax))
-        return step + visits.remaining
+        return rows, out, softmax, step + visits.remaining
 
     def skip(self, cta: Cta, at: Place, step: jax.Array, i: jax.Array, _: None) -> None:
         """Releases the stages of a block of keys to which no row of this consumer attends."""
@@ -568,7 +587,7 @@ class _Forward:
         """
         (maximum, total), at = softmax, rows.at
         if self.logits.has_sinks:
-            sink = cta.operands.sinks[at.head_idx] * self.logits.unit
+            sink = self.sink(cta, at) * self.logits.unit
             new_maximum = jnp.maximum(maximum, sink)
             decay = self.logits.exp(maximum - new_maximum)
             total = total * decay + self.logits.exp(sink - new_maximum)
@@ -585,6 +604,10 @@ class _Forward:
             # The caller's functions may return NaN for queries beyond a length, and 0 * NaN is NaN.
             out = [jnp.where(across(empty, block.shape), 0.0, block) for block in out]
         return [block * across(inverse, block.shape) for block in out], lse
+
+    def sink(self, cta: Cta, at: Place) -> jax.Array:
+        """Returns the sink of the tile's head, or one for each row [64]."""
+        return cta.operands.sinks[at.head_idx]
 
     def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: list[jax.Array]) -> None:
         """Stores this consumer's output and log-sum-exp: 64 queries, without those beyond the last."""

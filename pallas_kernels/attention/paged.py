@@ -10,7 +10,7 @@ A contiguous cache is one page for each sequence, as long as the cache.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,78 +26,13 @@ from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.merge_parts import merge
 from pallas_kernels.attention.packing import PackedTile, Packing
 from pallas_kernels.attention.page_work import Division, Place, Plan
+from pallas_kernels.attention.pages import Layout, Pages, Sizes
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.softmax import Softmax, Weighing, across
 from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY_BYTES
 
-Layout = Literal["KPSH", "PSKH"]
 MOST_QUERIES = 64
 """Largest number of queries (new tokens) of a sequence: those of a query head fill one tile of rows."""
-
-
-class Pages(NamedTuple):
-    """Pools of P pages of S tokens in global memory, and the page table; K key heads of H columns."""
-
-    key: Any
-    """Pool of keys [P, S, K, H] or [K, P, S, H]; or [P, S, 2 K, H] with keys at even heads and values at
-    odd ones."""
-    value: Any
-    """Pool of values, with V columns; None if `key` holds both."""
-    table: Any
-    """Pages of each sequence in order, int32 [B, n]; ids outside of 0 to P - 1 read zeros."""
-    key_scale: Any = None
-    """Scales of 8-bit keys, float32 [K, P, S] in every layout; else None."""
-    value_scale: Any = None
-
-    def sizes(self, layout: Layout) -> "Sizes":
-        value = self.key if self.value is None else self.value
-        heads = self.key.shape[0 if layout == "KPSH" else 2]
-        return Sizes(
-            layout,
-            pages=self.key.shape[1 if layout == "KPSH" else 0],
-            page_size=self.key.shape[2 if layout == "KPSH" else 1],
-            key_heads=heads if self.value is not None else heads // 2,
-            head_size=self.key.shape[-1],
-            value_size=value.shape[-1],
-            most_pages=self.table.shape[1],
-            is_combined=self.value is None,
-            kept_dtype=jnp.dtype(self.key.dtype),
-            has_scales=self.key_scale is not None,
-        )
-
-
-class Sizes(NamedTuple):
-    """Sizes of `Pages` and their layout."""
-
-    layout: Layout
-    pages: int
-    page_size: int
-    key_heads: int
-    head_size: int
-    value_size: int
-    most_pages: int
-    """Largest number of pages of a sequence."""
-    is_combined: bool
-    """True if one pool holds keys and values, at even and odd heads."""
-    kept_dtype: Any
-    """Dtype of the pools: that of the queries, or one of 8 bits."""
-    has_scales: bool
-
-    def shape(self, query: Any) -> Shape:
-        batch, query_count, heads, _ = query.shape
-        keys = self.most_pages * self.page_size
-        return Shape(
-            batch, query_count, keys, heads, self.key_heads, self.head_size, self.value_size
-        )
-
-    def pieces(self, key_block: int) -> int:
-        """Returns how many TMA copies bring a block of keys; each copies rows of one page."""
-        return 1 if self.most_pages == 1 else max(1, key_block // self.page_size)
-
-    def fits(self, key_block: int) -> bool:
-        """Whether a block of keys is a whole number of pages, or a page a whole number of blocks."""
-        size = self.page_size
-        return self.most_pages == 1 or size % key_block == 0 or key_block % size == 0
 
 
 def why_unsupported(
@@ -320,11 +255,6 @@ class _Paged:
     division: Division
 
     @property
-    def pools(self) -> tuple[int, ...]:
-        """Indices in `_Cta.pools` of the keys and of the values; one index if a pool holds both."""
-        return (0,) if self.sizes.is_combined else (0, 1)
-
-    @property
     def pieces(self) -> int:
         return self.sizes.pieces(self.config.key_block)
 
@@ -456,16 +386,7 @@ class _Paged:
     def page(
         self, cta: _Cta, extent: Extent, sequence: jax.Array, token: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the page that holds a token, and the token's index in the page.
-
-        A token past the sequence's end gets a page beyond the pool, from which copies read zeros.
-        """
-        if self.sizes.most_pages == 1:
-            return cta.table[sequence, 0], token
-        size = jnp.int32(self.sizes.page_size)
-        number = jnp.minimum(lax.div(token, size), jnp.int32(self.sizes.most_pages - 1))
-        page = jnp.where(token < extent.key_length, cta.table[sequence, number], self.sizes.pages)
-        return page, lax.rem(token, size)
+        return self.sizes.page(cta.table, extent.key_length, sequence, token)
 
     def fill(
         self,
@@ -478,20 +399,7 @@ class _Paged:
         barrier: Any,
     ) -> None:
         """Starts the copies to `matrix` from row `row` of a page on; each arrives at `barrier`."""
-        is_value = name == "v"
-        pool, head = cta.pools[self.pools[-1] if is_value else 0], key_head
-        if self.sizes.is_combined:
-            head = 2 * key_head + int(is_value)
-        first = 0
-        for copied in matrix.copied:
-            count, width = copied.shape
-            # JAX refuses static indices beyond the end of an array, but not traced ones.
-            rows, columns = pl.ds(row, count), pl.ds(row * 0 + first, width)
-            index = (page, rows, head, columns)
-            if self.sizes.layout == "KPSH":
-                index = (head, page, rows, columns)
-            plgpu.copy_gmem_to_smem(pool.at[index], copied, barrier)
-            first += width
+        self.sizes.copy(cta.pools, name == "v", matrix, page, row, key_head, barrier)
 
     def fill_scales(
         self,

@@ -1,8 +1,7 @@
 """Attention of new tokens to keys and values in pages, for a batch or a ragged batch."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,12 @@ from jaxfused.ops.serving.pages import (
     Layout,
     Pages,
     Pools,
-    Tokens,
     check_table,
     pools_of,
-    tokens_of,
+    sequences_of,
     with_whole_rows,
 )
-from jaxfused.runtime import sharding
+from jaxfused.ops.serving.ragged_stages import attend_ragged
 from jaxfused.runtime.checks import (
     check_count,
     check_finite,
@@ -29,11 +27,6 @@ from jaxfused.runtime.checks import (
     check_soft_cap,
     python_numbers,
 )
-
-_MOST_GATHERED = 2**28
-"""Largest number of bytes of keys that a ragged batch gathers at a time."""
-_MOST_ROWS = 64
-"""Largest number of rows of a tile: queries of one sequence that attend together."""
 
 
 @python_numbers
@@ -202,97 +195,12 @@ def ragged_paged_attention(
     scale = sm_scale if k_scale is None else sm_scale * k_scale
     given = Options(layout, scale, soft_cap, sliding_window, batch_invariant)
     options = _options(op, given, sinks, q[None], implementation)
-    places = page_indices.shape[1] * pools.page_size * pools.heads
-    tile_bytes = places * (pools.key.shape[-1] + pools.value_size) * q.dtype.itemsize
     if rows == 0 or batch == 0:
         return jnp.zeros((*q.shape[:-1], pools.value_size), q.dtype)
 
-    tokens = tokens_of(op, rows, kv_lens, cu_q_lens, num_seqs)
-    in_place = reads_in_place(q[None, :1], pools, page_indices[:1], options, implementation)
-    # In a kernel, each token of a tile has one row for every query head that shares a key head.
-    most = max(1, _MOST_ROWS * pools.heads // q.shape[1]) if in_place else _MOST_ROWS
-    tiles = _tiles(tokens, min(most, -(-rows // batch)), kv_lens, cu_q_lens)
-    row = tiles.first[:, None] + jnp.arange(tiles.rows, dtype=jnp.int32)[None]
-    queries = jnp.take(q, row, axis=0, mode="clip")
-
-    def of(queries: jax.Array, owner: jax.Array, count: jax.Array, length: jax.Array) -> Any:
-        call = (options, More(sinks), implementation, in_place)
-        return attend(queries, count, pools, length, page_indices[owner], *call)
-
-    # The tiles are processed in groups, because a copy of the pages of all tiles takes too much memory.
-    arrays = (queries, tiles.owner, tiles.valid, tiles.length)
-    output = of(*arrays) if in_place else _in_groups(of, arrays, tile_bytes)
-    output = jnp.take(output.reshape(-1, *output.shape[2:]), tiles.place, axis=0, mode="clip")
-    output = output if v_scale is None else (output * v_scale).astype(q.dtype)
-    return jnp.where(tokens.is_token[:, None, None], output, 0)
-
-
-class _Tiles(NamedTuple):
-    """Tiles of a ragged batch: up to `rows` consecutive rows of one sequence, which attend together."""
-
-    rows: int
-    owner: jax.Array
-    """Sequence of each tile, [tiles]."""
-    first: jax.Array
-    """First row of each tile, [tiles]."""
-    valid: jax.Array
-    """Number of rows of each tile, [tiles]; 0 for unused tiles."""
-    length: jax.Array
-    """Tokens of the sequence up to the tile's last row, [tiles]."""
-    place: jax.Array
-    """Position of each row of the batch among the rows of all tiles, [rows of the batch]."""
-
-
-def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:
-    """Divides rows into tiles, each of up to `size` rows of one sequence.
-
-    The number of tiles depends on shapes alone and suffices for any lengths; unused tiles have 0
-    rows.
-    """
-    batch, rows = kv_lens.shape[0], tokens.position.shape[0]
-    tile = jnp.arange((rows + batch * (size - 1)) // size, dtype=jnp.int32)
-    counts = jnp.zeros(batch, jnp.int32)
-    counts = counts.at[tokens.sequence].add(tokens.is_token.astype(jnp.int32))
-    ends = jnp.cumsum(-(-counts // size))
-    starts = ends - -(-counts // size)
-    owner = jnp.minimum(sharding.searchsorted(ends, tile, side="right"), batch - 1)
-    within = (tile - starts[owner]) * size
-    count = jnp.where(tile < ends[-1], jnp.clip(counts[owner] - within, 0, size), 0)
-    # Rows that `cu_q_lens` has beyond the batch's are the last ones of their sequences.
-    missing = jnp.maximum(cu_q_lens[1:] - rows, 0)
-    first_rows = cu_q_lens[1:] - missing - counts
-    number = jnp.arange(rows, dtype=jnp.int32) - first_rows[tokens.sequence]
-    return _Tiles(
-        size,
-        owner,
-        first_rows[owner] + within,
-        count,
-        (kv_lens - missing - counts)[owner] + within + count,
-        starts[tokens.sequence] * size + number,
-    )
-
-
-def _in_groups(
-    function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], entry_bytes: int
-) -> jax.Array:
-    """Returns `function(*arrays)`, computed for a few entries of the arrays' first axis at a time.
-
-    Each entry takes `entry_bytes`; those computed together take about `_MOST_GATHERED` bytes at
-    most.
-    """
-    count = arrays[0].shape[0]
-    groups = min(count, -(-count * entry_bytes // _MOST_GATHERED))
-    if groups <= 1:
-        return function(*arrays)
-    size = -(-count // groups)
-    groups = -(-count // size)
-
-    def grouped(array: jax.Array) -> jax.Array:
-        padding = [(0, groups * size - count)] + [(0, 0)] * (array.ndim - 1)
-        return jnp.pad(array, padding).reshape(groups, size, *array.shape[1:])
-
-    output = jax.lax.map(lambda group: function(*group), tuple(map(grouped, arrays)))
-    return output.reshape(groups * size, *output.shape[2:])[:count]
+    sequences = sequences_of(op, rows, kv_lens, cu_q_lens, num_seqs)
+    output = attend_ragged(q, pools, page_indices, sequences, options, sinks, implementation)
+    return output if v_scale is None else (output * v_scale).astype(q.dtype)
 
 
 def _options(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.serving import attention_to_copy, cached_attention_cuda
 from jaxfused.ops.serving.example_operands import example_operands
-from jaxfused.ops.serving.pages import Layout, Pools, are_own, is_in_pool, values_and_scale
+from jaxfused.ops.serving.pages import Layout, Pools, are_own, values_and_scale
 from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import gradients_in_xla, kernel_gradient
@@ -296,12 +296,8 @@ def attend(
     in_place: bool,
 ) -> jax.Array:
     """Returns the output of queries [B, T, N, H], the last `counts` of a sequence's `lengths` tokens."""
-    # A sequence ends before its first page whose id is not in the pool.
-    number = jnp.arange(page_indices.shape[1], dtype=jnp.int32)
-    is_there = is_in_pool(page_indices, pools.pages)
-    pages = jnp.min(jnp.where(is_there, number.size, number[None]), axis=1, initial=number.size)
     arrays = _arrays(queries, pools, page_indices, lengths, counts, more)
-    arrays = arrays._replace(lengths=jnp.clip(lengths, 0, pages * pools.page_size))
+    arrays = arrays._replace(lengths=pools.lengths(lengths, page_indices))
     stage = InPages(options)
     spelt = stage.axes(*arrays)
     output: Any

@@ -46,6 +46,19 @@ class Pools(NamedTuple):
     def value_size(self) -> int:
         return (self.key if self.value is None else self.value).shape[-1]
 
+    @property
+    def has_floats(self) -> bool:
+        """Whether neither pool is quantised."""
+        return not any(isinstance(pool, QuantizedArray) for pool in (self.key, self.value))
+
+    def lengths(self, lengths: jax.Array, page_indices: jax.Array) -> jax.Array:
+        """Returns the lengths [B] up to each sequence's first page whose id is not in the pool."""
+        first = self.page_size * jnp.arange(page_indices.shape[1], dtype=jnp.int32)
+        longest = first.size * self.page_size
+        # One reduction gives the result, with no kernel after it.
+        ends = jnp.where(is_in_pool(page_indices, self.pages), longest, first)
+        return jnp.min(jnp.clip(lengths[:, None], 0, ends), axis=1, initial=longest)
+
     def are_split_by_heads(self) -> bool:
         """Returns whether the arrays' types split the pools along no axis but the heads."""
         heads = 0 if self.layout == "KPSH" else 2
@@ -183,16 +196,52 @@ def tokens_of(
     op: str, rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array | None
 ) -> Tokens:
     """Returns the tokens of a ragged batch, in which a sequence's rows are its last tokens."""
-    row = jnp.arange(rows, dtype=jnp.int32)
-    sequences = kv_lens.shape[0]
-    used = jnp.int32(sequences) if num_seqs is None else checked_number(op, num_seqs).reshape(())
-    is_used = jnp.arange(sequences, dtype=jnp.int32) < used
-    ends = jnp.where(is_used, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)
-    sequence = sharding.searchsorted(ends, row, side="right")
-    sequence = jnp.minimum(sequence, sequences - 1)
-    position = row - cu_q_lens[sequence + 1] + kv_lens[sequence]
-    last = cu_q_lens[jnp.clip(used, 0, sequences)]
-    return Tokens(sequence, position, (row < last) & (row >= cu_q_lens[0]) & (position >= 0))
+    sequences = sequences_of(op, rows, kv_lens, cu_q_lens, num_seqs)
+    sequence, is_token = sequences.of_rows(rows)
+    position = jnp.arange(rows, dtype=jnp.int32) + sequences.offset[sequence]
+    return Tokens(sequence, position, is_token)
+
+
+class Sequences(NamedTuple):
+    """The sequences of a ragged batch, int32 [B] each."""
+
+    begin: jax.Array
+    """First row of each sequence, in ascending order."""
+    end: jax.Array
+    """One past the last row of each sequence; at most `begin` if it has none."""
+    offset: jax.Array
+    """Position of row 0 among a sequence's keys: row r has the position of key r + offset."""
+    keys: jax.Array
+    """Number of keys of each sequence, with those of its rows."""
+
+    @property
+    def count(self) -> jax.Array:
+        """Number of rows of each sequence."""
+        return jnp.maximum(self.end - self.begin, 0)
+
+    def of_rows(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the sequence of each row, or any one, and whether the row belongs to one, [rows]."""
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        is_in = (row >= self.begin) & (row < self.end)
+        # A comparison with every sequence is one kernel; a binary search is two for each of its steps.
+        number = jnp.arange(self.begin.size, dtype=jnp.int32)
+        return jnp.max(jnp.where(is_in, number, 0), axis=1), jnp.any(is_in, axis=1)
+
+
+def sequences_of(
+    op: str, rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array | None
+) -> Sequences:
+    """Returns the sequences of a ragged batch, in which a sequence's rows are its last tokens.
+
+    Rows that the batch does not have, and rows before a sequence's first key, are left out.
+    """
+    batch = kv_lens.shape[0]
+    used = jnp.int32(batch) if num_seqs is None else checked_number(op, num_seqs).reshape(())
+    offset = kv_lens - cu_q_lens[1:]
+    begin = jnp.maximum(jnp.maximum(cu_q_lens[:-1], -offset), 0)
+    is_used = jnp.arange(batch, dtype=jnp.int32) < used
+    end = jnp.where(is_used, jnp.minimum(cu_q_lens[1:], rows), 0)
+    return Sequences(begin, end, offset, kv_lens)
 
 
 def checked_number(op: str, num_seqs: Any) -> jax.Array:
