@@ -54,10 +54,12 @@ class Pools(NamedTuple):
     def lengths(self, lengths: jax.Array, page_indices: jax.Array) -> jax.Array:
         """Returns the lengths [B] up to each sequence's first page whose id is not in the pool."""
         first = self.page_size * jnp.arange(page_indices.shape[1], dtype=jnp.int32)
-        longest = first.size * self.page_size
-        # One reduction gives the result, with no kernel after it.
-        ends = jnp.where(is_in_pool(page_indices, self.pages), longest, first)
-        return jnp.min(jnp.clip(lengths[:, None], 0, ends), axis=1, initial=longest)
+        length = jnp.maximum(lengths, 0)[:, None]
+        is_there = is_in_pool(page_indices, self.pages)
+        ends = jnp.where(is_there, length, jnp.minimum(length, first))
+        # XLA computes this in one kernel, where the minimum of a reduction's result is another one.
+        longest = jnp.int32(first.size * self.page_size)
+        return jax.lax.reduce(ends, longest, jax.lax.min, (1,))
 
     def are_split_by_heads(self) -> bool:
         """Returns whether the arrays' types split the pools along no axis but the heads."""
