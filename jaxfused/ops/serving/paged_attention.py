@@ -160,7 +160,10 @@ def ragged_paged_attention(
       sinks: [N], one learned logit a head, which adds to the softmax's denominator only.
       layout: the axes of a pair of pools.
       batch_invariant: as for `paged_attention`.
-      implementation: as for `paged_attention`.
+      implementation: as for `paged_attention`. Where there are many more rows than sequences, None and
+        "pallas" run two kernels on Hopper: one for sequences with one new token, one for the others. This
+        needs pages in q's 16 bits, heads of 64 or 128 features, and a power of two of query heads a key
+        head.
 
     Returns:
       [tokens, N, V], of q's dtype; rows of no sequence are 0. Ids outside the pool are as for

@@ -217,7 +217,7 @@ class Sequences(NamedTuple):
     """Number of keys of each sequence, with those of its rows."""
 
     @property
-    def count(self) -> jax.Array:
+    def counts(self) -> jax.Array:
         """Number of rows of each sequence."""
         return jnp.maximum(self.end - self.begin, 0)
 

@@ -133,7 +133,7 @@ def _tiles(sequences: Sequences, owner_of_row: jax.Array, size: int) -> _Tiles:
     """
     batch, rows = sequences.begin.shape[0], owner_of_row.shape[0]
     row = jnp.arange(rows, dtype=jnp.int32)
-    counts = sequences.count
+    counts = sequences.counts
     if size == 1:
         begin, end, offset = (x[owner_of_row] for x in sequences[:3])
         is_token = (row >= begin) & (row < end)
@@ -240,7 +240,7 @@ class DecodesAndChunks:
             return (_in_xla(options, arrays),)
         decodes = _decodes(arrays)
         (of_decodes,) = InPages(options).run(self.decodes, device, *decodes)
-        is_decode = arrays.sequences.count == 1
+        is_decode = arrays.sequences.counts == 1
         rows, key_heads, group, size = arrays.query.shape
         output = chunks.forward(
             arrays.query.reshape(rows, key_heads * group, size),
@@ -259,7 +259,9 @@ class DecodesAndChunks:
         # Rows of chunks are left out: they get different indices beyond the last row.
         number = jnp.arange(is_decode.size, dtype=jnp.int32)
         row = jnp.where(is_decode, arrays.begin, rows + number)
-        return (output.at[row].set(of_decodes[:, 0], mode="drop", unique_indices=True),)
+        assert of_decodes is not None
+        output = output.at[row].set(of_decodes[:, 0], mode="drop", unique_indices=True)
+        return (output,)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
         return None
@@ -271,8 +273,8 @@ def _by_two_kernels(
     """Returns the stage of two kernels if they can run and rows may be of long chunks, else None."""
     decodes = Runner(implementation, device).choice(InPages(options), *_decodes(arrays))
     stage = DecodesAndChunks(options, decodes.implementation)
-    runner = Runner(None, device)
-    if implementation == "cuda" or runner.choice(stage, *arrays).reasons["pallas"] is not None:
+    reasons = Runner(None, device).choice(stage, *arrays).reasons
+    if implementation == "cuda" or reasons.get("pallas", "it is not known") is not None:
         return None
     rows, key_heads, group, _ = arrays.query.shape
     # A tile of chunks is not divided among CTAs, so there must be about as many tiles as SMs.
@@ -303,11 +305,12 @@ def _decodes(arrays: Arrays) -> paged_stages.Arrays:
     """Returns the operands of `InPages`: sequences with one row; the others have no keys there."""
     begin, batch = arrays.begin, arrays.table.shape[0]
     if isinstance(arrays.query, jax.ShapeDtypeStruct):
-        query = jax.ShapeDtypeStruct((batch, 1, *arrays.query.shape[1:]), arrays.query.dtype)
+        shape = (batch, 1, *arrays.query.shape[1:])
+        query: Any = jax.ShapeDtypeStruct(shape, arrays.query.dtype)
         lengths = offset = begin
     else:
         query = jnp.take(arrays.query, begin, axis=0, mode="clip")[:, None]
-        lengths = jnp.where(arrays.sequences.count == 1, arrays.keys, 0)
+        lengths = jnp.where(arrays.sequences.counts == 1, arrays.keys, 0)
         offset = begin + arrays.offset
     return paged_stages.Arrays(
         *(query, arrays.key, arrays.value, arrays.table, lengths, offset, None, arrays.sinks)

@@ -411,17 +411,24 @@ def test_refuses(change, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [8, 16, 64])
-@pytest.mark.parametrize("options", [{}, dict(sliding_window=100), dict(sinks=random(8))], ids=str)
-def test_a_ragged_batch_on_a_gpu(page_size, options):
+@pytest.mark.parametrize(
+    ("chunk", "heads", "key_heads"), [(200, 8, 2), (600, 16, 8)], ids=["one kernel", "two kernels"]
+)
+@pytest.mark.parametrize("options", [{}, dict(sliding_window=100), dict(sinks=True)], ids=str)
+def test_a_ragged_batch_on_a_gpu(page_size, chunk, heads, key_heads, options):
     """Chunks and single tokens in bfloat16, beside XLA in float32 of the same pages."""
+    options = options | (dict(sinks=random(heads)) if "sinks" in options else {})
     rng, count = np.random.default_rng(0), 700 // page_size
     lengths = np.array([700, 64, 5, 333], np.int32)
-    counts = np.array([200, 1, 5, 1])
+    counts = np.array([chunk, 1, 5, 1])
     cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     table = rng.permutation(4 * (count + 1)).reshape(4, -1).astype(np.int32)
     arrays = [
         put(rng.normal(size=shape), jnp.bfloat16)
-        for shape in ((counts.sum(), 8, 128), *[(table.size, page_size, 2, 128)] * 2)
+        for shape in (
+            (counts.sum(), heads, 128),
+            *[(table.size, page_size, key_heads, 128)] * 2,
+        )
     ]
     # What lies beyond a length must not count.
     is_beyond = np.arange(table[0].size * page_size)[None] >= lengths[:, None]
@@ -515,3 +522,39 @@ def test_pages_are_read_in_place(monkeypatch, kind):
         return
     with dispatch.assume(H200):
         assert IN_PLACE[0] in lowered(jax.grad(loss, (0, 1, 2)), q, k, v)
+
+
+@parametrize("kind", ["plain", "one pool, window, sinks"], quick=(1,))
+def test_single_tokens_and_chunks_are_two_kernels(monkeypatch, kind):
+    """In Mosaic's interpreter, beside a copy of the pages; a gradient lowers."""
+    mosaic_interpreter.prepare(monkeypatch)
+    mosaic_interpreter.complete(monkeypatch)
+    # Sequences without new tokens, of one, of more; a page outside the pool; one beyond num_seqs.
+    counts, lengths = np.array([1, 40, 0, 1, 45, 4]), np.array([70, 60, 9, 1, 45, 4], np.int32)
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    table = np.random.default_rng(0).permutation(36).reshape(6, 6).astype(np.int32)
+    table[4, 2] = 36
+    q, k, v = (
+        put(random(*s, seed=i), jnp.bfloat16)
+        for i, s in enumerate([(95, N, 64), *[(36, 16, K, 64)] * 2])
+    )
+    more = {} if kind == "plain" else dict(sinks=SINKS, sliding_window=30)
+
+    def f(q, k, v, implementation=None):
+        pages = (k, v) if kind == "plain" else jnp.stack([k, v], 3).reshape(36, 16, -1, 64)
+        return jaxfused.ragged_paged_attention(
+            *(q, pages, lengths, table, cu, np.array([5])),
+            sm_scale=0.2,
+            implementation=implementation,
+            **more,
+        ).astype(jnp.float32)
+
+    small = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 2)
+    expected = jax.jit(lambda *a: f(*a, "xla"))(q, k, v)
+    with dispatch.assume(small), plgpu.force_gpu_interpret_mode():
+        monkeypatch.setattr(lowering, "KERNELS_RUN_EVERYWHERE", True)
+        output = f(q, k, v, "pallas")
+    np.testing.assert_allclose(output, expected, atol=1e-2, rtol=1e-2)
+    with dispatch.assume(small):
+        text = lowered(jax.grad(lambda *a: jnp.sum(f(*a, "pallas") ** 2), (0, 1, 2)), q, k, v)
+    assert "attention_chunks_forward" in text and IN_PLACE[0] in text
