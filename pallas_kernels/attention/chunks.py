@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.block_lists import Tables
-from pallas_kernels.attention.forward import ForwardConfig, _Forward, _Rows
+from pallas_kernels.attention.forward import ForwardConfig, ForwardKernel, ForwardRows
 from pallas_kernels.attention.logits import Logits, Operands, Tile
 from pallas_kernels.attention.mask import BlockMask, Extent
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Matrix
@@ -223,7 +223,7 @@ class _Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Chunks(_Forward):
+class _Chunks(ForwardKernel):
     """The forward kernel with tiles of rows of several sequences, and keys and values in pages."""
 
     sizes: Sizes
@@ -299,7 +299,7 @@ class _Chunks(_Forward):
     def following(self, cta: Cta, sequence: jax.Array) -> jax.Array:
         return Plan(*cta.arrays[6:10]).following[sequence]
 
-    def tile(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> Tile:
+    def tile(self, cta: Cta, rows: ForwardRows, i: int | jax.Array) -> Tile:
         start = rows.visits.block(i) * self.config.key_block
         shape = (WGMMA_ROWS, self.config.key_block)
         place = (rows.at.batch_idx, rows.at.head_idx, rows.start, start)
@@ -394,7 +394,7 @@ class _Chunks(_Forward):
         return step
 
     def store(
-        self, cta: Cta, staged: Matrix, rows: _Rows, i: jax.Array, out: list[jax.Array]
+        self, cta: Cta, staged: Matrix, rows: ForwardRows, i: jax.Array, out: list[jax.Array]
     ) -> None:
         """Stores the rows of the tile's i-th sequence; those before it keep what they have."""
         query = rows.start + _query(self.shape.group)

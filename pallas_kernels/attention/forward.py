@@ -230,7 +230,7 @@ def forward(
     shares = 1 if logits.has_sinks else config.shares
     blocks = (config.query_block, config.key_block)
     tiles = QueryTiles(logits.mask, shape.heads, *blocks, parts, shares)
-    kernel = _Forward(shape, query.dtype, logits, config, tiles, head, columns)
+    kernel = ForwardKernel(shape, query.dtype, logits, config, tiles, head, columns)
     tables = tiles.tables(operands)
     launch = PersistentKernel(
         name="attention_forward",
@@ -253,7 +253,7 @@ def forward(
     return results
 
 
-class _Rows(NamedTuple):
+class ForwardRows(NamedTuple):
     """The work of a consumer: 64 queries of a tile, and the blocks of keys that they visit."""
 
     at: Place
@@ -265,7 +265,7 @@ class _Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Forward:
+class ForwardKernel:
     """The forward kernel: its static parameters, shared memory and code."""
 
     shape: Shape
@@ -399,7 +399,7 @@ class _Forward:
 
     def visit_all(
         self, cta: Cta, at: Place, step: jax.Array
-    ) -> tuple[_Rows, list[jax.Array], Softmax, jax.Array]:
+    ) -> tuple[ForwardRows, list[jax.Array], Softmax, jax.Array]:
         """Returns this consumer's rows of tile `at`, their output before division, and their softmax.
 
         The last result is the CTA's count of visited key blocks, which was `step` before the tile.
@@ -408,7 +408,7 @@ class _Forward:
         visits = self.tiles.visits(at, start, self.queries)
         lax.fori_loop(0, visits.skipped, functools.partial(self.skip, cta, at, step), None)
         step += visits.skipped
-        rows = _Rows(at, start, visits, step)
+        rows = ForwardRows(at, start, visits, step)
         weights, softmax = self.first_visit(cta, rows)
         out = self.value.zeros()
         body = functools.partial(self.visit, cta, rows)
@@ -461,7 +461,7 @@ class _Forward:
             return False
         return visits.is_partial(i)
 
-    def tile(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> Tile:
+    def tile(self, cta: Cta, rows: ForwardRows, i: int | jax.Array) -> Tile:
         """Returns the tile of logits of visit i, with what is loaded before its products.
 
         This is the pattern's mask bits, and arrays of score and mask functions (see `Tile.loaded`).
@@ -481,7 +481,7 @@ class _Forward:
     def weights(
         self,
         cta: Cta,
-        rows: _Rows,
+        rows: ForwardRows,
         i: int | jax.Array,
         tile: Tile,
         products: jax.Array,
@@ -499,7 +499,7 @@ class _Forward:
     def logits_accumulator(self) -> Any:
         return plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
 
-    def first_visit(self, cta: Cta, rows: _Rows) -> tuple[jax.Array, Softmax]:
+    def first_visit(self, cta: Cta, rows: ForwardRows) -> tuple[jax.Array, Softmax]:
         """Returns the weights of the first block, and the softmax over this block alone."""
         queries, keys, _ = self.rings(cta)
         tile = self.tile(cta, rows, 0)
@@ -520,13 +520,13 @@ class _Forward:
         weights, softmax, _ = self.weights(cta, rows, 0, tile, products, softmax)
         return weights, softmax
 
-    def release_queries(self, cta: Cta, rows: _Rows, i: int | jax.Array) -> None:
+    def release_queries(self, cta: Cta, rows: ForwardRows, i: int | jax.Array) -> None:
         """Releases Q's stage after the last visit's logits, unless the output overwrites Q."""
         if "out_smem" in cta.memory:
             is_last = rows.visits.count == i + 1
             pl.when(is_last)(lambda: self.rings(cta)[0].release(cta.wg_idx))
 
-    def visit(self, cta: Cta, rows: _Rows, i: jax.Array, carry: Any) -> Any:
+    def visit(self, cta: Cta, rows: ForwardRows, i: jax.Array, carry: Any) -> Any:
         """Adds the weighted values of visit i - 1 to the output, and computes the softmax of visit i."""
         out, weights, softmax = carry
         queries, keys, values = self.rings(cta)
@@ -558,7 +558,12 @@ class _Forward:
         return [block * across(decay, block.shape) for block in new_out], new_weights, new_softmax
 
     def last_product(
-        self, cta: Cta, rows: _Rows, out: list[jax.Array], weights: jax.Array, softmax: Softmax
+        self,
+        cta: Cta,
+        rows: ForwardRows,
+        out: list[jax.Array],
+        weights: jax.Array,
+        softmax: Softmax,
     ) -> tuple[list[jax.Array], Softmax]:
         """Adds the weighted values of the last visit to the output, and completes each row's sum."""
         values = self.rings(cta)[2]
@@ -578,7 +583,7 @@ class _Forward:
         return out, Softmax(softmax.maximum, total)
 
     def normalized(
-        self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: Softmax
+        self, cta: Cta, rows: ForwardRows, out: list[jax.Array], softmax: Softmax
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the output, in blocks [64, columns], divided by the sums, and `log_sum_exp` [64].
 
@@ -609,7 +614,9 @@ class _Forward:
         """Returns the sink of the tile's head, or one for each row [64]."""
         return cta.operands.sinks[at.head_idx]
 
-    def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: list[jax.Array]) -> None:
+    def write(
+        self, cta: Cta, rows: ForwardRows, out: list[jax.Array], lse: list[jax.Array]
+    ) -> None:
         """Stores this consumer's output and log-sum-exp: 64 queries, without those beyond the last."""
         queries, _, _ = self.rings(cta)
         if self.of_shares():
@@ -622,7 +629,9 @@ class _Forward:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             queries.release(cta.wg_idx)
 
-    def write_rows(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: list[jax.Array]) -> None:
+    def write_rows(
+        self, cta: Cta, rows: ForwardRows, out: list[jax.Array], lse: list[jax.Array]
+    ) -> None:
         """Stores output and log-sum-exp of this warpgroup's 64 queries over all keys."""
         out_gmem, *lse_gmems = cta.results[: 1 + len(lse)]
         at = rows.at
@@ -644,7 +653,12 @@ class _Forward:
             write_lse()
 
     def write_share(
-        self, cta: Cta, rows: _Rows, number: jax.Array, out: list[jax.Array], lse: list[jax.Array]
+        self,
+        cta: Cta,
+        rows: ForwardRows,
+        number: jax.Array,
+        out: list[jax.Array],
+        lse: list[jax.Array],
     ) -> None:
         """Stores float32 output and log-sum-exp of this warpgroup's 64 queries over a share of keys."""
         out_gmem, *lse_gmems = cta.results[1 + len(lse) :]
