@@ -161,9 +161,9 @@ def ragged_paged_attention(
       layout: the axes of a pair of pools.
       batch_invariant: as for `paged_attention`.
       implementation: as for `paged_attention`. Where there are many more rows than sequences, None and
-        "pallas" run two kernels on Hopper: one for sequences with one new token, one for the others. This
-        needs pages in q's 16 bits, heads of 64 or 128 features, and a power of two of query heads a key
-        head.
+        "pallas" run two kernels on Hopper: one for sequences with one new token, and one for the others.
+        They need pages in q's 16 bits, heads of 64 or 128 features, and 1, 2, 4, ... or 64 query heads
+        a key head.
 
     Returns:
       [tokens, N, V], of q's dtype; rows of no sequence are 0. Ids outside the pool are as for
