@@ -394,6 +394,22 @@ int __any_sync(uint32_t mask, int predicate) {
   return __reduce_max_sync(mask, predicate != 0) != 0;
 }
 
+uint32_t __ballot_sync(uint32_t mask, int predicate) {
+  static const char here = 0;
+  const auto vote = [](const Lanes& lanes) {
+    uint32_t votes = 0;
+    for (int i = 0; i < 32; ++i) {
+      if (lanes.of[i] && *static_cast<uint32_t*>(lanes.of[i])) votes |= 1u << i;
+    }
+    for (void* of : lanes.of) {
+      if (of) *static_cast<uint32_t*>(of) = votes;
+    }
+  };
+  uint32_t value = predicate != 0;
+  together(&here, mask, vote, &value);
+  return value;
+}
+
 int __syncthreads_or(int predicate) {
   Block& block = *thread().block;
   __syncthreads();

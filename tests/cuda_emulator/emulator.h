@@ -202,6 +202,7 @@ T __shfl_sync(uint32_t mask, T value, int from) {
 }
 uint32_t __reduce_max_sync(uint32_t mask, uint32_t value);
 int __any_sync(uint32_t mask, int predicate);
+uint32_t __ballot_sync(uint32_t mask, int predicate);
 
 template <typename T>
 T __ldg(const T* place) { return *place; }
@@ -238,6 +239,7 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 // Sums of products of both halves of `a` with two bytes of `b`.
 inline uint32_t __dp2a_lo(uint32_t a, uint32_t b, uint32_t c) {

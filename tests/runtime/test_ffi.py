@@ -772,6 +772,27 @@ FLOAT16 = "float16"
                 "values has another dtype",
             ),
             (
+                "csr_dense",
+                [((4,), INT32), ((5,), INT32), (5,)],
+                [(4, 8)],
+                {},
+                r"starts has shape \[4\], but \[5\]",
+            ),
+            (
+                "csr_dense",
+                [((5,), INT32), ((5,), INT32), (5,)],
+                [((4, 8), BF16)],
+                {},
+                "the dense copy has another dtype",
+            ),
+            (
+                "csr_starts",
+                [((5, 2), INT32)],
+                [((4,), INT32), ((4,), INT32)],
+                dict(depth=np.int64(8)),
+                r"columns has shape \[4\], but \[5\]",
+            ),
+            (
                 "sampled_matmul",
                 [((5,), INT32), ((4,), INT32), (3, 8), (2, 8)],
                 [(5,)],

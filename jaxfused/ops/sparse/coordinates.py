@@ -24,10 +24,19 @@ class Coordinates(NamedTuple):
     """True if the rows never decrease from entry to entry."""
     is_unique: bool
     """True if no two entries have the same row and column."""
+    starts: jax.Array | None = None
+    """First entry of each row, and where the last row ends, int32 [rows + 1]; None except for a BCSR."""
+    indices: jax.Array | None = None
+    """Rows and columns as a BCOO in order has them, int32 [entries, 2]; else None. Negative rows are
+    ignored, negative columns count from the end."""
 
     @property
     def transposed(self) -> "Coordinates":
         return Coordinates(self.columns, self.rows, False, self.is_unique)
+
+    def at(self, order: jax.Array) -> "Coordinates":
+        """Returns the entries in an order, int32 [entries], in which their rows never decrease."""
+        return Coordinates(self.rows[order], self.columns[order], True, self.is_unique)
 
 
 @dataclass(frozen=True)
@@ -86,13 +95,14 @@ def coordinates(matrix: SparseMatrix) -> Coordinates:
         places = jnp.arange(matrix.indices.shape[0], dtype=matrix.indptr.dtype)
         # Entries before the first row's start get row -1, and are ignored.
         rows = sharding.searchsorted(matrix.indptr, places, side="right") - 1
-        columns = _from_the_end(matrix.indices, matrix.shape[1])
-        return Coordinates(rows, columns, True, bool(matrix.unique_indices))
+        columns, starts = _from_the_end(matrix.indices, matrix.shape[1]), as_int32(matrix.indptr)
+        return Coordinates(rows, columns, True, bool(matrix.unique_indices), starts)
     rows, columns = matrix.indices[:, 0], matrix.indices[:, 1]
     in_order = bool(matrix.indices_sorted)
+    indices = matrix.indices if in_order and rows.dtype == jnp.int32 else None
     rows = as_int32(rows) if in_order else _from_the_end(rows, matrix.shape[0])
     columns = _from_the_end(columns, matrix.shape[1])
-    return Coordinates(rows, columns, in_order, bool(matrix.unique_indices))
+    return Coordinates(rows, columns, in_order, bool(matrix.unique_indices), indices=indices)
 
 
 def _from_the_end(indices: jax.Array, size: int) -> jax.Array:

@@ -108,19 +108,19 @@ def _sparse_matmul(
     if 0 in (rows, *data.shape, *b.shape):
         return jnp.zeros((rows, b.shape[1]), dtype)
     data, b = data.astype(dtype), b.astype(dtype)
-    operands = (data, places.rows, places.columns, b)
+    operands = (data, places.rows, places.columns, places.starts, places.indices, b)
     device = dispatch.current_device(b)
     missing = {"pallas": f"there is no Pallas kernel of {op} yet"}
     run = Runner(implementation, device)
     if takes_reference(op, implementation, device, b, data, missing=missing):
         # JAX's sparse product has no or a wrong gradient where Manual axes split an operand (0.11.2).
-        is_split = sharding.is_explicit(b, data) or sharding.varying(*operands)
+        is_split = sharding.is_explicit(b, data) or sharding.varying(data, places.columns, b)
         if (implementation == "xla" or device.platform != "gpu") and not is_split:
             y = sparse_products_xla.sparse_product(data, places, b, rows=rows, out_dtype=dtype)
             return named(y, op, "output")
         run = Runner("xla", device)
     options = Options(op, rows, places.in_order, places.is_unique, precision)
-    aligned = sharding.align(operands, operand_axes=("e", "e", "e", "kn"), whole="ek")
+    aligned = sharding.align(operands, operand_axes=("e", "e", "e", "s", "ep", "kn"), whole="ekps")
     return sparse_products.sparse_product(run, options, *aligned)
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfused.ops.sparse.coordinates import Coordinates
-from jaxfused.runtime import cuda_library, sharding
+from jaxfused.runtime import cuda_library
 
 _MOST = 2**31 - 2**11
 """Largest number of rows, columns and entries, because the kernels' indices have 32 bits."""
@@ -50,13 +51,33 @@ def why_unsupported(
 def sparse_product(data: jax.Array, places: Coordinates, b: jax.Array, *, rows: int) -> jax.Array:
     """Returns the sparse matrix of `rows` rows and these entries times b [K, N], in b's dtype."""
     cuda_library.register()
-    of_rows, columns = places.rows, places.columns
     if not places.in_order:
-        order = jnp.argsort(of_rows, stable=True)
-        of_rows, columns, data = of_rows[order], columns[order], data[order]
-    starts = sharding.searchsorted(of_rows, jnp.arange(rows + 1, dtype=jnp.int32))
+        order = jnp.argsort(places.rows, stable=True)
+        data, places = data[order], places.at(order)
     out = jax.ShapeDtypeStruct((rows, b.shape[1]), b.dtype)
-    return jax.ffi.ffi_call("jaxfused_csr_matmul", out)(starts, columns, data, b)
+    return jax.ffi.ffi_call("jaxfused_csr_matmul", out)(
+        *_by_rows(places, (rows, b.shape[0])), data, b
+    )
+
+
+def dense_copy(data: jax.Array, places: Coordinates, shape: tuple[int, int]) -> jax.Array:
+    """Returns the matrix with its zeros, in the dtype of `data`, of unique entries in order."""
+    cuda_library.register()
+    out = jax.ShapeDtypeStruct(shape, data.dtype)
+    return jax.ffi.ffi_call("jaxfused_csr_dense", out)(*_by_rows(places, shape), data)
+
+
+def _by_rows(places: Coordinates, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Returns the first entry of each row, [rows + 1], and the columns of the ordered entries."""
+    if places.starts is not None:
+        return places.starts, places.columns
+    given = places.rows if places.indices is None else places.indices
+    count = 0 if places.indices is None else given.shape[0]
+    out = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (shape[0] + 1, count)]
+    # The columns of JAX's [entries, 2] come out of the same kernel: read there by every slice of b,
+    # they would be twice the bytes.
+    starts, columns = jax.ffi.ffi_call("jaxfused_csr_starts", out)(given, depth=np.int64(shape[1]))
+    return starts, places.columns if places.indices is None else columns
 
 
 def sampled_product(places: Coordinates, x: jax.Array, y: jax.Array) -> jax.Array:

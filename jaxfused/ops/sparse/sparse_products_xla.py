@@ -1,4 +1,4 @@
-"""Products with sparse matrices in XLA: by JAX's sparse product in float32, or by a dense matrix."""
+"""Products with sparse matrices in XLA: by JAX's sparse product in float32, and a dense copy."""
 
 import functools
 from typing import Any
@@ -9,7 +9,6 @@ from jax.experimental import sparse
 
 from jaxfused.ops.sparse.coordinates import Coordinates
 from jaxfused.runtime import sharding
-from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 
 
@@ -26,24 +25,15 @@ def sparse_product(
     return y.astype(out_dtype)
 
 
-def dense_product(
-    data: jax.Array,
-    places: Coordinates,
-    b: jax.Array,
-    *,
-    rows: int,
-    out_dtype: Any,
-    precision: Any,
-) -> jax.Array:
-    """Computes `sparse_product` as a dense product with a copy of the matrix that has its zeros."""
-    shape = (rows, b.shape[0])
+def dense_copy(data: jax.Array, places: Coordinates, shape: tuple[int, int]) -> jax.Array:
+    """Returns the matrix with its zeros, in the dtype of `data`."""
+    dtype = data.dtype
     if places.is_unique:
         at = _without_negative(places, shape)
     else:
         at, data = _with_sums(data, places, shape)
     # Duplicate entries were added before: a scatter-add on a GPU has no fixed order.
-    a = jnp.zeros(shape, b.dtype).at[at].set(data.astype(b.dtype), mode="drop")
-    return product("mk,kn->mn", a, b, dtype=b.dtype, out_dtype=out_dtype, precision=precision)
+    return jnp.zeros(shape, dtype).at[at].set(data.astype(dtype), mode="drop")
 
 
 def repeatable_product(

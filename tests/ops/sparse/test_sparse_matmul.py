@@ -1,6 +1,5 @@
 """sparse_matmul and sampled_matmul: entries as JAX reads them, truth, gradients, kernels, messages."""
 
-import dataclasses
 import functools
 
 import jax
@@ -14,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused.ops.sparse.coordinates import coordinates
-from jaxfused.ops.sparse.sparse_products import Options, SparseProduct
-from jaxfused.ops.sparse.sparse_products_xla import dense_product, repeatable_product
+from jaxfused.ops.sparse import sparse_products_cuda
+from jaxfused.ops.sparse.coordinates import Coordinates, coordinates
+from jaxfused.ops.sparse.sparse_products_xla import dense_copy, repeatable_product
 from jaxfused.runtime import cuda_library
-from jaxfused.runtime.runner import Runner
 from tests.support import eight_devices
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -140,14 +138,15 @@ def test_entries_beyond_either_end_count_for_nothing(axis, index):
         for form in (a, a.T):
             y = jaxfused.sparse_matmul(form, eye)
             np.testing.assert_array_equal(y, expected)
-        options = dict(rows=3, out_dtype="float32", precision=None)
-        np.testing.assert_array_equal(
-            dense_product(a.data, coordinates(a), eye, **options), expected
-        )
+        np.testing.assert_array_equal(dense_copy(a.data, coordinates(a), (3, 3)), expected)
         np.testing.assert_array_equal(jaxfused.sampled_matmul(X, X.T, a).data, [0, X[1] @ X[1]])
 
 
-@pytest.mark.parametrize("product", [dense_product, repeatable_product])
+def by_copy(data, places, b, *, rows, out_dtype):
+    return (dense_copy(data, places, (rows, b.shape[0])) @ b).astype(out_dtype)
+
+
+@pytest.mark.parametrize("product", [by_copy, repeatable_product])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_products_of_a_gpu_in_xla(product, in_order):
     """Entries of one place add up, in any order, and padding counts for nothing."""
@@ -163,8 +162,6 @@ def test_products_of_a_gpu_in_xla(product, in_order):
         (jnp.asarray(data, "float32"), jnp.asarray(places)), shape=(7, 5), indices_sorted=in_order
     )
     options = dict(rows=7, out_dtype="float32")
-    if product is dense_product:
-        options["precision"] = "highest"
     y = product(a.data, coordinates(a), jnp.asarray(b, "float32"), **options)
     np.testing.assert_allclose(y, expected[:7, :5] @ b, rtol=1e-5, atol=1e-5)
 
@@ -180,7 +177,7 @@ def test_entries_before_the_first_row_count_for_nothing():
     options = dict(rows=2, out_dtype="float32")
     y = repeatable_product(many.data, coordinates(many), jnp.eye(2), **options)
     np.testing.assert_array_equal(y, [[6, 0], [7, 0]])
-    y = dense_product(many.data, coordinates(many), jnp.eye(2), precision=None, **options)
+    y = by_copy(many.data, coordinates(many), jnp.eye(2), **options)
     np.testing.assert_array_equal(y, [[6, 0], [7, 0]])
 
 
@@ -231,23 +228,34 @@ def test_kernels_that_are_launched(with_library):
     b, dy = jnp.ones((K, N), jnp.bfloat16), jnp.ones((M, N), jnp.bfloat16)
     run = functools.partial(with_gradients.__wrapped__, jaxfused.sparse_matmul, places)
     options = (("implementation", "cuda"),)
-    launched = ["jaxfused_csr_matmul", "jaxfused_sampled_matmul", "jaxfused_csr_matmul"]
+    by_rows = ["jaxfused_csr_starts", "jaxfused_csr_matmul"]
+    launched = [*by_rows, "jaxfused_sampled_matmul", *by_rows]
     assert kernels(functools.partial(run, options=options), data, b, dy) == launched
     batched = jax.vmap(of_data(places, implementation="cuda"), (None, 0))
-    assert kernels(batched, data, jnp.stack([b, b])) == launched[:1]
+    assert kernels(batched, data, jnp.stack([b, b])) == by_rows
+    a = BCSR.fromdense(jnp.eye(M, K, dtype=jnp.bfloat16))
+    assert kernels(lambda b: jaxfused.sparse_matmul(a, b, implementation="cuda"), b) == by_rows[1:]
 
 
 @pytest.mark.exhaustive
-def test_where_the_matrix_is_not_so_sparse_the_dense_product_runs(with_library):
-    device = dataclasses.replace(with_library, multiprocessors=132)
-    chosen = []
-    for density in (0.001, 0.01, 0.2):
-        count = int(8192 * 8192 * density)
-        entries = [jax.ShapeDtypeStruct((count,), t) for t in (jnp.bfloat16, jnp.int32, jnp.int32)]
-        b = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
-        stage = SparseProduct(Options("sparse_matmul", 8192, True, True, None))
-        chosen.append(Runner(None, device).choice(stage, *entries, b).implementation)
-    assert chosen == ["cuda", "cuda", "xla"]
+@pytest.mark.parametrize(
+    "density, in_order, launched",
+    [
+        (0.001, True, ["jaxfused_csr_starts", "jaxfused_csr_matmul"]),
+        (0.2, True, ["jaxfused_csr_starts", "jaxfused_csr_dense"]),
+        (0.2, False, []),
+    ],
+)
+def test_where_the_matrix_is_not_so_sparse_the_dense_product_runs(
+    with_library, density, in_order, launched
+):
+    count = int(8192 * 8192 * density)
+    data = jax.ShapeDtypeStruct((count,), jnp.bfloat16)
+    places = jax.ShapeDtypeStruct((count, 2), jnp.int32)
+    b = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
+    flags = dict(shape=(8192, 8192), indices_sorted=in_order, unique_indices=True)
+    product = lambda *a: jaxfused.sparse_matmul(BCOO(a[:2], **flags), a[2])  # noqa: E731
+    assert kernels(product, data, places, b) == launched
 
 
 @on_eight_devices
@@ -299,6 +307,47 @@ def test_on_a_gpu(columns, dtype):
     for actual, same, exact in zip(ours, again, truths(data, places, b, dy), strict=True):
         np.testing.assert_array_equal(np.float64(actual), exact)
         np.testing.assert_array_equal(np.float64(actual), np.float64(same))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda_library.why_unavailable() is not None, reason="needs the CUDA library")
+@pytest.mark.parametrize("depth, dtype", [(50, "float32"), (9001, "bfloat16"), (9016, "float16")])
+def test_entries_in_order_on_a_gpu(depth, dtype):
+    """Padding, negative rows and columns beyond the matrix are in neither the product nor the copy."""
+    rng = np.random.default_rng(0)
+    at = np.sort(rng.choice(M * depth, 3 * M, replace=False))
+    rows = np.concatenate([[-3, -1], at // depth, [M, M + 5]])
+    columns = np.concatenate([[0, 1], at % depth, [0, 1]])
+    columns[7::19], columns[8::23] = depth + 2, -1
+    data = put(rng.integers(-3, 4, size=len(rows)), dtype)
+    b = put(rng.integers(-3, 4, size=(depth, 40)), dtype)
+    inside = (rows >= 0) & (rows < M) & (columns >= 0) & (columns < depth)
+    dense = np.zeros((M, depth))
+    dense[rows[inside], columns[inside]] = np.float64(data)[inside]
+    places = Coordinates(put(rows, "int32"), put(columns, "int32"), True, True)
+    starts = put(np.searchsorted(rows, np.arange(M + 1)), "int32")
+    indices = np.stack([rows, np.where(columns == 2, 2 - depth, columns)], axis=1)
+    indices[columns == -1, 1] = -1 - depth
+    for given in (
+        places,
+        places._replace(starts=starts),
+        places._replace(indices=put(indices, "int32")),
+    ):
+        copy = sparse_products_cuda.dense_copy(data, given, (M, depth))
+        np.testing.assert_array_equal(np.float64(copy), dense)
+        y = sparse_products_cuda.sparse_product(data, given, b, rows=M)
+        np.testing.assert_array_equal(np.float64(y), dense @ np.float64(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda_library.why_unavailable() is not None, reason="needs the CUDA library")
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_rows_without_entries_are_zero_on_a_gpu(count):
+    """The kernel reads groups of entries, and a row without any reads none of another row."""
+    at = jnp.arange(count)
+    a = BCOO((at + 1.0, jnp.stack([at, at], 1)), shape=(9, 9), indices_sorted=True)
+    y = jaxfused.sparse_matmul(a, jnp.ones((9, 13)), implementation="cuda")
+    np.testing.assert_array_equal(y[:, 12], [*range(1, count + 1), *[0] * (9 - count)])
 
 
 A = BCOO.fromdense(jnp.ones((2, 3)))
