@@ -221,8 +221,10 @@ class DecodesAndChunks:
         rows, (batch, number) = arrays.query.shape[0], arrays.table.shape
         sizes = _pages(arrays).sizes(self.options.layout)
         keys = number * sizes.page_size
-        begin = jnp.arange(batch, dtype=jnp.int32)
-        end = (begin + 1).at[-1].set(rows)
+        # Single tokens, and a chunk of what is left.
+        number = jnp.arange(batch, dtype=jnp.int32)
+        end = (number + 1).at[-1].set(rows)
+        begin = jnp.maximum(number, end - keys)
         made = example_operands(random, arrays, table=0, begin=0, end=0, offset=0, keys=keys)
         pages = jnp.arange(arrays.table.size, dtype=jnp.int32) % sizes.pages
         table = pages.reshape(arrays.table.shape)
