@@ -66,7 +66,8 @@ def attend_ragged(
         if stage is not None:
             spelt = stage.axes(*arrays)
             aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
-            output = _in_place(Runner("pallas", device), stage, Arrays(*aligned))
+            run = Runner("pallas", device, "there are many more rows than sequences")
+            output = _in_place(run, stage, Arrays(*aligned))
             return output.reshape(*queries.shape[:2], -1)
     operands = (queries, pools, page_indices, sequences, options, sinks)
     return attend_in_tiles(*operands, implementation, in_place)

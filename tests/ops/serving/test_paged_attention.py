@@ -555,6 +555,8 @@ def test_single_tokens_and_chunks_are_two_kernels(monkeypatch, kind):
         monkeypatch.setattr(lowering, "KERNELS_RUN_EVERYWHERE", True)
         output = f(q, k, v, "pallas")
     np.testing.assert_allclose(output, expected, atol=1e-2, rtol=1e-2)
+    if kind != "plain":
+        return
     with dispatch.assume(small):
         text = lowered(jax.grad(lambda *a: jnp.sum(f(*a, "pallas") ** 2), (0, 1, 2)), q, k, v)
     assert "attention_chunks_forward" in text and IN_PLACE[0] in text
