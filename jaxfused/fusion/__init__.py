@@ -11,7 +11,7 @@
 5. `projection`: the products of one array that become queries, keys and values, with norm and rotation.
 6. `perceptron`: two products with an activation or a gated unit between them, and gated units alone.
 7. `cross_entropy`: the loss of a product.
-8. `product`: a product with its bias, activation and residual.
+8. `product`: a product with its bias, activation and residual, or as the gate of another array.
 9. `patches`: a convolution whose windows do not overlap.
 10. `conv`: any other, with what follows each channel (a bias, BatchNorm in inference), the residual sum
     and the activation.

@@ -253,12 +253,25 @@ def test_gated_unit_of_one_product(has_bias, dtype):
     assert_fuses(f, x_of(dtype, 3, 6, 16), *args, into={"gated_unit": 1})
 
 
-def test_gate_of_another_array_is_a_linear_layers():
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [jax.nn.sigmoid, jax.nn.silu])
+def test_gate_of_another_array(activation, dtype):
+    """An attention's output, in heads, is gated before its projection."""
+
+    def f(x, y, w, b):
+        z = jnp.einsum("btd,dhf->bthf", x, w.astype(x.dtype)) + b.astype(x.dtype)
+        return y * activation(z).astype(y.dtype) * 2
+
+    args = (x_of(dtype), x_of(dtype, 3, 5, 2, 4), weights(16, 2, 4), weights(2, 4, seed=2))
+    assert_fuses(f, *args, into={"gate": 1})
+
+
+def test_gate_of_a_product_of_another_array():
     def f(x, y, w_gate, w_up):
         return jax.nn.sigmoid(x @ w_gate) * (y @ w_up)
 
     x = x_of("float32")
-    assert_fuses(f, x, x[::-1], weights(16, 8), weights(16, 8, seed=2), into={"linear": 1})
+    assert_fuses(f, x, x[::-1], weights(16, 8), weights(16, 8, seed=2), into={"gate": 1})
 
 
 @pytest.mark.parametrize("kernel", ["NDF", "NFD", "DNF"])

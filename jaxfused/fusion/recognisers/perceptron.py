@@ -12,9 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.fusion.activation import Activated, activation_of, why_no_activation
-from jaxfused.fusion.algebra import core, is_transparent
+from jaxfused.fusion.algebra import core
 from jaxfused.fusion.graph import Node, Value
-from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections, residual_of
+from jaxfused.fusion.recognisers.product import (
+    Biased,
+    Projection,
+    biased,
+    last_of,
+    product_with,
+    projections,
+    residual_of,
+)
 from jaxfused.fusion.recognisers.stacked import Part, parts, whole_of
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.linear.gated_mlp import gated_mlp
@@ -77,12 +85,12 @@ def _find_at(products: _Products, first: Projection) -> None:
     if last is not None and _fits(first, activated.result, last):
         _add_mlp(book, first, affine, activated, last)
         return
-    gated = _product_with(activated.result)
+    gated = product_with(activated.result)
     if gated is None:
         return
     node, other = gated
     up = _projection_of(core(other), products)
-    last = by_input.get(core(_last(node.out)))
+    last = by_input.get(core(last_of(node.out)))
     if up is None or core(up[0].x) is not core(first.x):
         return
     if up[0].x.dtype != first.x.dtype or up[0].precision != first.precision:
@@ -96,28 +104,11 @@ def _find_at(products: _Products, first: Projection) -> None:
         # In the one matrix the gate's columns come first, which is the operator's order too.
         covered |= first.covered | affine.covered | up[0].covered | up[1].covered
         branches = [(whole, Biased(whole.result, affine.bias, frozenset()))]
-    if last is not None and _fits(first, _last(node.out), last):
+    if last is not None and _fits(first, last_of(node.out), last):
         covered |= _stages_between(node.out, last)
         _add_gated(book, branches, activated.name, set(covered), last)
     else:
         _add_unit(book, branches, activated.name, set(covered), node.out)
-
-
-def _product_with(value: Value) -> tuple[Node, Value] | None:
-    """Returns the multiplication that alone reads a value, and its other factor, or None."""
-    value = _last(value)
-    if not value.used_once or value.uses[0].name != "mul":
-        return None
-    node = value.uses[0]
-    other = node.ins[1] if node.ins[0] is value else node.ins[0]
-    return (node, other) if other.shape == value.shape and other is not value else None
-
-
-def _last(value: Value) -> Value:
-    """Returns the value after casts and checkpoint names, as long as each alone reads the one before."""
-    while value.used_once and is_transparent(value.uses[0]):
-        value = value.uses[0].out
-    return value
 
 
 def _stages_between(value: Value, last: Projection) -> set[Node]:
@@ -385,11 +376,11 @@ def _gated_of_one(
         activated = activation_of(gate)
         if activated is None:
             continue
-        found = _product_with(activated.result)
+        found = product_with(activated.result)
         if found is None or core(found[1]) is not up:
             continue
         node = found[0]
-        last = by_input.get(core(_last(node.out)))
+        last = by_input.get(core(last_of(node.out)))
         covered = set(activated.covered | {node} | halves.covered)
         branches = [(_swapped(first) if gate is halves.second else first, affine)]
         if (

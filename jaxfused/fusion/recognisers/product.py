@@ -1,6 +1,7 @@
-"""Finds linear: a product of rows and a matrix with its bias, activation and residual.
+"""Finds linear: a product of rows and a matrix with its bias, activation and residual; and gate.
 
 A product alone, or with a bias, is left to XLA. Only one with an activation or a residual is replaced.
+Its activation may be the gate that another array is multiplied by, such as an attention's output.
 """
 
 import math
@@ -10,10 +11,11 @@ from typing import Any
 
 import jax
 
-from jaxfused.fusion.activation import activation_of, why_no_activation
+from jaxfused.fusion.activation import Activated, activation_of, why_no_activation
 from jaxfused.fusion.algebra import between, core, is_reshape, is_transparent, trailing
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.site import Book, Site
+from jaxfused.ops.linear.gated_unit import gate
 from jaxfused.ops.linear.linear import linear
 from jaxfused.runtime.shapes import reshaped
 
@@ -193,6 +195,23 @@ def residual_of(book: Book, value: Value) -> Residual | None:
     return Residual(node.out, other, node) if same and not other.is_constant else None
 
 
+def product_with(value: Value) -> tuple[Node, Value] | None:
+    """Returns the multiplication that alone reads a value, and its other factor, or None."""
+    value = last_of(value)
+    if not value.used_once or value.uses[0].name != "mul":
+        return None
+    node = value.uses[0]
+    other = node.ins[1] if node.ins[0] is value else node.ins[0]
+    return (node, other) if other.shape == value.shape and other is not value else None
+
+
+def last_of(value: Value) -> Value:
+    """Returns the value after casts and checkpoint names, as long as each alone reads the one before."""
+    while value.used_once and is_transparent(value.uses[0]):
+        value = value.uses[0].out
+    return value
+
+
 def find(book: Book) -> None:
     """Finds products with an activation or a residual that no larger operator replaces."""
     for p in projections(book):
@@ -207,6 +226,8 @@ def _find_at(book: Book, p: Projection) -> None:
     if activated is not None and book.is_free(activated.covered):
         name, value = activated.name, activated.result
         covered |= activated.covered
+        if _add_gate(book, p, affine, activated):
+            return
     elif activated is None:
         why = why_no_activation(value)
         if why:
@@ -252,3 +273,49 @@ def _find_at(book: Book, p: Projection) -> None:
             f"linear({words}) of {p.x.aval.str_short()} and {list(p.w.shape)}",
         )
     )
+
+
+def _add_gate(book: Book, p: Projection, affine: Biased, activated: Activated) -> bool:
+    """Adds a product whose activation is the gate of another array; returns whether it is one."""
+    found = product_with(activated.result)
+    if found is None or not book.is_free([found[0]]):
+        return False
+    node, other = found
+    if other.is_constant or not node.out.dtype == other.dtype == p.x.dtype:
+        return False
+    biases = [] if affine.bias is None else [affine.bias]
+    shape = node.out.shape
+
+    def call(x: jax.Array, w: jax.Array, y: jax.Array, *biases: jax.Array) -> Sequence[jax.Array]:
+        h = gate(
+            p.inputs(x),
+            p.matrix(w),
+            p.bias(biases[0]) if biases else None,
+            reshaped(y, *p.rows, -1),
+            activation=activated.name,
+            precision=p.precision,
+        )
+        return (reshaped(h, *shape),)
+
+    words = ", ".join([*(["bias"] if biases else []), activated.name])
+    return book.add(
+        Site(
+            "gate",
+            p.node,
+            [p.x, p.w, other, *biases],
+            [node.out],
+            call,
+            {node, *p.covered, *affine.covered, *activated.covered}
+            | _casts(activated.result, node),
+            f"gate({words}) of {p.x.aval.str_short()} and {list(p.w.shape)}",
+        )
+    )
+
+
+def _casts(value: Value, reader: Node) -> set[Node]:
+    """Returns the casts and checkpoint names from a value to the operation that reads the last one."""
+    found: set[Node] = set()
+    while value.uses[0] is not reader:
+        found.add(value.uses[0])
+        value = value.uses[0].out
+    return found

@@ -1,4 +1,7 @@
-"""gated_unit: activation(x w_gate) * (x w_up), which `fuse` finds where no product follows it."""
+"""gated_unit: activation(x w_gate) * (x w_up), which `fuse` finds where no product follows it.
+
+`gate` is the same with another array in place of the product x w_up, such as an attention's output.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -7,16 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.linear import mlp_xla
+from jaxfused.ops.linear import linear_xla, mlp_xla
 from jaxfused.ops.linear.gated_mlp import Layers, check_first_layers
 from jaxfused.ops.linear.gated_mlp_stages import GatedUnitGradient, gate_axis_of
 from jaxfused.ops.linear.hidden_layer import Options
-from jaxfused.ops.linear.weight_gradient import weight_gradients
+from jaxfused.ops.linear.input_gradient import input_gradient
+from jaxfused.ops.linear.linear import check_affine, check_residual
+from jaxfused.ops.linear.linear_stages import Layer
+from jaxfused.ops.linear.weight_gradient import weight_and_bias_gradients, weight_gradients
 from jaxfused.runtime import sharding
+from jaxfused.runtime.activation import activate
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_activation, check_floating
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.runner import Runner
 
 _OP = "gated_unit"
@@ -109,3 +117,72 @@ def _gated_unit_bwd(run: Runner, options: Options, saved: _Residuals, dh):
 
 
 _gated_unit.defvjp(_gated_unit_fwd, _gated_unit_bwd)
+
+
+# --- a gate of another array ----------------------------------------------------------------------
+
+
+def gate(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    y: jax.Array,
+    *,
+    activation: str | None = "sigmoid",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    """Returns activation(x @ w + bias) * y, [..., F] in x's dtype, for y [..., F].
+
+    XLA multiplies, in a pass that it may join with the operations around; the backward evaluates the
+    gradients of the product and of y in one pass.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or the named implementation cannot run.
+    """
+    op = "gate"
+    x, w, bias, y = as_arrays(x, w, bias, y)
+    check_floating(op, dict(x=x, w=w, bias=bias, y=y))
+    check_affine(op, x, "w", w, "bias", bias)
+    check_residual(op, y, x, w.shape[1])
+    check_activation(op, activation)
+    device = dispatch.current_device(x)
+    if takes_reference(op, implementation, device, x):
+        z = linear_xla.linear(
+            x, w, bias, None, activation=None, precision=precision, out_dtype=x.dtype
+        )
+        return named(_multiplied(activation, z, y), op, "output")
+    rows = sharding.leading_axes(x.ndim - 1)
+    operands = sharding.align(
+        (x, w, bias, y), operand_axes=(rows + "d", "df", "f", rows + "f"), whole="d"
+    )
+    options = Options.of(op, activation, "preactivation", x.dtype, None, precision)
+    return _gate(Runner(implementation, device), options, *operands)
+
+
+def _multiplied(activation: str | None, z: jax.Array, y: jax.Array) -> jax.Array:
+    wide = accumulator_dtype(z.dtype)
+    return (activate(activation, z.astype(wide)) * y.astype(wide)).astype(z.dtype)
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gate")
+def _gate(run: Runner, options: Options, x, w, bias, y):
+    return _gate_fwd(run, options, x, w, bias, y)[0]
+
+
+def _gate_fwd(run: Runner, options: Options, x, w, bias, y):
+    layer = Layer("gate forward", None, x.dtype, False, options.precision)
+    z, _ = run(layer, x, w, bias, None)
+    z = named(z, "gate", "preactivation")
+    return named(_multiplied(options.activation, z, y), "gate", "output"), (x, w, bias, z, y)
+
+
+def _gate_bwd(run: Runner, options: Options, saved, dh):
+    x, w, bias, z, y = saved
+    dz, dy = run(GatedUnitGradient(options.activation), dh.astype(z.dtype), z, y.astype(z.dtype))
+    dw, dbias = weight_and_bias_gradients(run, "gate", x, dz, w.dtype, bias, options.precision)
+    dx = input_gradient(run, dz, w, x.dtype, options.precision)
+    return dx, dw, dbias, dy.astype(y.dtype)
+
+
+_gate.defvjp(_gate_fwd, _gate_bwd)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxfused import dispatch
-from jaxfused.ops.linear.gated_unit import gated_unit
+from jaxfused.ops.linear.gated_unit import gate, gated_unit
 from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.fused import normal
 from tests.support.grids import parametrize
@@ -48,6 +48,27 @@ def test_gradients_take_one_kernel_for_both_products():
     with dispatch.assume(dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)):
         found = kernels(gradients, jnp.zeros((3, 50, 96), jnp.bfloat16), *args)
     assert found[0] == "gated_unit" and "gated_input_gradient" in found
+
+
+def plain_gate(x, w, bias, y):
+    return jax.nn.sigmoid(x @ w.astype(x.dtype) + bias.astype(x.dtype)) * y
+
+
+def gate_arguments(dtype, rows=(3, 50), features=64, hidden=96):
+    x, w, _, bias, _ = arguments(dtype, rows, features, hidden)
+    return x, w, bias, normal(5, *rows, hidden, dtype=dtype)
+
+
+@parametrize("dtype", ["bfloat16", "float32"], quick=(0,))
+def test_gate_is_as_accurate_as_the_program(dtype):
+    assert_values_and_gradients(gate, plain_gate, *gate_arguments(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "pallas", "cuda", "xla"])
+def test_gate_on_a_gpu_is_as_accurate_as_the_program(implementation):
+    f = functools.partial(gate, implementation=implementation)
+    assert_values_and_gradients(f, plain_gate, *gate_arguments("bfloat16", (64, 512), 128, 128))
 
 
 @pytest.mark.gpu
