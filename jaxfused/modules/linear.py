@@ -23,7 +23,7 @@ from jaxfused.runtime.serialization import serializable
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedKernel:
     """The replacement for the kernel [D, F] of a linear layer once the kernel is quantised.
 
@@ -71,7 +71,7 @@ class QuantizedKernel:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ObservedKernel:
     """The replacement for a kernel while a calibration looks at what its layer reads.
 
@@ -92,7 +92,7 @@ class ObservedKernel:
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoRAKernel:
     """The replacement for a kernel to which a product of low rank is added: base + a @ b.
 

@@ -33,7 +33,7 @@ LEAST_SIZE = 4096
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EightBitMoment:
     """An optimizer's moment of one parameter, in 8 bits."""
 

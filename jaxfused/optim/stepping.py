@@ -37,7 +37,7 @@ LARGEST_LOSS_SCALE = 2.0**127  # The doubled scale would be infinite in float32.
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepState:
     """The state of `step` next to the parameters, from step to step; made by `init_step`.
 
@@ -65,7 +65,7 @@ class StepState:
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CountingStepState(StepState):
     """A `StepState` whose average has a decay that depends on how often it has been updated."""
 

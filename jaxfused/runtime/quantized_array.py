@@ -97,7 +97,7 @@ LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
 
 @serializable_quantized
 @jax.tree_util.register_pytree_with_keys_class
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedArray:
     """An array in 8, 4 or 2 bits: `scale * (values - zero_point) + offset`, made by `jaxfused.quantize`.
 

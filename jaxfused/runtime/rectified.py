@@ -17,7 +17,7 @@ from jaxfused.runtime.serialization import serializable
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rectified:
     """Result of a relu, whose gradient the operator that reads it has to mask.
 

@@ -12,19 +12,21 @@ from typing import Any
 import jax
 from flax import serialization
 
+from jaxfused.runtime.pytree_equality import with_equality
+
 State = dict[str, Any]
 
 
 def serializable[T](kind: type[T]) -> type[T]:
     """Registers a pytree dataclass with `flax.serialization` and `jax.export`."""
     serialization.register_serialization_state(kind, _state_of, _restored)
-    return _exported(kind)
+    return with_equality(_exported(kind))
 
 
 def serializable_quantized[T](kind: type[T]) -> type[T]:
     """Registers a pytree of quantised numbers, restored only into equal shapes and dtypes."""
     serialization.register_serialization_state(kind, _state_of_quantized, _restored_quantized)
-    return _exported(kind)
+    return with_equality(_exported(kind))
 
 
 def exportable[T](kind: type[T]) -> type[T]:

@@ -13,7 +13,7 @@ from jaxfused.runtime.serialization import serializable
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Concatenated:
     """Two arrays that a convolution reads as if they were concatenated along the channels.
 

@@ -20,7 +20,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fp8State:
     """Largest magnitudes of past calls, by which the matrices of the next call are scaled.
 

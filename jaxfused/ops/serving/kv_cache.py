@@ -37,7 +37,7 @@ _QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVCache:
     """Keys and values of the tokens that each sequence of a batch has read, for one layer or a stack.
 

@@ -29,7 +29,7 @@ class BlockList(NamedTuple):
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockSparse:
     """A matrix [D, F] that is zero outside some square blocks, for `jaxfused.block_sparse_matmul`.
 

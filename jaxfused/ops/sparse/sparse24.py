@@ -24,7 +24,7 @@ MetadataOrder = Literal["rows", "cutlass"]
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sparse24:
     """A matrix [D, F] of which two of each four numbers along D are kept, for `sparse24_matmul`.
 

@@ -23,7 +23,7 @@ from jaxfused.runtime.serialization import serializable
 
 @serializable
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedLayer:
     """A linear layer of a quantised checkpoint, `x[..., permutation] @ array + bias`.
 

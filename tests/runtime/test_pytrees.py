@@ -1,4 +1,4 @@
-"""Programs whose arguments and results are this package's pytrees are exported, saved and called."""
+"""This package's pytrees: programs that take them are exported and saved, and their methods compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -27,3 +27,14 @@ def test_a_saved_program_takes_and_returns_it(tree):
     saved = export.export(jax.jit(lambda tree: tree))(tree).serialize()
     back = export.deserialize(saved).call(tree)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
+
+
+def test_methods_of_what_holds_arrays_can_be_compiled():
+    x = jnp.ones((2, 1, 2, 8), jnp.float32)
+    assert jax.jit(CACHE.attend)(x).shape == x.shape
+    layer = jaxfused.quantization.QuantizedLayer(QUANTIZED)
+    rows = jnp.ones((3, 256))
+    assert jax.jit(layer)(rows).shape == jax.jit(jax.vmap(layer))(rows).shape == (3, 8)
+    assert layer == jaxfused.quantization.QuantizedLayer(QUANTIZED)
+    assert layer != jax.tree.map(jnp.copy, layer)
+    assert jax.tree.map(jnp.shape, layer) == jax.tree.map(jnp.shape, jax.tree.map(jnp.copy, layer))
