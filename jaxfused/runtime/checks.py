@@ -170,7 +170,11 @@ def _checks(annotations: Mapping[str, Any], *, of_module: bool) -> dict[str, _Ch
         elif leaves <= {str, type(None), *words}:
             checks[name] = functools.partial(_as_word, words=words, optional=optional)
         elif (
-            jax.Array in leaves and str not in leaves and not _holds(annotation, Callable)  # type: ignore[arg-type]
+            jax.Array in leaves
+            and str not in leaves
+            # A tree of arrays, such as optax.Params, is no operand.
+            and not _holds(annotation, Mapping)
+            and not _holds(annotation, Callable)  # type: ignore[arg-type]
         ):
             checks[name] = functools.partial(
                 _as_operand,
