@@ -10,6 +10,7 @@ OF_ROWS = (
     rows.layer,
     rows.perceptron,
     rows.gated,
+    rows.unit,
     rows.mixer,
     rows.squeezed,
     rows.short_conv,

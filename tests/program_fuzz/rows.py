@@ -299,6 +299,19 @@ def gated(w: Writer, x: str) -> str:
     return residual(w, x, product(w, h, shape[-1]))
 
 
+def unit(w: Writer, x: str) -> str:
+    """Writes a gate that no product reads: of another product of x, of another array, or of x."""
+    shape = w.shapes[x]
+    up = w.pick("product", "product", "array", "x")
+    up = {"product": lambda: product(w, x, shape[-1]), "array": lambda: w.input(*shape)}.get(
+        up, lambda: x
+    )()
+    gate = product(w, w.perturbed(x), shape[-1])
+    gate = w.pick(activation, lambda w, z: w.let(f"jax.nn.sigmoid({z})", shape))(w, gate)
+    h = w.let(w.pick(f"{gate} * {up}", f"{up} * {gate}"), shape)
+    return residual(w, x, w.perturbed(h))
+
+
 def mixer(w: Writer, x: str) -> str:
     """Writes an MLP over the tokens, between two transpositions."""
     batch, tokens, features = w.shapes[x]
