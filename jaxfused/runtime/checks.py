@@ -182,7 +182,8 @@ def _checks(annotations: Mapping[str, Any], *, of_module: bool) -> dict[str, _Ch
                 words=words,
                 floats=QuantizedArray not in leaves,
                 kinds=tuple(leaf for leaf in leaves if _is_class(leaf)),
-                has_others=_holds(annotation, tuple) or not all(map(_is_class, leaves - {*words})),
+                has_others=_holds(annotation, Sequence)
+                or not all(map(_is_class, leaves - {*words})),
             )
     return checks
 
@@ -348,7 +349,10 @@ def _may_be_array(value: Any, kinds: tuple[type, ...], *, has_others: bool) -> b
     if not isinstance(value, Sequence):
         return QuantizedArray in kinds and is_of_qwix(value)
     try:
-        return jnp.asarray(value) is not None
+        # Operators take NamedTuples of their own, and clip integers of more than 32 bits.
+        return type(value) not in (list, tuple) or jnp.asarray(value) is not None
+    except OverflowError:
+        return True
     except (TypeError, ValueError):
         return False
 
