@@ -101,8 +101,13 @@ def read_request(body: Any, *, is_chat: bool, vocabulary: int) -> Request:
         seed=secrets.randbits(32) if seed is None else _whole(given, "seed") % 2**32,
         bias=_biases(given.get("logit_bias", {}), vocabulary),
     )
-    most = _whole(given, "max_completion_tokens", 1)
-    most = _whole(given, "max_tokens", 1) if most is None else most
+    limits = {_whole(given, name, 1) for name in ("max_completion_tokens", "max_tokens")} - {None}
+    if len(limits) > 1:
+        raise ExampleError(
+            f"max_completion_tokens is {given['max_completion_tokens']} and max_tokens is"
+            f" {given['max_tokens']}, but both are the answer's most tokens; send one of them."
+        )
+    most = limits.pop() if limits else None
     answers = _whole(given, "n", 1, _MOST_ANSWERS) or 1
     if given.get("best_of", answers) != answers:
         raise ExampleError(

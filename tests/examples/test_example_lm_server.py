@@ -305,6 +305,7 @@ def test_seeds_repeat_an_answer_whatever_else_is_asked(server):
         (chat("\ud800"), "half of a surrogate pair"),
         (chat("x" * 40), "at most 32 tokens, and one each, but the prompt has 40"),
         (chat(""), "but the prompt has 0"),
+        (chat(max_tokens=8, max_completion_tokens=9), "send one of them"),
         (chat(max_tokens=30), "max_tokens is 30"),
         (chat(max_tokens=0), "max_tokens must be at least 1"),
         (chat(max_tokens=10**30), "must be an integer of 64 bits"),
