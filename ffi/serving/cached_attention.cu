@@ -507,8 +507,10 @@ __global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
 }
 
 constexpr int kMergeThreads = 256;
-// Number of partial outputs that a warp loads at a time.
-constexpr int kTogether = 4;
+// Number of partial outputs that a warp loads at a time. A warp that has a row for itself has many
+// of them where a sequence is much longer than the others.
+template <int kRowWarps>
+constexpr int kTogether = kRowWarps == 1 ? 16 : 4;
 
 // Output that a warp has merged; a lane holds kHead / 32 columns of it.
 template <int kHead>
@@ -561,17 +563,19 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   const int64_t stride = static_cast<int64_t>(args.units()) * args.unit_rows;
   const int64_t index = (first + sequence) * stride + unit * args.unit_rows + row_of_unit;
   Merged<kHead> merged;
-  for (int start = warp; start < count; start += kTogether * kRowWarps) {
-    float2 sums[kTogether];
-    float columns[kTogether][kColumns];
+  constexpr int kLoads = kTogether<kRowWarps>;
+  for (int start = warp; start < count; start += kLoads * kRowWarps) {
+    float2 sums[kLoads];
+    float columns[kLoads][kColumns];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int64_t part = index + min(start + i * kRowWarps, count - 1) * stride;
+    for (int i = 0; i < kLoads; ++i) {
+      if (start + i * kRowWarps >= count) break;
+      const int64_t part = index + (start + i * kRowWarps) * stride;
       sums[i] = args.sums[part];
       load_columns(args.parts + part * kHead + lane * kColumns, columns[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       if (start + i * kRowWarps < count) merged.add(sums[i], columns[i]);
     }
   }
@@ -621,8 +625,8 @@ ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream
     const int64_t blocks = divide_up(rows * warps, threads / 32);
     return launch_kernel(kernel, args, {dim3(static_cast<unsigned>(blocks)), threads, 0}, stream);
   };
-  if (parts <= 2 * kTogether) return launch(merge_cached_parts<kHead, 1>, 1);
-  if (parts <= 16 * kTogether) return launch(merge_cached_parts<kHead, 8>, 8);
+  if (parts <= 8) return launch(merge_cached_parts<kHead, 1>, 1);
+  if (parts <= 64) return launch(merge_cached_parts<kHead, 8>, 8);
   return launch(merge_cached_parts<kHead, 32>, 32);
 }
 
