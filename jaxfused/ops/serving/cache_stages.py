@@ -27,8 +27,8 @@ from pallas_kernels.attention.split_keys import SplitForwardConfig
 
 _UNEVEN_KEYS = 16384
 """Keys that a CTA of `split_keys` reads from which on the CUDA C kernel attends to a plain cache. That
-divides the keys by the lengths of the sequences on the device, and `split_keys` by shapes alone: 83 us
-and 446 for one sequence of 32,768 keys beside 63 of 512 on an H200, 66 and 67 for 64 of 1,016."""
+divides the keys by the lengths of the sequences on the device, and `split_keys` by shapes alone: 82 us
+and 445 for one sequence of 32,768 keys beside 63 of 512 on an H200, 70 and 67 for 64 of 1,016."""
 NO_PALLAS = (
     "there is no Pallas kernel that reads a cache in 8 bits or a layer of a stack in place, or divides a"
     " cache by the lengths of its sequences"
