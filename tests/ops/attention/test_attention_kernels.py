@@ -168,6 +168,16 @@ def test_documents_are_shared_out_evenly(batch, heads):
     assert max(work) <= 1.06 * np.mean(work) + 1
 
 
+@pytest.mark.parametrize("tiles", [1, 7, 150])
+def test_few_tiles_are_ordered_as_a_sort_orders_many(tiles, monkeypatch):
+    visits = np.random.default_rng(0).integers(0, 9, (3, tiles)).astype(np.int32)
+    counted = schedule_of(visits, 5, 132)
+    monkeypatch.setattr("pallas_kernels.attention.tiles._COUNTED_TILES", 0)
+    by_sort = schedule_of(visits, 5, 132)
+    np.testing.assert_array_equal(counted, by_sort)
+    assert counted.dtype == by_sort.dtype
+
+
 # --- forward --------------------------------------------------------------------------------------
 
 CASES = (
