@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.matmul_config import CONSUMERS
-from pallas_kernels.gemm.tiled_product import RAW_STAGES, Ring, TiledProduct, TilePlace
+from pallas_kernels.gemm.tiled_product import RAW_STAGES, Ring, Step, TiledProduct, TilePlace
 
 
 class TileEpilogue(Protocol):
@@ -68,13 +68,13 @@ class Producer:
         product, ring = self.product, self.ring
         slot, filled = carry
         m_start, n_idx, *group = place
-        step = product.step_of(m_start, n_idx, term, k_idx, *group)
 
         @pl.when(filled >= product.config.stages)
         def _():
             plgpu.barrier_wait(ring.free.at[slot])
 
         full = ring.full.at[product.full_idx(sequence_idx, slot)]
+        step = Step(m_start, n_idx, term, k_idx, *group)
         product.copy_step(ring, self.a_gmem, self.b_gmem, slot, step, full)
         if product.scaled_columns:
             of_rows, of_columns = self.step_scales

@@ -333,10 +333,6 @@ class TiledProduct:
     def await_once(self, ring: "Ring") -> None:
         """Waits in a consumer warpgroup for the copies of `copy_once`."""
 
-    def step_of(self, m_start: Any, n_idx: Any, term: int, k_idx: Any, *group: Any) -> "Step":
-        """Returns a K step; what it reads from global memory arrives while the producer waits."""
-        return Step(m_start, n_idx, term, k_idx, *group)
-
     def copy_step(
         self,
         ring: "Ring",
