@@ -204,7 +204,7 @@ def by_pairs(h):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("cut", [by_strides, by_strides_up_first, by_pairs])
-def test_gated_mlp_of_interleaved_columns(cut, has_bias, dtype):
+def test_gated_mlp_of_interleaved_columns_is_left_alone(cut, has_bias, dtype):
     def f(x, w, w_down, *b):
         h = x @ w + b[0] if has_bias else x @ w
         gate, up = cut(h)
@@ -212,8 +212,7 @@ def test_gated_mlp_of_interleaved_columns(cut, has_bias, dtype):
 
     shapes = ((16, 64), (32, 16), (64,))[: 2 + has_bias]
     args = [weights(*s, seed=i + 1, dtype=dtype) for i, s in enumerate(shapes)]
-    assert_fuses(f, x_of(dtype, 3, 6, 16), *args, into={"gated_mlp": 1})
-    assert_left_alone(f, x_of(dtype, 3, 5, 16), *args, because="its matrix would be copied")
+    assert_left_alone(f, x_of(dtype, 3, 6, 16), *args, because="its matrix would be copied")
 
 
 def test_gpt_oss_clamped_gate_is_left_with_a_reason():
