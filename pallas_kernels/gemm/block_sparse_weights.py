@@ -1,11 +1,12 @@
 """The gradient of a block-sparse matrix for Hopper: x^T @ dy at the matrix's stored ("kept") blocks.
 
 An output tile has several stored blocks of one row of blocks, adjacent or not: they share their columns
-of x. Each warpgroup has half the rows of each block if blocks have 128 rows, else half the blocks. The
-last tile of a row may have fewer blocks than others: for those missing it reads beyond the end of dy,
-where TMA returns zeros, and stores nothing.
+of x. Each warpgroup has half the rows of each block if blocks have 128 rows, else half the blocks. A
+row's blocks are spread evenly over its tiles. For a block that a tile lacks it reads beyond the end of
+dy, where TMA returns zeros, and stores nothing.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import warps
 from pallas_kernels.gemm.block_sparse import LAUNCH, Shape, Span, tile_time
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.mainloop import Product
@@ -24,12 +26,12 @@ from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace, part, run_of
 from pallas_kernels.gemm.weight_gradient import PIECE_ROWS
-from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES, WARPS
 
 _TILE_M = 64
-_TILES = {32: (128, 64), 64: (192, 128, 256, 64), 128: (256, 128)}
+_TILES = {32: (256,), 64: (192, 128, 256, 64), 128: (256, 128)}
 """Columns of a warpgroup's tile, keyed by block size."""
-_STAGES = ((8, 2), (4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
+_STAGES = ((4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
 """Pipeline stages, and epilogue buffers for results; earlier pairs win ties of predicted time."""
 
 
@@ -162,8 +164,8 @@ class _BlockSparseWeights(Product):
     """Index in the result, and position along N, of each entry; in global memory."""
 
     @property
-    def tile_k(self) -> int:
-        """Rows of x and dy in a K step; WGMMA needs one swizzle for both, that of a block's columns."""
+    def columns(self) -> int:
+        """Columns of a swizzled piece; WGMMA needs one swizzle for x and dy, that of a block of dy."""
         return min(self.block, swizzled_columns(self.dtype))
 
     @property
@@ -184,12 +186,12 @@ class _BlockSparseWeights(Product):
     def a_tile(self) -> OperandTile:
         """Tile of x; of blocks of 32, it has the next row of blocks too, for a WGMMA's 64 rows."""
         span, whole = max(self.block, _TILE_M), self.block < _TILE_M
-        return replace(super().a_tile, span=span, whole_blocks=whole, depth=self.tile_k)
+        return replace(super().a_tile, span=span, whole_blocks=whole, columns=self.columns)
 
     @property
     def b_tile(self) -> OperandTile:
         """Tile of dy for one block of an output tile."""
-        return replace(super().b_tile, span=self.block, depth=self.tile_k)
+        return replace(super().b_tile, span=self.block, columns=self.columns)
 
     def operand_memory(self) -> dict[str, Any]:
         stages = self.config.stages
@@ -216,9 +218,13 @@ class _BlockSparseWeights(Product):
     def position(self, sequence_idx: Any) -> tuple[Any, ...]:
         item = lax.axis_index("cluster") + sequence_idx * self.clusters
         row = run_of(lambda run: self.table[0, run], self.m // self.block, item)
-        start = self.table[1, row] + (item - self.table[0, row]) * self.pieces
-        end = jnp.minimum(start + self.pieces, self.table[1, row + 1])
-        return row * self.block, 0, Span(start, end, self.entries)
+        first, tiles = self.table[0, row], self.table[0, row + 1] - self.table[0, row]
+        entries = self.table[1, row + 1] - self.table[1, row]
+
+        def start(index: Any) -> Any:
+            return self.table[1, row] + lax.div(index * entries, jnp.maximum(tiles, 1))
+
+        return row * self.block, 0, Span(start(item - first), start(item - first + 1), self.entries)
 
     def copy_step(
         self,
@@ -235,13 +241,24 @@ class _BlockSparseWeights(Product):
         def of(array):
             return lambda first, second: array.at[first, second]
 
-        self.a_tile.copy(of(x), ring.a_smem, slot, step.m_start, k_start, full)
-        for piece in range(self.pieces):
-            entry = step.group.start + piece
-            column = self.entries[1, jnp.minimum(entry, self.kept - 1)] * self.block
-            n_start = jnp.where(entry < step.group.end, column, self.b_columns)
-            place = slot * self.pieces + piece
-            self.b_tile.copy(of(dy), ring.b_smem[0], place, n_start, k_start, full)
+        def copy_pieces(pieces: Sequence[int], with_x: bool) -> None:
+            if with_x:
+                self.a_tile.copy(of(x), ring.a_smem, slot, step.m_start, k_start, full)
+            entries = [step.group.start + piece for piece in pieces]
+            known = [self.entries[1, jnp.minimum(entry, self.kept - 1)] for entry in entries]
+            for piece, entry, column in zip(pieces, entries, known, strict=True):
+                n_start = jnp.where(entry < step.group.end, column * self.block, self.b_columns)
+                place = slot * self.pieces + piece
+                self.b_tile.copy(of(dy), ring.b_smem[0], place, n_start, k_start, full)
+
+        if self.shares_rows:
+            copy_pieces(range(self.pieces), True)
+            return
+        # To start the copies of many small blocks takes one warp longer than the copies themselves.
+        issuers = min(WARPS, self.pieces)
+        for warp in range(issuers):
+            pieces, with_x = range(warp, self.pieces, WARPS), warp == issuers - 1
+            warps.run_by_one(jnp.int32(warp), functools.partial(copy_pieces, pieces, with_x))
 
     def instructions(
         self, acc_ref: Any, ring: Ring, slot: Any, k_idx: Any, share: Any, shares: int

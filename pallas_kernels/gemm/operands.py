@@ -108,12 +108,18 @@ class OperandTile:
     """True if the array's width is a multiple of 128 bytes, so that a copy may cover several pieces."""
     dtype: Any
     depth: int = 0
-    """Elements of the tile along K and columns of a swizzled piece, if they fill less than 128 bytes;
-    else 0. Mosaic asks of a WGMMA as many elements along K as a swizzled piece has columns."""
+    """Elements of the tile along K, if they fill less than 128 bytes; else 0."""
+    columns: int = 0
+    """Columns of a swizzled piece, if they fill less than 128 bytes and K is the first axis; else 0. In
+    Mosaic a WGMMA takes a multiple of as many elements along K."""
 
     @property
     def tile_k(self) -> int:
         return self.depth or swizzled_columns(self.dtype)
+
+    @property
+    def piece_columns(self) -> int:
+        return self.columns or self.tile_k
 
     @property
     def one_copy(self) -> bool:
@@ -128,7 +134,7 @@ class OperandTile:
         """Number of blocks of shared memory that hold the tile, each filled by one copy."""
         if self.one_copy:
             return 1
-        return pl.cdiv(self.span, COPIED_ROWS) if self.k_last else self.span // self.tile_k
+        return pl.cdiv(self.span, COPIED_ROWS) if self.k_last else self.span // self.piece_columns
 
     @property
     def block_span(self) -> int:
@@ -137,10 +143,10 @@ class OperandTile:
 
     def memory(self, stages: int) -> Any:
         if self.one_copy:
-            return tiled((stages, self.tile_k, self.span), self.dtype, self.tile_k)
+            return tiled((stages, self.tile_k, self.span), self.dtype, self.piece_columns)
         if self.k_last:
             return block((stages, self.blocks), self.block_span, self.tile_k, self.dtype)
-        return block((stages, self.blocks), self.tile_k, self.tile_k, self.dtype)
+        return block((stages, self.blocks), self.tile_k, self.piece_columns, self.dtype)
 
     def _blocks(self, memory: Any) -> tuple[Any, Any]:
         """Returns the memory in two views, for WGMMA and for copies."""

@@ -295,11 +295,9 @@ class KeptBlocks(OneByOne):
     def estimate(self, device, able, x, dy, blocks, *lists) -> Estimate:
         del able, x, dy, lists
         numbers = math.prod(self.options.shape)
-        # Blocks of 64 read x and dy twice as often as blocks of 128, so the limit is half as high. The
-        # kernel for blocks of 32 is bound by the number of its copies.
-        most = _MOST_KEPT * blocks.shape[1] / max(block_sparse.BLOCKS)
-        is_large = numbers >= _LARGE and blocks.shape[1] > min(block_sparse.BLOCKS)
-        return _estimate(device, blocks.size / numbers, most if is_large else 0.0)
+        # The kernel for blocks of 32 computes twice as many rows as it stores.
+        most = _MOST_KEPT / 4 if blocks.shape[1] == min(block_sparse.BLOCKS) else _MOST_KEPT
+        return _estimate(device, blocks.size / numbers, most if numbers >= _LARGE else 0.0)
 
     def configs(self, implementation, device, x, dy, blocks, *lists) -> Sequence[Hashable]:
         del lists
