@@ -25,10 +25,10 @@ def cases(quick: bool = False, shapes: Sequence[Sequence[Any]] | None = None) ->
 
 def _case(side: int, columns: int, density: float, dtype: str) -> Case:
     """Returns the case of a square matrix with entries at random places, times [side, columns]."""
+    count, size = int(density * side * side), jnp.dtype(dtype).itemsize
 
     def make_inputs(key: jax.Array) -> Arrays:
         of_places, of_data, of_b = jax.random.split(key, 3)
-        count = int(density * side * side)
         place = jnp.sort(jax.random.choice(of_places, side * side, (count,), replace=False))
         rows, at = place // side, place % side
         data = jax.random.normal(of_data, (count,), dtype)
@@ -72,7 +72,8 @@ def _case(side: int, columns: int, density: float, dtype: str) -> Case:
         name=f"sparse_matmul {dtype} {density:.1%}",
         shape=(side, columns),
         make_inputs=make_inputs,
-        bytes=0,
+        # Values and places are read, b and the result pass once.
+        bytes=count * (size + 8) + 2 * side * columns * size,
         bars=_bars(density, dtype),
         dtype=dtype,
         sets=8,
