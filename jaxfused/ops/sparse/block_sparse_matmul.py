@@ -221,7 +221,7 @@ class BlockSparseProduct:
         numbers = math.prod(self.options.shape)
         is_large = numbers >= _LARGE or x.shape[0] >= _MANY_ROWS
         # Blocks of 32 read x twice as often as blocks of 64, so the limit is half as high.
-        most = _MOST_KEPT / 2 if blocks.shape[1] == min(block_sparse.BLOCKS) else _MOST_KEPT
+        most = _MOST_KEPT / 2 if blocks.shape[1] < _WGMMA_ROWS else _MOST_KEPT
         return _estimate(device, blocks.size / numbers, most if is_large else 0.0)
 
     def work(self, x, blocks) -> block_sparse.Shape:
@@ -295,8 +295,8 @@ class KeptBlocks(OneByOne):
     def estimate(self, device, able, x, dy, blocks, *lists) -> Estimate:
         del able, x, dy, lists
         numbers = math.prod(self.options.shape)
-        # The kernel for blocks of 32 computes twice as many rows as it stores.
-        most = _MOST_KEPT / 4 if blocks.shape[1] == min(block_sparse.BLOCKS) else _MOST_KEPT
+        # Blocks of 32 read x and dy twice as often; a WGMMA computes twice the rows that are stored.
+        most = _MOST_KEPT / 2 / 2 if blocks.shape[1] < _WGMMA_ROWS else _MOST_KEPT
         return _estimate(device, blocks.size / numbers, most if numbers >= _LARGE else 0.0)
 
     def configs(self, implementation, device, x, dy, blocks, *lists) -> Sequence[Hashable]:
@@ -351,6 +351,8 @@ def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
     return Rule((first,), f"{kept:.0%} are kept, and the kernel is faster up to {most:.0%}")
 
 
+_WGMMA_ROWS = 64
+"""Rows that a WGMMA multiplies."""
 _MOST_KEPT, _LARGE, _MANY_ROWS = 0.5, 4_000_000, 4096
 """Largest fraction of stored blocks at which the kernel is faster than XLA, if the matrix has _LARGE
 elements or x _MANY_ROWS rows: XLA's smaller products end before the kernel starts."""

@@ -143,8 +143,7 @@ class SparseProduct:
     def _least_dense(self, b, *, exact: bool) -> float:
         """Returns the number of entries from which a dense product is faster than the kernel."""
         numbers = self.options.rows * b.shape[0] * (_WITHOUT_TF32 if exact else 1)
-        of_product = _DENSE_FLOAT32 if b.dtype == jnp.float32 else _DENSE
-        return numbers * (1 + _COPY / b.shape[1]) / of_product
+        return numbers * (1 + _COPY / b.shape[1]) / _DENSE
 
     def _is_dense(self, implementation: str, entries: int, b) -> bool:
         """Returns whether an implementation multiplies by a dense copy of the matrix."""
@@ -230,8 +229,8 @@ _LEAST_NUMBERS, _LEAST_UNSORTED = 2**20, 2**24
 second number is for entries that only the kernel needs sorted, which takes time."""
 _WITHOUT_TF32 = 7
 """Factor by which a dense float32 product is slower if it may not use TF32."""
-_DENSE, _DENSE_FLOAT32 = 76, 62
-"""The kernel takes as long as a dense product where 1 in so many elements is an entry, in 16 bits and
-in float32 (TF32)."""
+_DENSE = 69
+"""The kernel takes as long as a dense product where 1 in so many elements is an entry (1 in 76 in 16
+bits, 1 in 62 in float32 by TF32)."""
 _COPY = 170
 """Columns of b whose dense product takes as long as the dense copy of the matrix before it."""
