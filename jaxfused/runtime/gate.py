@@ -66,7 +66,9 @@ def takes_reference(
     if 0 in x.shape:
         return True  # An empty array has nothing to compute, and CUDA rejects an empty launch.
     if chosen == "xla":
-        dispatch.record(dispatch.Choice(op, shapes_of([x]), chosen, reasons, stages=stages))
+        source: Any = None if implementation is None else "named"
+        shapes = shapes_of([x])
+        dispatch.record(dispatch.Choice(op, shapes, chosen, reasons, source=source, stages=stages))
     return chosen == "xla"
 
 

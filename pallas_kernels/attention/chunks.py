@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     def of(cls, sequences: Sequences, tiles: int, rows: int, window: int | None) -> "Plan":
         """Computes the plan in XLA, for tiles of so many rows of the batch."""
         begin, end, offset, keys = (x[None] for x in sequences)
-        sequence = jnp.arange(begin.size, dtype=jnp.int32)
+        sequence = jnp.arange(begin.size, dtype=jnp.int32)[None]
         start = rows * jnp.arange(tiles, dtype=jnp.int32)[:, None]
         first, stop = jnp.maximum(start, begin), jnp.minimum(start + rows, end)
         is_in = first < stop
@@ -67,10 +67,11 @@ class Plan(NamedTuple):
         # Starting and ending a sequence's loop takes about as long as one block of 128 keys.
         cost = jnp.sum(jnp.where(is_in, jnp.maximum(seen, 0) + 128, 0), axis=1)
         number = jnp.arange(tiles, dtype=jnp.int32)
-        is_before = (cost[:, None] > cost) | ((cost[:, None] == cost) & (number[:, None] < number))
-        rank = jnp.sum(is_before, axis=0, dtype=jnp.int32)
-        order = jnp.sum(jnp.where(rank == number[:, None], number, 0), axis=1, dtype=jnp.int32)
-        is_next = (begin < end) & (sequence > sequence[:, None])
+        cost, other, number, at = cost[None], cost[:, None], number[None], number[:, None]
+        is_before = (other > cost) | ((other == cost) & (at < number))
+        rank = jnp.sum(is_before, axis=0, dtype=jnp.int32)[None]
+        order = jnp.sum(jnp.where(rank == at, number, 0), axis=1, dtype=jnp.int32)
+        is_next = (begin < end) & (sequence > sequence.T)
         least = [jnp.where(x, sequence, begin.size - 1) for x in (is_in, is_next)]
         firsts, following = (jnp.min(x, axis=1) for x in least)
         return cls(order, firsts, jnp.sum(is_in, axis=1, dtype=jnp.int32), following)

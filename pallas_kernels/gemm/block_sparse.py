@@ -193,9 +193,9 @@ def _column_order(indptr: jax.Array, block: int) -> jax.Array:
     index = jnp.arange(len(counts), dtype=jnp.int32)
     if block > 64:
         return index
-    of_equal = (counts == counts[:, None]) & (index < index[:, None])
-    rank = jnp.sum((counts > counts[:, None]) | of_equal, axis=1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(rank == index[:, None], index, 0), axis=1, dtype=jnp.int32)
+    counts, own, index, at = counts[None], counts[:, None], index[None], index[:, None]
+    rank = jnp.sum((counts > own) | ((counts == own) & (index < at)), axis=1, dtype=jnp.int32)[None]
+    return jnp.sum(jnp.where(rank == at, index, 0), axis=1, dtype=jnp.int32)
 
 
 def _tiles(

@@ -56,7 +56,7 @@ class Pools(NamedTuple):
         first = self.page_size * jnp.arange(page_indices.shape[1], dtype=jnp.int32)
         length = jnp.maximum(lengths, 0)[:, None]
         is_there = is_in_pool(page_indices, self.pages)
-        ends = jnp.where(is_there, length, jnp.minimum(length, first))
+        ends = jnp.where(is_there, length, jnp.minimum(length, first[None]))
         # XLA computes this in one kernel, where the minimum of a reduction's result is another one.
         longest = jnp.int32(first.size * self.page_size)
         return jax.lax.reduce(ends, longest, jax.lax.min, (1,))
@@ -224,9 +224,9 @@ class Sequences(NamedTuple):
     def of_rows(self, rows: int) -> tuple[jax.Array, jax.Array]:
         """Returns the sequence of each row, or any one, and whether the row belongs to one, [rows]."""
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        is_in = (row >= self.begin) & (row < self.end)
+        is_in = (row >= self.begin[None]) & (row < self.end[None])
         # A comparison with every sequence is one kernel; a binary search is two for each of its steps.
-        number = jnp.arange(self.begin.size, dtype=jnp.int32)
+        number = jnp.arange(self.begin.size, dtype=jnp.int32)[None]
         return jnp.max(jnp.where(is_in, number, 0), axis=1), jnp.any(is_in, axis=1)
 
 

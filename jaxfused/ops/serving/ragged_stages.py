@@ -142,7 +142,7 @@ def _tiles(sequences: Sequences, owner_of_row: jax.Array, size: int) -> _Tiles:
     tile = jnp.arange((rows + batch * (size - 1)) // size, dtype=jnp.int32)
     ends = jnp.cumsum(-(-counts // size), dtype=jnp.int32)
     starts = ends - -(-counts // size)
-    owner = jnp.sum(ends <= tile[:, None], axis=1, dtype=jnp.int32)
+    owner = jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
     owner = jnp.minimum(owner, batch - 1)
     within = (tile - starts[owner]) * size
     count = jnp.where(tile < ends[-1], jnp.clip(counts[owner] - within, 0, size), 0)
