@@ -262,6 +262,8 @@ class ForwardRows(NamedTuple):
     visits: Visits | ListedVisits | OwnVisits
     step: jax.Array
     """Number of blocks that the CTA has processed before the first visit, over all of its tiles."""
+    are_full: bool = False
+    """True if the visits need no mask, which saves a test in each."""
 
 
 @dataclass(frozen=True)
@@ -411,8 +413,15 @@ class ForwardKernel:
         rows = ForwardRows(at, start, visits, step)
         weights, softmax = self.first_visit(cta, rows)
         out = self.value.zeros()
+        visited, carry = 1, (out, weights, softmax)
+        if self.logits.mask.has_query_offset and not self.masks_anywhere:
+            # The first visits are on the diagonal, wherever the offset puts it; the others need no mask.
+            on_diagonal = self.logits.mask.right_partial_blocks(WGMMA_ROWS, self.config.key_block)
+            on_diagonal = lax.min(visits.count, on_diagonal)
+            carry = lax.fori_loop(1, on_diagonal, functools.partial(self.visit, cta, rows), carry)
+            visited, rows = lax.max(on_diagonal, 1), rows._replace(are_full=True)
         body = functools.partial(self.visit, cta, rows)
-        out, weights, softmax = lax.fori_loop(1, visits.count, body, (out, weights, softmax))
+        out, weights, softmax = lax.fori_loop(visited, visits.count, body, carry)
         out, softmax = self.last_product(cta, rows, out, weights, softmax)
         step += visits.count
         if not isinstance(visits.remaining, int):
@@ -449,9 +458,17 @@ class ForwardKernel:
             plgpu.barrier_arrive(cta.memory["cleared"])
             plgpu.barrier_wait(cta.memory["cleared"])
 
-    def is_masked(self, visits: Visits | ListedVisits, i: int | jax.Array) -> bool | jax.Array:
+    @property
+    def masks_anywhere(self) -> bool:
+        """True if any visit may need a mask, not only those at the last keys."""
+        mask = self.logits.mask
+        return mask.has_left_edge or mask.forbids_anywhere
+
+    def is_masked(self, rows: ForwardRows, i: int | jax.Array) -> bool | jax.Array:
         """Returns whether visit i's block needs masking, as a Python bool if known at compile time."""
         mask, block = self.logits.mask, self.config.key_block
+        if rows.are_full:
+            return False
         if isinstance(i, int):
             assert i == 0
             return not mask.is_always_full(self.config.query_block, block)
@@ -459,7 +476,7 @@ class ForwardKernel:
             return True
         if not mask.has_left_edge and mask.right_partial_blocks(WGMMA_ROWS, block) == 1:
             return False
-        return visits.is_partial(i)
+        return rows.visits.is_partial(i)
 
     def tile(self, cta: Cta, rows: ForwardRows, i: int | jax.Array) -> Tile:
         """Returns the tile of logits of visit i, with what is loaded before its products.
@@ -492,7 +509,7 @@ class ForwardKernel:
         `products` is Q K^T, float32 [64, keys]. The decay [64] rescales the output so far, because the
         maximum that is subtracted from the logits has grown.
         """
-        is_partial = self.is_masked(rows.visits, i)
+        is_partial = self.is_masked(rows, i)
         weighing = Weighing(self.logits, self.dtype)
         return weighing(products, tile, cta.operands, rows.at.extent, is_partial, softmax)
 
