@@ -221,7 +221,7 @@ def _has_moments(tree: Any) -> bool:
     return hasattr(tree, "mu")
 
 
-def language_model(sizes: Sizes, mesh: Any) -> Program:
+def language_model(sizes: Sizes, mesh: Any, *, bfloat16: bool = False) -> Program:
     """Returns a training step of a language model, with parameters and state sharded (FSDP).
 
     Every device has the same rows, so that the mean gradient is one device's.
@@ -234,7 +234,7 @@ def language_model(sizes: Sizes, mesh: Any) -> Program:
     graphdef = nnx.graphdef(nnx.eval_shape(build))
     optimizer = jaxfused.optim.adamw(1e-3)
     devices = [*mesh.devices.flat]
-    place = OnMesh(dict(fsdp=mesh.size), layers="blocks", devices=devices)
+    place = OnMesh(dict(fsdp=mesh.size), layers="blocks", bfloat16=bfloat16, devices=devices)
     value_and_grad = place.value_and_grad(make_loss(graphdef))
 
     def step(params: Any, state: Any, text: jax.Array) -> tuple[Any, Any]:

@@ -25,13 +25,18 @@ def sizes() -> Mapping[str, int]:
     return jax.sharding.get_abstract_mesh().shape
 
 
-_LAYERS_GATHER = contextvars.ContextVar("layers_gather", default=False)
+_LAYERS_GATHER: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
+    "layers_gather", default=None
+)
 
 
 @contextlib.contextmanager
-def layers_gather(is_so: bool) -> Iterator[None]:
-    """Sets, within its block, whether `run_layer` all-gathers a layer's parameters over fsdp."""
-    token = _LAYERS_GATHER.set(is_so)
+def layers_gather(options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Has `run_layer` within its block all-gather a layer's parameters, unless `options` is None.
+
+    The options are arguments of `fsdp_layer`.
+    """
+    token = _LAYERS_GATHER.set(options)
     try:
         yield
     finally:
@@ -45,7 +50,7 @@ def run_layer(
     batched: Sequence[bool],
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Any:
-    """Returns `f(state, *arrays)` of a layer; `layers_gather(True)` has it all-gather its parameters.
+    """Returns `f(state, *arrays)` of a layer; `layers_gather` has it all-gather its parameters.
 
     Args:
       f: function whose result for a batch entry depends on that entry alone.
@@ -54,7 +59,8 @@ def run_layer(
       batched: for each of `arrays`, whether its first axis is the batch; that of all results is.
       dtype: dtype to which `f` casts all parameters first; None if it casts none.
     """
-    if not _LAYERS_GATHER.get():
+    options = _LAYERS_GATHER.get()
+    if options is None:
         return f(state, *arrays)
     rows = P(tuple(axis for axis in ("data", "fsdp") if sizes()[axis] > 1))
     specs = [
@@ -69,6 +75,7 @@ def run_layer(
         in_specs=[rows if is_batched else P() for is_batched in batched],
         out_specs=rows,
         dtype=dtype,
+        **options,
     )
 
 

@@ -43,6 +43,7 @@ class OnMesh(OneDevice):
       layers: name of the model's list of layers that run by `examples.multi_gpu.layers.run_layer`. If
         only the axes data and fsdp have several devices, each of these layers all-gathers its own
         parameters; when other parameters are gathered is XLA's choice.
+      bfloat16: whether these layers' gradients travel in bfloat16, which halves their bytes.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class OnMesh(OneDevice):
         *,
         rules: Rules = RULES,
         layers: str | None = None,
+        bfloat16: bool = False,
         devices: Sequence[jax.Device] = (),
     ):
         shape = _shape(sizes, len(devices) or jax.device_count())
@@ -60,6 +62,7 @@ class OnMesh(OneDevice):
         self.rules = rules
         alone = self.mesh.shape["context"] == self.mesh.shape["tensor"] == 1
         self.layers = layers if alone and self.mesh.shape["fsdp"] > 1 else None
+        self._of_layers = None if self.layers is None else dict(bfloat16=bfloat16)
         self.batch = self._sharding(self._spec(("batch",), (0,)))
         self.copies = self._sharding(P())
         self._stored: dict[Path, P] = {}
@@ -142,7 +145,7 @@ class OnMesh(OneDevice):
 
     def value_and_grad(self, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
         def of_parts(params: Any, batch: Batch, key: jax.Array) -> jax.Array:
-            with layers_gather(self.layers is not None):
+            with layers_gather(self._of_layers):
                 return loss_of(self._gathered(params), batch, key)
 
         # The backward pass all-gathers parameters again in place of saving them, so that they are never
@@ -171,7 +174,7 @@ class OnMesh(OneDevice):
 
     def predict(self, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         def of_parts(params: Any, rows: Any) -> jax.Array:
-            with layers_gather(self.layers is not None):
+            with layers_gather(self._of_layers):
                 return f(self._gathered(params), rows)
 
         compiled = jax.jit(of_parts, out_shardings=self.copies)

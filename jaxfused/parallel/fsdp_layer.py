@@ -9,6 +9,7 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec as P
 
+from jaxfused.parallel.mean_gradients import in_order
 from jaxfused.parallel.shard_axis import axis_to_share
 from jaxfused.runtime import sharding
 from jaxfused.runtime.promotion import accumulator_dtype
@@ -26,6 +27,7 @@ def fsdp_layer(
     in_specs: Any = None,
     out_specs: Any = None,
     dtype: Any = None,
+    bfloat16: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Any:
     r"""A layer `f(params, *arrays)` with parameters and gradients split over devices (FSDP, ZeRO-3).
@@ -34,7 +36,7 @@ def fsdp_layer(
     the backward gathers them again. Gradients are summed by a reduce-scatter. A device thus stores its
     part of all parameters and gradients, and unsplit ones of a single layer only. Of a parameter of p
     numbers each of n devices receives 2 (n - 1) / n p numbers of `dtype`, and of its gradient
-    (n - 1) / n p numbers of 32 bits.
+    (n - 1) / n p numbers of 32 bits, or of 16 with `bfloat16`.
 
     Everything else that the backward reads is saved, as without this function. A network of layers calls
     it once for each, under one `jax.jit` for all, so that equal layers are traced once.
@@ -52,6 +54,8 @@ def fsdp_layer(
       out_specs: those of the results; by default `axis_name` splits the first axis of all.
       dtype: of parameters while they are gathered, such as jnp.bfloat16 if `f` casts them to it before
         anything else: then nothing is lost. By default their own.
+      bfloat16: whether gradients are rounded to bfloat16 before they travel. They are summed in float32,
+        in the order of the devices.
       mesh: the mesh; by default that of `jax.set_mesh`, or of the types of the arrays.
 
     Returns:
@@ -97,7 +101,9 @@ def fsdp_layer(
         rows = jax.tree.leaves(arrays)
         others = tuple(sorted(sharding.varying(*rows) - {*sharding.names_of(axis_name)}))
         whole = [
-            leaf if axis is None else _gathered(leaf, rows, axis, axis_name, others, dtype)
+            leaf
+            if axis is None
+            else _gathered(leaf, rows, axis, axis_name, others, dtype, bfloat16)
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         return f(treedef.unflatten(whole), *arrays)
@@ -192,24 +198,32 @@ def _gathered(
     axis_name: AxisName,
     others: tuple[str, ...],
     dtype: Any,
+    bfloat16: bool,
 ) -> jax.Array:
     """All-gathers a parameter; its gradient is reduce-scattered, then summed over the axes `others`.
 
     The device's part is made to vary over `others` before the gather, so that the sum over `others` is
     one of the parts' gradients, not of the whole parameter's. The gather waits for the rows; otherwise
-    XLA would gather the parameters of all layers at the start.
+    XLA would gather the parameters of all layers at the start. With `bfloat16` a parameter that was
+    gathered in bfloat16 stays so, because its gradient is then computed in bfloat16.
     """
+    stays = bfloat16 and dtype == jnp.bfloat16
 
     def gather(rows: Any, part: jax.Array) -> jax.Array:
         part, _ = lax.optimization_barrier((part, rows))
         sent = part if dtype is None else part.astype(dtype)
         sent = lax.pcast(sent, others, to="varying") if others else sent
-        return lax.all_gather(sent, axis_name, axis=axis, tiled=True).astype(part.dtype)
+        whole = lax.all_gather(sent, axis_name, axis=axis, tiled=True)
+        return whole if stays else whole.astype(part.dtype)
 
     def scatter(_: Any, gradient: jax.Array) -> jax.Array:
-        wide = gradient.astype(accumulator_dtype(gradient.dtype))
-        wide = lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
+        if bfloat16:
+            sent = gradient.astype(jnp.bfloat16)[None]
+            wide = in_order(lax.all_to_all(sent, axis_name, axis + 1, 0, tiled=True))
+        else:
+            wide = gradient.astype(accumulator_dtype(gradient.dtype))
+            wide = lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
         wide = lax.psum(wide, others) if others else wide
-        return wide.astype(gradient.dtype)
+        return wide.astype(part.dtype)
 
     return linear_call(gather, scatter, jax.tree.map(lax.stop_gradient, rows), part)

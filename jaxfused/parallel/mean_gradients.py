@@ -111,7 +111,7 @@ def mean_gradients(
             layers.setdefault((layer_of(path), sent[i].dtype), []).append(i)
         else:
             parts = lax.all_to_all(sent[i][None], axis_name, axis + 1, 0, tiled=True)
-            means[i] = _sum(parts) / size
+            means[i] = in_order(parts) / size
     for members in layers.values():
         seeds = None if words is None else leaf_seeds(words, members[0], "second_moment")
         found, lost = _mean_in_16_bits([sent[i] for i in members], axis_name, seeds)
@@ -182,8 +182,8 @@ def _mean(leaf: jax.Array, axis_name: AxisName, axis: int | None) -> jax.Array:
     return lax.psum_scatter(leaf, axis_name, scatter_dimension=axis, tiled=True) / size
 
 
-def _sum(parts: jax.Array) -> jax.Array:
-    """Returns the sum along the first axis, in its order and in float32."""
+def in_order(parts: jax.Array) -> jax.Array:
+    """Returns the sum of an array along the first axis, in its order and in float32."""
     total = parts[0].astype(jnp.float32)
     for part in parts[1:]:
         total = total + part.astype(jnp.float32)
@@ -201,7 +201,7 @@ def _mean_in_16_bits(
     size = lax.axis_size(axis_name)
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
     parts = jnp.pad(flat, (0, -flat.size % size)).reshape(size, -1)
-    own = _sum(lax.all_to_all(parts, axis_name, 0, 0, tiled=True)) / size
+    own = in_order(lax.all_to_all(parts, axis_name, 0, 0, tiled=True)) / size
     narrow = own.astype(flat.dtype) if seeds is None else _narrow(own, seeds)
     mean = lax.all_gather(narrow, axis_name, tiled=True, to="invarying")
     cut_off = size * (own - narrow.astype(own.dtype))

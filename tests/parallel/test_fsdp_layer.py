@@ -138,6 +138,27 @@ def test_gathered_in_16_bits_the_gradient_stays_in_32():
 
 
 @on_eight_devices
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_gradients_that_travel_in_16_bits_are_summed_in_32(sizes, dtype):
+    options = dict(param_specs=SPECS, dtype=dtype)
+    mesh, exact, operands = of_mesh(sizes, **options)
+    _, f, _ = of_mesh(sizes, bfloat16=True, **options)
+    with jax.set_mesh(mesh):
+        text = f.lower(*operands).as_text()
+        _, (grads, _) = f(*operands)
+        _, (expected, _) = exact(*operands)
+    sent = re.findall(r"stablehlo.all_to_all.*?-> tensor<[\dx]*(\w+)>", text)
+    assert sent == ["bf16"] * 2 and "reduce_scatter" not in text
+    for each, of_32 in zip(grads, expected, strict=True):
+        for name in ("up", "down"):
+            # Each device's part is rounded once; the sum of eight is not.
+            norm = np.linalg.norm(each[name] - of_32[name]) / np.linalg.norm(of_32[name])
+            assert 2**-12 < norm < 2**-8, name
+        np.testing.assert_allclose(each["scale"], of_32["scale"], rtol=1e-2)
+
+
+@on_eight_devices
 def test_a_device_holds_its_part_and_the_gradients_of_one_layer():
     """Memory grows by an eighth of the gradients of each layer, and by its rows."""
 
