@@ -22,6 +22,8 @@ from pallas_kernels.gemm.tiled_product import Ring, Step
 from pallas_kernels.gemm.uneven_steps import FEWEST_STEPS, UnevenProduct
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
+ORDER = "ranks"
+LATE = False
 BLOCKS = (32, 64, 128)
 """Supported block sizes: rows and columns of a block."""
 
@@ -190,9 +192,14 @@ def _column_order(indptr: jax.Array, block: int) -> jax.Array:
     equally long. With larger blocks the sort takes as long as it saves.
     """
     counts = jnp.diff(indptr)
-    if block > 32:
+    if ORDER == "unsorted":
         return jnp.arange(len(counts), dtype=jnp.int32)
-    return jnp.argsort(-counts).astype(jnp.int32)
+    if ORDER == "sorted":
+        return jnp.argsort(-counts).astype(jnp.int32)
+    i = jnp.arange(len(counts), dtype=jnp.int32)
+    before = (counts[None] > counts[:, None]) | ((counts[None] == counts[:, None]) & (i[None] < i[:, None]))
+    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(rank[None] == i[:, None], i[None], 0), axis=1, dtype=jnp.int32)
 
 
 def _tiles(
@@ -276,12 +283,17 @@ class _BlockSparseProduct(UnevenProduct):
 
     def step_of(self, m_start: Any, n_idx: Any, term: int, k_idx: Any, *group: Any) -> Step:
         [span] = group
+        if LATE:
+            return Step(m_start, n_idx, term, k_idx, span)
+        return Step(m_start, n_idx, term, k_idx, self.place_of(span, k_idx))
+
+    def place_of(self, span, k_idx):
         entry = span.start + lax.div(k_idx, jnp.int32(self.steps_of_block))
         exists = entry < span.end
         known = jnp.minimum(entry, self.kept - 1)
         index = jnp.where(exists, self.entries[0, known], self.kept)
         place = jnp.where(exists, self.entries[1, known], self.ks[0] // self.block)
-        return Step(m_start, n_idx, term, k_idx, (index, place))
+        return index, place
 
     def copy_step(
         self,
@@ -293,7 +305,7 @@ class _BlockSparseProduct(UnevenProduct):
         full: Any,
     ) -> None:
         [a], [b] = a_gmem, b_gmem
-        index, place = step.group
+        index, place = self.place_of(step.group, step.k_idx) if LATE else step.group
         part = lax.rem(step.k_idx, jnp.int32(self.steps_of_block)) * self.tile_k
 
         def a_matrix(first, second):
@@ -304,4 +316,5 @@ class _BlockSparseProduct(UnevenProduct):
 
         k_start = place * self.block + part
         self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
-        self.b_tile.copy(b_matrix, ring.b_smem[0], slot, 0, part, full)
+        axes = "cta" if self.shares_b else None
+        self.b_tile.copy(b_matrix, ring.b_smem[0], slot, 0, part, full, collective_axes=axes)

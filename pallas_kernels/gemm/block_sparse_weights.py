@@ -6,6 +6,7 @@ last tile of a row may have fewer blocks than others: for those missing it reads
 where TMA returns zeros, and stores nothing.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import warps
 from pallas_kernels.gemm.block_sparse import LAUNCH, Shape, Span, tile_time
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.mainloop import Product
@@ -24,9 +26,11 @@ from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace, part, run_of
 from pallas_kernels.gemm.weight_gradient import PIECE_ROWS
-from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES, WARPS
 
 _TILE_M = 64
+BY_WARPS = EVEN = True
+TILE_K = {32: 32, 64: 64, 128: 64}
 _TILES = {32: (128, 64), 64: (192, 128, 256, 64), 128: (256, 128)}
 """Columns of a warpgroup's tile, keyed by block size."""
 _STAGES = ((8, 2), (4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
@@ -164,7 +168,7 @@ class _BlockSparseWeights(Product):
     @property
     def tile_k(self) -> int:
         """Rows of x and dy in a K step; WGMMA needs one swizzle for both, that of a block's columns."""
-        return min(self.block, swizzled_columns(self.dtype))
+        return TILE_K[self.block]
 
     @property
     def shares_rows(self) -> bool:
@@ -184,12 +188,12 @@ class _BlockSparseWeights(Product):
     def a_tile(self) -> OperandTile:
         """Tile of x; of blocks of 32, it has the next row of blocks too, for a WGMMA's 64 rows."""
         span, whole = max(self.block, _TILE_M), self.block < _TILE_M
-        return replace(super().a_tile, span=span, whole_blocks=whole, depth=self.tile_k)
+        return replace(super().a_tile, span=span, whole_blocks=whole, depth=self.tile_k, columns=min(self.block, 64))
 
     @property
     def b_tile(self) -> OperandTile:
         """Tile of dy for one block of an output tile."""
-        return replace(super().b_tile, span=self.block, depth=self.tile_k)
+        return replace(super().b_tile, span=self.block, depth=self.tile_k, columns=min(self.block, 64))
 
     def operand_memory(self) -> dict[str, Any]:
         stages = self.config.stages
@@ -216,9 +220,17 @@ class _BlockSparseWeights(Product):
     def position(self, sequence_idx: Any) -> tuple[Any, ...]:
         item = lax.axis_index("cluster") + sequence_idx * self.clusters
         row = run_of(lambda run: self.table[0, run], self.m // self.block, item)
-        start = self.table[1, row] + (item - self.table[0, row]) * self.pieces
-        end = jnp.minimum(start + self.pieces, self.table[1, row + 1])
-        return row * self.block, 0, Span(start, end, self.entries)
+        if not EVEN:
+            start = self.table[1, row] + (item - self.table[0, row]) * self.pieces
+            end = jnp.minimum(start + self.pieces, self.table[1, row + 1])
+            return row * self.block, 0, Span(start, end, self.entries)
+        first, tiles = self.table[0, row], self.table[0, row + 1] - self.table[0, row]
+        entries = self.table[1, row + 1] - self.table[1, row]
+
+        def start(index: Any) -> Any:
+            return self.table[1, row] + lax.div(index * entries, jnp.maximum(tiles, 1))
+
+        return row * self.block, 0, Span(start(item - first), start(item - first + 1), self.entries)
 
     def copy_step(
         self,
@@ -235,13 +247,25 @@ class _BlockSparseWeights(Product):
         def of(array):
             return lambda first, second: array.at[first, second]
 
-        self.a_tile.copy(of(x), ring.a_smem, slot, step.m_start, k_start, full)
-        for piece in range(self.pieces):
-            entry = step.group.start + piece
-            column = self.entries[1, jnp.minimum(entry, self.kept - 1)] * self.block
-            n_start = jnp.where(entry < step.group.end, column, self.b_columns)
-            place = slot * self.pieces + piece
-            self.b_tile.copy(of(dy), ring.b_smem[0], place, n_start, k_start, full)
+        issuers = min(WARPS, self.pieces)
+
+        def copy_pieces(warp: int) -> None:
+            if warp == issuers - 1:
+                self.a_tile.copy(of(x), ring.a_smem, slot, step.m_start, k_start, full)
+            pieces = range(warp, self.pieces, WARPS)
+            entries = [step.group.start + piece for piece in pieces]
+            known = [self.entries[1, jnp.minimum(entry, self.kept - 1)] for entry in entries]
+            for piece, entry, column in zip(pieces, entries, known, strict=True):
+                n_start = jnp.where(entry < step.group.end, column * self.block, self.b_columns)
+                place = slot * self.pieces + piece
+                self.b_tile.copy(of(dy), ring.b_smem[0], place, n_start, k_start, full)
+
+        if not BY_WARPS:
+            for warp in range(issuers):
+                copy_pieces(warp)
+            return
+        for warp in range(issuers):
+            warps.run_by_one(jnp.int32(warp), functools.partial(copy_pieces, warp))
 
     def instructions(
         self, acc_ref: Any, ring: Ring, slot: Any, k_idx: Any, share: Any, shares: int

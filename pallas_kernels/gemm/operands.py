@@ -111,9 +111,15 @@ class OperandTile:
     """Elements of the tile along K and columns of a swizzled piece, if they fill less than 128 bytes;
     else 0. Mosaic asks of a WGMMA as many elements along K as a swizzled piece has columns."""
 
+    columns: int = 0
+
     @property
     def tile_k(self) -> int:
         return self.depth or swizzled_columns(self.dtype)
+
+    @property
+    def piece(self) -> int:
+        return self.columns or self.tile_k
 
     @property
     def one_copy(self) -> bool:
@@ -128,7 +134,7 @@ class OperandTile:
         """Number of blocks of shared memory that hold the tile, each filled by one copy."""
         if self.one_copy:
             return 1
-        return pl.cdiv(self.span, COPIED_ROWS) if self.k_last else self.span // self.tile_k
+        return pl.cdiv(self.span, COPIED_ROWS) if self.k_last else self.span // self.piece
 
     @property
     def block_span(self) -> int:
@@ -137,10 +143,10 @@ class OperandTile:
 
     def memory(self, stages: int) -> Any:
         if self.one_copy:
-            return tiled((stages, self.tile_k, self.span), self.dtype, self.tile_k)
+            return tiled((stages, self.tile_k, self.span), self.dtype, self.piece)
         if self.k_last:
             return block((stages, self.blocks), self.block_span, self.tile_k, self.dtype)
-        return block((stages, self.blocks), self.tile_k, self.tile_k, self.dtype)
+        return block((stages, self.blocks), self.tile_k, self.piece, self.dtype)
 
     def _blocks(self, memory: Any) -> tuple[Any, Any]:
         """Returns the memory in two views, for WGMMA and for copies."""
