@@ -14,6 +14,7 @@ from jaxfused.ops.serving import append_cuda, cached_attention_cuda
 from jaxfused.runtime import cuda_library
 from tests.support.arrays import put
 from tests.support.calls import have_library
+from tests.support.grids import parametrize
 from tests.support.lowering import kernels
 
 APPEND, ATTEND = "jaxfused_append", "jaxfused_cached_attention"
@@ -269,15 +270,16 @@ A100 = dispatch.Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("device", "batch", "places", "tokens", "in_place"),
     [
         (H200, 64, 32768, 1, True),
-        (H200, 1, 65536, 1, False),
         (H200, 64, 8192, 1, False),
-        (H200, 64, 32768, 512, False),
         (A100, 1, 1024, 1, True),
+        (H200, 1, 65536, 1, False),
+        (H200, 64, 32768, 512, False),
     ],
+    quick=slice(3),
 )
 def test_a_long_cache_of_floats_is_read_in_place(
     monkeypatch, device, batch, places, tokens, in_place
