@@ -27,6 +27,7 @@ from pallas_kernels.attention.pages import Layout, Pages, Sizes
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role
 from pallas_kernels.attention.softmax import VECTOR, across
 from pallas_kernels.attention.tiles import Place, QueryTiles
+from pallas_kernels.longest_first import longest_first
 
 
 class Sequences(NamedTuple):
@@ -66,15 +67,10 @@ class Plan(NamedTuple):
         seen = last if window is None else last - jnp.maximum(first + offset + 1 - window, 0)
         # Starting and ending a sequence's loop takes about as long as one block of 128 keys.
         cost = jnp.sum(jnp.where(is_in, jnp.maximum(seen, 0) + 128, 0), axis=1)
-        number = jnp.arange(tiles, dtype=jnp.int32)
-        cost, other, number, at = cost[None], cost[:, None], number[None], number[:, None]
-        is_before = (other > cost) | ((other == cost) & (at < number))
-        rank = jnp.sum(is_before, axis=0, dtype=jnp.int32)[None]
-        order = jnp.sum(jnp.where(rank == at, number, 0), axis=1, dtype=jnp.int32)
         is_next = (begin < end) & (sequence > sequence.T)
         least = [jnp.where(x, sequence, begin.size - 1) for x in (is_in, is_next)]
         firsts, following = (jnp.min(x, axis=1) for x in least)
-        return cls(order, firsts, jnp.sum(is_in, axis=1, dtype=jnp.int32), following)
+        return cls(longest_first(cost), firsts, jnp.sum(is_in, axis=1, dtype=jnp.int32), following)
 
 
 def why_unsupported(

@@ -19,6 +19,7 @@ from pallas_kernels.attention.block_lists import BlockLists, Tables, block_lists
 from pallas_kernels.attention.logits import Bits, Operands, OwnBits
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, Index, segment_blocks
 from pallas_kernels.attention.own_lists import OwnLists, own_lists
+from pallas_kernels.longest_first import longest_first
 
 
 class Place(NamedTuple):
@@ -656,14 +657,12 @@ def schedule_of(visits: jax.Array, heads: int, multiprocessors: int) -> jax.Arra
     batch, tiles = visits.shape
     count = batch * tiles
     ctas = min(multiprocessors, heads * count)
-    # The tile's index is a part of the key, so that tiles of equal cost keep their order.
-    index = jnp.arange(count, dtype=jnp.int32)
-    keys = (jnp.max(visits) - visits.reshape(-1)) * count + index
+    costs = visits.reshape(-1)
     if count <= _COUNTED_TILES:
-        rank_of = jnp.sum(keys[None] < keys[:, None], axis=1, dtype=jnp.int32)
-        at_rank = jnp.where(rank_of[None] == index[:, None], index[None], 0)
-        order = jnp.sum(at_rank, axis=1, dtype=jnp.int32)
+        order = longest_first(costs)
     else:
+        # The tile's index is a part of the key, so that tiles of equal cost keep their order.
+        keys = (jnp.max(costs) - costs) * count + jnp.arange(count, dtype=jnp.int32)
         order = jnp.sort(keys) % count
     cta = np.arange(ctas, dtype=np.int32)[:, None]
     turn = np.arange(-(-heads * count // ctas), dtype=np.int32)[None]
