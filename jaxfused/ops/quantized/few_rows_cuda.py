@@ -82,6 +82,17 @@ def gated_forward(
     return _call(x, [gate, up], [b_gate, b_up], None, activation, False, x.dtype)[0]
 
 
+def operands(
+    x: jax.Array, ws: list[Packed], biases: list[jax.Array | None], residual: jax.Array | None
+) -> list[jax.Array]:
+    """Returns the operands behind x of a handler of one or two weights; a second may be missing."""
+    missing: list[Any] = [None] * (2 - len(ws))
+    arrays = [array for w in ws for array in w[:3]] + 3 * missing
+    return cuda_library.operands(
+        x, *arrays, *map(cuda_library.readable, biases), *missing, residual
+    )
+
+
 def _call(
     x: jax.Array,
     ws: list[Packed],
@@ -93,8 +104,6 @@ def _call(
 ) -> tuple[jax.Array, jax.Array]:
     cuda_library.register()
     shape = (x.shape[0], ws[0].n)
-    missing: list[Any] = [None] * (2 - len(ws))
-    arrays = [array for w in ws for array in w[:3]] + 3 * missing
     call = jax.ffi.ffi_call(
         "jaxfused_few_rows",
         (
@@ -104,7 +113,7 @@ def _call(
     )
     y, preactivation = call(
         x,
-        *cuda_library.operands(x, *arrays, *map(cuda_library.readable, biases), *missing, residual),
+        *operands(x, ws, biases, residual),
         activation=activation or "none",
         codebook=np.asarray(ws[0].codebook or (), np.float32),
     )

@@ -256,8 +256,6 @@ def _call(
     cuda_library.register()
     shape = (x.shape[0], ws[0].n)
     sums = (config.parts, len(ws), *shape) if config.parts > 1 else (0,)
-    missing: list[Any] = [None] * (2 - len(ws))
-    arrays = [array for w in ws for array in w[:3]] + 3 * missing
     call = jax.ffi.ffi_call(
         "jaxfused_quantized_matmul",
         (
@@ -268,7 +266,7 @@ def _call(
     )
     y, preactivation, _ = call(
         x,
-        *cuda_library.operands(x, *arrays, *map(cuda_library.readable, biases), *missing, residual),
+        *few_rows_cuda.operands(x, ws, biases, residual),
         activation=activation or "none",
         row_tiles=np.int64(config.row_tiles),
         sum_warps=np.int64(config.sum_warps),
