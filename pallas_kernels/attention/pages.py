@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
         return 1 if self.most_pages == 1 else max(1, key_block // self.page_size)
 
     def fits(self, key_block: int) -> bool:
-        """Whether a block of keys is a whole number of pages, or a page a whole number of blocks."""
+        """Returns True if a block of keys is some whole pages, or a page some whole blocks."""
         size = self.page_size
         return self.most_pages == 1 or size % key_block == 0 or key_block % size == 0
 

@@ -48,7 +48,7 @@ class Pools(NamedTuple):
 
     @property
     def has_floats(self) -> bool:
-        """Whether neither pool is quantised."""
+        """Flag of pools that are not quantised."""
         return not any(isinstance(pool, QuantizedArray) for pool in (self.key, self.value))
 
     def lengths(self, lengths: jax.Array, page_indices: jax.Array) -> jax.Array:

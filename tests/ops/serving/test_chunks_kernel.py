@@ -45,7 +45,7 @@ class Case(NamedTuple):
         places = (pages, self.page_size, self.key_heads, self.head_size)
         key, value = normal(*places), normal(*places)
         table = random.permutation(pages)[: batch * self.pages_each].reshape(batch, -1)
-        # What lies beyond a length must not count.
+        # Keys beyond a length must not count.
         place = np.arange(self.pages_each * self.page_size).reshape(1, -1, self.page_size)
         is_beyond = place >= np.array(self.keys)[:, None, None]
         key, value = (

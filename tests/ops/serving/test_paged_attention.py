@@ -430,7 +430,7 @@ def test_a_ragged_batch_on_a_gpu(page_size, chunk, heads, key_heads, options):
             *[(table.size, page_size, key_heads, 128)] * 2,
         )
     ]
-    # What lies beyond a length must not count.
+    # Keys beyond a length must not count.
     is_beyond = np.arange(table[0].size * page_size)[None] >= lengths[:, None]
     is_beyond = is_beyond.reshape(*table.shape, page_size, 1, 1)
     query, *kept = arrays
