@@ -243,7 +243,8 @@ def _as_number(op: str, name: str, value: Any, kind: type) -> int | float:
     """Returns a number as `kind`, or raises if it is unknown while tracing, or out of range."""
     is_array = hasattr(value, "dtype") and hasattr(value, "ndim")
     dtype = value.dtype if is_array else np.dtype(type(value) if isinstance(value, Real) else "O")
-    is_whole = jnp.issubdtype(dtype, jnp.integer) or type(value) is int
+    is_int = isinstance(value, Integral) and not isinstance(value, bool)
+    is_whole = jnp.issubdtype(dtype, jnp.integer) or is_int
     is_number = is_whole or (kind is float and jnp.issubdtype(dtype, jnp.floating))
     if isinstance(value, jax.core.Tracer) or (is_array and value.ndim) or not is_number:
         a_number = "a Python float" if kind is float else "an int"

@@ -6,6 +6,8 @@ static fields of its arguments, as Python's literals.
 """
 
 import ast
+import contextlib
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -31,11 +33,15 @@ def serializable_quantized[T](kind: type[T]) -> type[T]:
 
 def exportable[T](kind: type[T]) -> type[T]:
     """Registers a NamedTuple with `jax.export`."""
-    return jax.export.register_namedtuple_serialization(kind, serialized_name=_path(kind))
+    _register(jax.export.register_namedtuple_serialization, kind)
+    return kind
 
 
-def _path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _register(register: Callable[..., Any], kind: type, **functions: Any) -> None:
+    """Registers a class by its path, which keeps its first class where a module is imported again."""
+    # JAX raises where a path has a class, and cannot take it back: notebooks reload modules.
+    with contextlib.suppress(ValueError):
+        register(kind, serialized_name=f"{kind.__module__}.{kind.__qualname__}", **functions)
 
 
 def _exported[T](kind: type[T]) -> type[T]:
@@ -52,12 +58,13 @@ def _exported[T](kind: type[T]) -> type[T]:
             ) from None
         return text.encode()
 
-    return jax.export.register_pytree_node_serialization(
+    _register(
+        jax.export.register_pytree_node_serialization,
         kind,
-        serialized_name=_path(kind),
         serialize_auxdata=literal,
         deserialize_auxdata=lambda text: ast.literal_eval(text.decode()),
     )
+    return kind
 
 
 def _names(tree: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """Numeric options accept NumPy's scalars and concrete arrays like Python's numbers, and no others."""
 
+import enum
 import inspect
 import math
 
@@ -198,6 +199,12 @@ def test_what_is_no_finite_number_is_refused(name, wrong):
         if kind is float and option in options:
             with pytest.raises(ValueError, match=rf"{name}: {option} .*is {wrong}.*; pass a"):
                 function(*args, **(options | {option: wrong}))
+
+
+def test_an_integer_of_an_enumeration_is_one():
+    sizes = enum.IntEnum("sizes", {"batch": 2, "length": 8, "key_heads": 1, "head_size": 4})
+    cache = jaxfused.KVCache.zeros(**sizes.__members__)
+    assert cache.key.shape == (2, 8, 1, 4)
 
 
 @pytest.mark.parametrize("wrong", ["a", [1, 2], 1j, {}])

@@ -1,11 +1,15 @@
 """This package's pytrees: programs that take them are exported and saved, and their methods compiled."""
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
 
 import jaxfused
+from jaxfused.runtime.serialization import exportable, serializable
 
 QUANTIZED = jaxfused.quantize(jnp.ones((256, 8)), "int4", group_size=128, layout="columns")
 CACHE = jaxfused.KVCache.zeros(
@@ -27,6 +31,23 @@ def test_a_saved_program_takes_and_returns_it(tree):
     saved = export.export(jax.jit(lambda tree: tree))(tree).serialize()
     back = export.deserialize(saved).call(tree)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
+
+
+def test_a_module_of_pytrees_can_be_imported_again():
+    def imported():
+        class Pair(NamedTuple):
+            x: jax.Array
+
+        @dataclasses.dataclass(frozen=True, eq=False)
+        class Kept:
+            x: jax.Array
+
+        return exportable(Pair), serializable(jax.tree_util.register_dataclass(Kept))
+
+    first, again = imported(), imported()
+    for kind in (*first, *again):
+        assert jax.jit(lambda tree: tree)(kind(jnp.ones(2))).x.shape == (2,)
+    assert first[1] is not again[1]
 
 
 def test_methods_of_what_holds_arrays_can_be_compiled():
