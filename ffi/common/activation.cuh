@@ -9,6 +9,8 @@
 #include <string_view>
 #include <type_traits>
 
+#include "handler.h"
+
 // An activation: its kind in the lower 32 bits and, for kLeakyRelu, the bits of its float32 factor
 // of negative values (its slope) in the upper ones.
 enum class Activation : long long {
@@ -44,7 +46,7 @@ inline Activation leaky_relu(float slope) {
   return static_cast<Activation>(static_cast<long long>(bits) << 32 | kind);
 }
 
-inline bool parse_activation(std::string_view name, Activation* activation) {
+inline ffi::Error parse_activation(std::string_view name, Activation* activation) {
   constexpr std::string_view kNames[] = {
       "none",         "relu",       "relu2",    "relu6",      "leaky_relu", "gelu_tanh",
       "gelu_erf",     "quick_gelu", "silu",     "hard_swish", "mish",       "sigmoid",
@@ -53,20 +55,22 @@ inline bool parse_activation(std::string_view name, Activation* activation) {
     if (name == kNames[i]) {
       const bool leaks = static_cast<Activation>(i) == Activation::kLeakyRelu;
       *activation = leaks ? leaky_relu(0.01f) : static_cast<Activation>(i);
-      return true;
+      return ffi::Error::Success();
     }
   }
+  const auto unknown =
+      ffi::Error::InvalidArgument("the activation is not known: " + std::string(name));
   // Parses a name such as "leaky_relu(0.2)".
   constexpr std::string_view kLeaky = "leaky_relu(";
-  if (name.substr(0, kLeaky.size()) != kLeaky || name.back() != ')') return false;
+  if (name.substr(0, kLeaky.size()) != kLeaky || name.back() != ')') return unknown;
   std::istringstream number(
       std::string(name.substr(kLeaky.size(), name.size() - kLeaky.size() - 1)));
   // The process's locale may use a comma as the decimal point.
   number.imbue(std::locale::classic());
   float slope;
-  if (!(number >> slope) || number.peek() != std::istringstream::traits_type::eof()) return false;
+  if (!(number >> slope) || number.peek() != std::istringstream::traits_type::eof()) return unknown;
   *activation = leaky_relu(slope);
-  return true;
+  return ffi::Error::Success();
 }
 
 namespace activation_detail {

@@ -97,10 +97,7 @@ inline ffi::Error parse_conv_operands(const ffi::AnyBuffer& x, const ffi::AnyBuf
     RETURN_IF_ERROR(check_shape(name, buffer, {out[0], out[1], out[2], out[3]}));
     RETURN_IF_ERROR(check_dtype(name, buffer, x.element_type()));
   }
-  if (!parse_activation(activation, &operands->activation)) {
-    return ffi::Error::InvalidArgument("depthwise_conv: an activation is not known: " +
-                                       std::string(activation));
-  }
+  RETURN_IF_ERROR(parse_activation(activation, &operands->activation));
   operands->x = x.untyped_data();
   operands->weights = {weights.untyped_data(), *dtype_of(weights)};
   operands->turned = turned;

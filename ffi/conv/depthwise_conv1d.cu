@@ -417,9 +417,7 @@ ffi::Error parse_weights(const ffi::AnyBuffer& weights, const ffi::AnyBuffer& bi
   }
   *taps = {weights.untyped_data(), *dtype_of(weights)};
   RETURN_IF_ERROR(parse_parameter("bias", bias, channels, added));
-  if (parse_activation(name, activation)) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument("depthwise_conv1d: an activation is not known: " +
-                                     std::string(name));
+  return parse_activation(name, activation);
 }
 
 template <typename F>

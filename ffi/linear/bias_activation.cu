@@ -332,9 +332,7 @@ ffi::Error launch(const BiasActivationArgs& args, int blocks, Dtype dtype, Dtype
 // Checks and stores the operands of both directions; `in` and `up` are products or preactivations.
 ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, std::string_view activation,
                  BiasActivationArgs* args) {
-  if (!parse_activation(activation, &args->activation)) {
-    return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
-  }
+  RETURN_IF_ERROR(parse_activation(activation, &args->activation));
   const auto shape = in.dimensions();
   if (shape.size() != 2 || !dtype_of(in) || shape[0] > kMaxRows || shape[1] > kMaxRows) {
     return ffi::Error::InvalidArgument(

@@ -348,10 +348,7 @@ ffi::Error parse_forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& residual
     if (is_absent(buffer)) continue;
     RETURN_IF_ERROR(check_float32(name, buffer, {args->images.count, groups}));
   }
-  if (!parse_activation(activation, &args->activation)) {
-    return ffi::Error::InvalidArgument("group_norm: an activation is not known: " +
-                                       std::string(activation));
-  }
+  RETURN_IF_ERROR(parse_activation(activation, &args->activation));
   args->x = x.untyped_data();
   args->residual = data_or_null(residual);
   args->y = y.untyped_data();

@@ -592,10 +592,7 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
     RETURN_IF_ERROR(check_float32("merged", *merged, {count, groups, 2}));
   }
   args.group_partials = data_or_null<float2>(*group_partials);
-  if (!parse_activation(activation, &args.activation)) {
-    return ffi::Error::InvalidArgument("group_norm: an activation is not known: " +
-                                       std::string(activation));
-  }
+  RETURN_IF_ERROR(parse_activation(activation, &args.activation));
   if (is_absent(x)) return ffi::Error::Success();
   Device device;
   RETURN_IF_ERROR(current_device(&device));

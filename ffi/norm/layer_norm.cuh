@@ -54,13 +54,8 @@ inline ffi::Error parse_options(int64_t features, bool subtract_mean, float epsi
   options->inverse_features = 1.0f / static_cast<float>(features);
   options->epsilon = epsilon;
   options->scale_offset = scale_offset;
-  if (!parse_activation(pre_activation, &options->pre_activation) ||
-      !parse_activation(activation, &options->activation)) {
-    return ffi::Error::InvalidArgument(
-        "layer_norm: an activation is not known: " + std::string(pre_activation) + ", " +
-        std::string(activation));
-  }
-  return ffi::Error::Success();
+  RETURN_IF_ERROR(parse_activation(pre_activation, &options->pre_activation));
+  return parse_activation(activation, &options->activation);
 }
 
 inline ffi::Error check_matrix(std::string_view name, const ffi::AnyBuffer& x) {

@@ -350,9 +350,6 @@ ffi::Error few_rows(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer values
                     ffi::Span<const float> codebook) {
   FewRowsArgs args = {};
   QuantizedEpilogue& epilogue = args.epilogue;
-  if (!parse_activation(activation, &epilogue.activation)) {
-    return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
-  }
   const auto dtype = dtype_of(x);
   if (x.dimensions().size() != 2 || !dtype || *dtype == Dtype::kFloat32) {
     return ffi::Error::InvalidArgument("x must be a matrix of bfloat16 or float16");
@@ -406,19 +403,9 @@ ffi::Error few_rows(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer values
     if (has_zeros || !is_absent(zero_point2)) {
       RETURN_IF_ERROR(check_like("zero_point2", zero_point2, zero_point));
     }
-    if (!is_absent(*preactivation)) {
-      return ffi::Error::InvalidArgument("of a gated unit there is no preactivation");
-    }
   }
-  RETURN_IF_ERROR(parse_parameter("bias", bias, columns, &epilogue.bias[0]));
+  RETURN_IF_ERROR(parse_epilogue(activation, bias, residual, *y, *preactivation, &epilogue));
   RETURN_IF_ERROR(parse_parameter("bias2", bias2, columns, &epilogue.bias[1]));
-  Output added = {};
-  RETURN_IF_ERROR(parse_output("residual", residual, rows, columns, &added));
-  epilogue.residual = {added.data, added.dtype};
-  RETURN_IF_ERROR(parse_output("y", *y, rows, columns, &epilogue.y));
-  RETURN_IF_ERROR(
-      parse_output("preactivation", *preactivation, rows, columns, &epilogue.preactivation));
-  if (epilogue.y.data == nullptr) return ffi::Error::InvalidArgument("there is no y");
   args.x = x.untyped_data();
   args.values[0] = static_cast<const uint8_t*>(values.untyped_data());
   args.values[1] = data_or_null<const uint8_t>(values2);

@@ -601,9 +601,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
                     std::string_view activation, bool gated, bool from_end, float slope_steps) {
   if (is_absent(first)) return ffi::Error::Success();
   QuantizeArgs args = {};
-  if (!parse_activation(activation, &args.activation)) {
-    return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
-  }
+  RETURN_IF_ERROR(parse_activation(activation, &args.activation));
   RETURN_IF_ERROR(parse_sources({&first, &second, &third}, gated, &args));
   const int64_t rows = args.rows, columns = args.columns;
   const int64_t count = largest.element_count();
@@ -715,9 +713,7 @@ ffi::Error largest(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer sec
   }
   RETURN_IF_ERROR(check_float32("maxima", *maxima, {blocks}));
   LargestArgs args = {};
-  if (!parse_activation(activation, &args.activation)) {
-    return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
-  }
+  RETURN_IF_ERROR(parse_activation(activation, &args.activation));
   args.least = least;
   args.maxima = static_cast<float*>(maxima->untyped_data());
   const ffi::AnyBuffer* const sources[kMaxSources] = {&first, &second, &third};

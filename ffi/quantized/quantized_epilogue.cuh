@@ -114,3 +114,24 @@ inline ffi::Error parse_output(std::string_view name, const ffi::AnyBuffer& buff
   *output = {buffer.untyped_data(), *dtype};
   return ffi::Error::Success();
 }
+
+// Checks the operands of an epilogue whose rows, columns and products are set, and sets the rest
+// but the scales and the second bias.
+inline ffi::Error parse_epilogue(std::string_view activation, const ffi::AnyBuffer& bias,
+                                 const ffi::AnyBuffer& residual, const ffi::AnyBuffer& y,
+                                 const ffi::AnyBuffer& preactivation, QuantizedEpilogue* epilogue) {
+  const int rows = epilogue->rows, columns = epilogue->columns;
+  RETURN_IF_ERROR(parse_activation(activation, &epilogue->activation));
+  RETURN_IF_ERROR(parse_parameter("bias", bias, columns, &epilogue->bias[0]));
+  Output added = {};
+  RETURN_IF_ERROR(parse_output("residual", residual, rows, columns, &added));
+  epilogue->residual = {added.data, added.dtype};
+  RETURN_IF_ERROR(parse_output("y", y, rows, columns, &epilogue->y));
+  RETURN_IF_ERROR(
+      parse_output("preactivation", preactivation, rows, columns, &epilogue->preactivation));
+  if (epilogue->y.data == nullptr) return ffi::Error::InvalidArgument("there is no y");
+  if (epilogue->products == kMaxProducts && epilogue->preactivation.data != nullptr) {
+    return ffi::Error::InvalidArgument("of a gated unit there is no preactivation");
+  }
+  return ffi::Error::Success();
+}

@@ -494,9 +494,6 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
                             int64_t row_tiles, int64_t sum_warps) {
   LinearArgs args = {};
   QuantizedEpilogue& epilogue = args.epilogue;
-  if (!parse_activation(activation, &epilogue.activation)) {
-    return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
-  }
   const auto dtype = dtype_of(x);
   if (x.dimensions().size() != 2 || !dtype || *dtype == Dtype::kFloat32) {
     return ffi::Error::InvalidArgument("x must be a matrix of bfloat16 or float16");
@@ -547,19 +544,9 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   if (epilogue.products == 2) {
     RETURN_IF_ERROR(
         parse_weights({values2, scale2, zero_point2}, 1, columns, groups, values, &args));
-    if (!is_absent(*preactivation)) {
-      return ffi::Error::InvalidArgument("of a gated unit there is no preactivation");
-    }
   }
-  RETURN_IF_ERROR(parse_parameter("bias", bias, columns, &epilogue.bias[0]));
+  RETURN_IF_ERROR(parse_epilogue(activation, bias, residual, *y, *preactivation, &epilogue));
   RETURN_IF_ERROR(parse_parameter("bias2", bias2, columns, &epilogue.bias[1]));
-  Output added = {};
-  RETURN_IF_ERROR(parse_output("residual", residual, rows, columns, &added));
-  epilogue.residual = {added.data, added.dtype};
-  RETURN_IF_ERROR(parse_output("y", *y, rows, columns, &epilogue.y));
-  RETURN_IF_ERROR(
-      parse_output("preactivation", *preactivation, rows, columns, &epilogue.preactivation));
-  if (epilogue.y.data == nullptr) return ffi::Error::InvalidArgument("there is no y");
 
   const int64_t matrix = epilogue.products * rows * columns;
   const int64_t parts = is_absent(*workspace) ? 1 : workspace->element_count() / matrix;

@@ -207,9 +207,6 @@ ffi::Error quantized_matmul_both(cudaStream_t stream, ffi::AnyBuffer x, ffi::Any
                                  std::string_view activation) {
   ProductArgs args = {};
   QuantizedEpilogue& epilogue = args.epilogue;
-  if (!parse_activation(activation, &epilogue.activation)) {
-    return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
-  }
   if (x.dimensions().size() != 2 || w.dimensions().size() != 2) {
     return ffi::Error::InvalidArgument("x and the weights must be matrices");
   }
@@ -241,14 +238,7 @@ ffi::Error quantized_matmul_both(cudaStream_t stream, ffi::AnyBuffer x, ffi::Any
     epilogue.row_scale = x_scales;
     epilogue.column_scale[0] = w_scales;
   }
-  RETURN_IF_ERROR(parse_parameter("bias", bias, columns, &epilogue.bias[0]));
-  Output added = {};
-  RETURN_IF_ERROR(parse_output("residual", residual, rows, columns, &added));
-  epilogue.residual = {added.data, added.dtype};
-  RETURN_IF_ERROR(parse_output("y", *y, rows, columns, &epilogue.y));
-  RETURN_IF_ERROR(
-      parse_output("preactivation", *preactivation, rows, columns, &epilogue.preactivation));
-  if (epilogue.y.data == nullptr) return ffi::Error::InvalidArgument("there is no y");
+  RETURN_IF_ERROR(parse_epilogue(activation, bias, residual, *y, *preactivation, &epilogue));
   args.x = static_cast<const uint8_t*>(x.untyped_data());
   args.w = static_cast<const uint8_t*>(w.untyped_data());
   args.features = static_cast<int>(features);

@@ -54,46 +54,7 @@ def why_unsupported(
     return cuda_library.why_not_built_from((9, 0), compute_capability)
 
 
-def forward(
-    x: jax.Array,
-    w: Packed,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    activation: str | None,
-    save_preactivation: bool,
-    out_dtype: Any,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (activation(x w + bias) + residual, x w + bias in x's dtype if it is to be saved)."""
-    y, z = _call(x, [w], [bias], residual, activation, save_preactivation, out_dtype)
-    return y, z if save_preactivation else None
-
-
-def gated_forward(
-    x: jax.Array,
-    gate: Packed,
-    up: Packed,
-    b_gate: jax.Array | None,
-    b_up: jax.Array | None,
-    *,
-    activation: str | None,
-) -> jax.Array:
-    """Returns activation(x gate + b_gate) * (x up + b_up) in x's dtype."""
-    return _call(x, [gate, up], [b_gate, b_up], None, activation, False, x.dtype)[0]
-
-
-def operands(
-    x: jax.Array, ws: list[Packed], biases: list[jax.Array | None], residual: jax.Array | None
-) -> list[jax.Array]:
-    """Returns the operands behind x of a handler of one or two weights; a second may be missing."""
-    missing: list[Any] = [None] * (2 - len(ws))
-    arrays = [array for w in ws for array in w[:3]] + 3 * missing
-    return cuda_library.operands(
-        x, *arrays, *map(cuda_library.readable, biases), *missing, residual
-    )
-
-
-def _call(
+def product(
     x: jax.Array,
     ws: list[Packed],
     biases: list[jax.Array | None],
@@ -102,6 +63,10 @@ def _call(
     saves: bool,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns (y, x w + bias); if `saves` is False, the second array has no elements.
+
+    y is activation(x w + bias) + residual, with two weights activation(x w + bias) * (x w2 + bias2).
+    """
     cuda_library.register()
     shape = (x.shape[0], ws[0].n)
     call = jax.ffi.ffi_call(
@@ -118,3 +83,14 @@ def _call(
         codebook=np.asarray(ws[0].codebook or (), np.float32),
     )
     return y, preactivation
+
+
+def operands(
+    x: jax.Array, ws: list[Packed], biases: list[jax.Array | None], residual: jax.Array | None
+) -> list[jax.Array]:
+    """Returns the operands behind x of a handler of one or two weights; a second may be missing."""
+    missing: list[Any] = [None] * (2 - len(ws))
+    arrays = [array for w in ws for array in w[:3]] + 3 * missing
+    return cuda_library.operands(
+        x, *arrays, *map(cuda_library.readable, biases), *missing, residual
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxfused import dispatch
-from jaxfused.ops.quantized import few_rows_cuda, quantized_matmul_cuda, quantized_matmul_xla
+from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
 from jaxfused.ops.quantized.quantized_matmul import of_columns, why_no_kernel_reads
 from jaxfused.ops.quantized.quantized_matmul_stages import cuda_configs, product_why_not
 from jaxfused.runtime import cuda_choice, sharding
@@ -149,8 +149,6 @@ class _Unit:
         operands = (x, gate, up, b_gate, b_up)
         if implementation == "cuda":
             config = cuda_configs(device, x, gate, products=2)[0]
-            if isinstance(config, few_rows_cuda.Config):
-                return (few_rows_cuda.gated_forward(*operands, activation=self.activation),)
             h = quantized_matmul_cuda.gated_forward(
                 *operands, activation=self.activation, config=config
             )

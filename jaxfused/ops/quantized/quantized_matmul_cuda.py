@@ -214,19 +214,11 @@ def forward(
     activation: str | None,
     save_preactivation: bool,
     out_dtype: Any,
-    config: Config,
+    config: Config | few_rows_cuda.Config,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (activation(x w + bias) + residual, x w + bias in x's dtype if it is to be saved)."""
-    return _call(
-        x,
-        [w],
-        [bias],
-        residual,
-        activation,
-        x.dtype if save_preactivation else None,
-        out_dtype,
-        config,
-    )
+    y, z = _product(x, [w], [bias], residual, activation, save_preactivation, out_dtype, config)
+    return y, z if save_preactivation else None
 
 
 def gated_forward(
@@ -237,22 +229,25 @@ def gated_forward(
     b_up: jax.Array | None,
     *,
     activation: str | None,
-    config: Config,
+    config: Config | few_rows_cuda.Config,
 ) -> jax.Array:
     """Returns activation(x gate + b_gate) * (x up + b_up) in x's dtype."""
-    return _call(x, [gate, up], [b_gate, b_up], None, activation, None, x.dtype, config)[0]
+    return _product(x, [gate, up], [b_gate, b_up], None, activation, False, x.dtype, config)[0]
 
 
-def _call(
+def _product(
     x: jax.Array,
     ws: list[Packed],
     biases: list[jax.Array | None],
     residual: jax.Array | None,
     activation: str | None,
-    saved_dtype: Any,
+    saves: bool,
     out_dtype: Any,
-    config: Config,
-) -> tuple[jax.Array, jax.Array | None]:
+    config: Config | few_rows_cuda.Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of `few_rows_cuda.product`, by the kernel that `config` belongs to."""
+    if isinstance(config, few_rows_cuda.Config):
+        return few_rows_cuda.product(x, ws, biases, residual, activation, saves, out_dtype)
     cuda_library.register()
     shape = (x.shape[0], ws[0].n)
     sums = (config.parts, len(ws), *shape) if config.parts > 1 else (0,)
@@ -260,7 +255,7 @@ def _call(
         "jaxfused_quantized_matmul",
         (
             jax.ShapeDtypeStruct(shape, out_dtype),
-            _saved(shape, saved_dtype),
+            jax.ShapeDtypeStruct(shape if saves else (0,), x.dtype),
             jax.ShapeDtypeStruct(sums, jnp.float32),
         ),
     )
@@ -271,7 +266,7 @@ def _call(
         row_tiles=np.int64(config.row_tiles),
         sum_warps=np.int64(config.sum_warps),
     )
-    return y, None if saved_dtype is None else preactivation
+    return y, preactivation
 
 
 def both_forward(
@@ -292,7 +287,7 @@ def both_forward(
         "jaxfused_quantized_matmul_both",
         (
             jax.ShapeDtypeStruct(shape, out_dtype),
-            _saved(shape, jnp.float32 if save_preactivation else None),
+            jax.ShapeDtypeStruct(shape if save_preactivation else (0,), jnp.float32),
         ),
     )
     y, preactivation = call(
@@ -304,7 +299,3 @@ def both_forward(
         activation=activation or "none",
     )
     return y, preactivation if save_preactivation else None
-
-
-def _saved(shape: tuple[int, int], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((0,) if dtype is None else shape, dtype or jnp.float32)

@@ -206,8 +206,6 @@ class Layer:
         del x_scale
         if implementation == "cuda":
             config = config or cuda_configs(device, x, w, products=1)[0]
-            if isinstance(config, few_rows_cuda.Config):
-                return few_rows_cuda.forward(x, w, bias, residual, **self._keywords)
             return quantized_matmul_cuda.forward(
                 x, w, bias, residual, **self._keywords, config=config
             )
