@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.conv.window import Boxes, Window
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
-from pallas_kernels.gemm.operands import SWIZZLE_BYTES, tiled
+from pallas_kernels.gemm.operands import SWIZZLE_BYTES, matrix_of, tiled
 from pallas_kernels.gemm.tiled_product import Ring, Step, part
 
 Plan = Literal["taps", "rows", "resident"]
@@ -271,7 +271,7 @@ class ConvProduct(Product):
             if self.flipped:
                 tap = self.window.taps - 1 - tap
             self.b_tile.copy(
-                lambda rows, columns, tap=tap: b_gmem[0].at[tap, rows, columns],
+                matrix_of(b_gmem[0], tap),
                 ring.b_smem[0],
                 slot * self.rows_at_once + row,
                 n_idx * self.part_n,

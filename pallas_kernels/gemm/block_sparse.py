@@ -17,7 +17,7 @@ from jax import lax
 from pallas_kernels.gemm import operands
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.matmul_config import MatmulConfig
-from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
+from pallas_kernels.gemm.operands import OperandTile, matrix_of, swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step
 from pallas_kernels.gemm.uneven_steps import FEWEST_STEPS, UnevenProduct
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
@@ -290,12 +290,6 @@ class _BlockSparseProduct(UnevenProduct):
         index = jnp.where(exists, self.entries[0, known], self.kept)
         place = jnp.where(exists, self.entries[1, known], self.ks[0] // self.block)
 
-        def a_matrix(first, second):
-            return a.at[first, second]
-
-        def b_matrix(first, second):
-            return b.at[index, first, second]
-
         k_start = place * self.block + part
-        self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
-        self.b_tile.copy(b_matrix, ring.b_smem[0], slot, 0, part, full)
+        self.a_tile.copy(matrix_of(a), ring.a_smem, slot, step.m_start, k_start, full)
+        self.b_tile.copy(matrix_of(b, index), ring.b_smem[0], slot, 0, part, full)

@@ -23,7 +23,7 @@ from pallas_kernels.gemm.block_sparse import LAUNCH, Shape, Span, tile_time
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
-from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
+from pallas_kernels.gemm.operands import OperandTile, matrix_of, swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace, part, run_of
 from pallas_kernels.gemm.weight_gradient import PIECE_ROWS
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES, WARPS
@@ -238,18 +238,15 @@ class _BlockSparseWeights(Product):
         [x], [dy] = a_gmem, b_gmem
         k_start = step.k_idx * self.tile_k
 
-        def of(array):
-            return lambda first, second: array.at[first, second]
-
         def copy_pieces(pieces: Sequence[int], with_x: bool) -> None:
             if with_x:
-                self.a_tile.copy(of(x), ring.a_smem, slot, step.m_start, k_start, full)
+                self.a_tile.copy(matrix_of(x), ring.a_smem, slot, step.m_start, k_start, full)
             entries = [step.group.start + piece for piece in pieces]
             known = [self.entries[1, jnp.minimum(entry, self.kept - 1)] for entry in entries]
             for piece, entry, column in zip(pieces, entries, known, strict=True):
                 n_start = jnp.where(entry < step.group.end, column * self.block, self.b_columns)
                 place = slot * self.pieces + piece
-                self.b_tile.copy(of(dy), ring.b_smem[0], place, n_start, k_start, full)
+                self.b_tile.copy(matrix_of(dy), ring.b_smem[0], place, n_start, k_start, full)
 
         if self.shares_rows:
             copy_pieces(range(self.pieces), True)

@@ -25,7 +25,7 @@ from pallas_kernels.gemm.epilogue import Epilogue, Function
 from pallas_kernels.gemm.groups import Group, Groups
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
-from pallas_kernels.gemm.operands import swizzled_columns
+from pallas_kernels.gemm.operands import matrix_of, swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
@@ -291,22 +291,15 @@ class _GroupedProduct(Product):
         full: Any,
     ) -> None:
         k_start = step.k_idx * self.tile_k
-
-        def a_matrix(first, second):
-            return a_gmem[step.term].at[first, second]
-
-        self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
+        a = matrix_of(a_gmem[step.term])
+        self.a_tile.copy(a, ring.a_smem, slot, step.m_start, k_start, full)
         count = len(b_gmem) // len(self.ks)
         arrays = b_gmem[step.term * count : (step.term + 1) * count]
         for index, b_smem in enumerate(ring.b_smem):
-            b = arrays[index % len(arrays)]
+            b = matrix_of(arrays[index % len(arrays)], step.group.index)
             first_column = (index // len(arrays)) * self.n
-
-            def b_matrix(first, second, b=b):
-                return b.at[step.group.index, first, second]
-
             start = first_column + step.n_idx * self.part_n
-            self.b_tile.copy(b_matrix, b_smem, slot, start, k_start, full)
+            self.b_tile.copy(b, b_smem, slot, start, k_start, full)
 
     def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
         """Stores a tile's rows before the group's end, in copies of 2^i rows, since sizes are static."""

@@ -25,7 +25,7 @@ from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.groups import Group, Groups
 from pallas_kernels.gemm.mainloop import Consumer
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
-from pallas_kernels.gemm.operands import swizzled_columns
+from pallas_kernels.gemm.operands import matrix_of, swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
 from pallas_kernels.gemm.uneven_steps import FEWEST_STEPS, UnevenConsumer, UnevenProduct
 from pallas_kernels.gemm.weight_gradient import PIECE_LAYOUT, PIECE_ROWS
@@ -205,13 +205,9 @@ class _GroupedWeightProduct(UnevenProduct):
     ) -> None:
         k_start = self.first_row(step.group, step.k_idx)
         [x], [dy] = a_gmem, b_gmem
-
-        def of(array):
-            return lambda first, second: array.at[first, second]
-
-        self.a_tile.copy(of(x), ring.a_smem, slot, step.m_start, k_start, full)
+        self.a_tile.copy(matrix_of(x), ring.a_smem, slot, step.m_start, k_start, full)
         n_start = step.n_idx * self.part_n
-        self.b_tile.copy(of(dy), ring.b_smem[0], slot, n_start, k_start, full)
+        self.b_tile.copy(matrix_of(dy), ring.b_smem[0], slot, n_start, k_start, full)
 
     def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
         rows = pl.ds(place.m_start, self.config.tile_m)

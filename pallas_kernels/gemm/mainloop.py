@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.matmul_config import CONSUMERS
+from pallas_kernels.gemm.operands import matrix_of
 from pallas_kernels.gemm.tiled_product import RAW_STAGES, Ring, Step, TiledProduct, TilePlace
 
 
@@ -150,7 +151,7 @@ class _Converter(Producer):
 
             full = ring.full.at[product.full_idx(sequence_idx, slot)]
             product.a_tile.copy(
-                lambda first, second: self.a_gmem[0].at[first, second],
+                matrix_of(self.a_gmem[0]),
                 ring.a_smem,
                 slot,
                 m_start,

@@ -8,7 +8,7 @@ both layouts, so arrays of every width whose rows begin at multiples of 16 bytes
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,11 @@ def allocated_bytes(scratch: Any) -> int:
     return sum(map(bytes_of, jax.tree.leaves(scratch)))
 
 
+def matrix_of(array: Any, *index: Any) -> Callable[[Any, Any], Any]:
+    """Returns the function from spans of rows and columns to that part of the matrix `array[index]`."""
+    return lambda first, second: array.at[(*index, first, second)]
+
+
 @dataclass(frozen=True)
 class OperandTile:
     """A tile of the operand a or b, with at most 128 bytes (one swizzled piece) along K."""
@@ -166,7 +171,8 @@ class OperandTile:
         """Starts the copies of a tile, each of which arrives at the barrier `landed`.
 
         Args:
-          matrix: function from spans of the array's first and second axis to that part of the array.
+          matrix: function from spans of the array's first and second axis to that part of the array; see
+            `matrix_of`.
           memory: shared memory of the type that the method `memory` returns.
           start: the first row of a or column of b.
         """

@@ -23,7 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import warps
-from pallas_kernels.gemm.operands import OperandTile, allocated_bytes, swizzled_columns, tiled
+from pallas_kernels.gemm.operands import (
+    OperandTile,
+    allocated_bytes,
+    matrix_of,
+    swizzled_columns,
+    tiled,
+)
 from pallas_kernels.gemm.quantized_weights import Format, QuantizedTile
 from pallas_kernels.gemm.tiled_product import Block
 from pallas_kernels.gemm.weights import Weights, weights
@@ -436,7 +442,7 @@ class _Cta:
         no_row = 0 * self.part
         for piece in range(product.x_pieces):
             product.x_tile.copy(
-                lambda first, second: x.at[first, second],
+                matrix_of(x),
                 self.x_smem,
                 slot * product.x_pieces + piece,
                 no_row,

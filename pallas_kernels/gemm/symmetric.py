@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.gemm.mainloop import Product, TileEpilogue
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
-from pallas_kernels.gemm.operands import tiled
+from pallas_kernels.gemm.operands import matrix_of, tiled
 from pallas_kernels.gemm.tiled_product import Block, Ring, Step, TilePlace
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
@@ -309,13 +309,9 @@ class _BatchedProduct(Product):
         matrix, row = self.place_of(step.m_start)
         k_start = step.k_idx * self.tile_k
         [x], [y] = a_gmem, b_gmem or a_gmem
-
-        def rows_of(array):
-            return lambda first, second: array.at[matrix, first, second]
-
-        self.a_tile.copy(rows_of(x), ring.a_smem, slot, row, k_start, full)
+        self.a_tile.copy(matrix_of(x, matrix), ring.a_smem, slot, row, k_start, full)
         self.b_tile.copy(
-            rows_of(y),
+            matrix_of(y, matrix),
             ring.b_smem[0],
             slot,
             step.n_idx * self.part_n,

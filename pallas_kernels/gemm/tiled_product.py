@@ -14,7 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
-from pallas_kernels.gemm.operands import OperandTile, allocated_bytes, block, swizzled_columns
+from pallas_kernels.gemm.operands import (
+    OperandTile,
+    allocated_bytes,
+    block,
+    matrix_of,
+    swizzled_columns,
+)
 from pallas_kernels.gemm.quantized_weights import Format, QuantizedTile
 from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
 
@@ -344,11 +350,8 @@ class TiledProduct:
     ) -> None:
         """Starts the copies of a step's operands, each of which arrives at `full`."""
         k_start = step.k_idx * self.tile_k
-
-        def a_matrix(first, second):
-            return a_gmem[step.term].at[first, second]
-
-        self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
+        a = matrix_of(a_gmem[step.term])
+        self.a_tile.copy(a, ring.a_smem, slot, step.m_start, k_start, full)
         for index in range(self.products):
             place = self.blocks[step.term * self.products + index]
             self.b_tile.copy(

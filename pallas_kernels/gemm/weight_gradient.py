@@ -23,7 +23,7 @@ from pallas_kernels.gemm import cost, operands
 from pallas_kernels.gemm.cost import WeightWork
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS, CONSUMERS, MatmulConfig
-from pallas_kernels.gemm.operands import OperandTile, block, swizzled_columns
+from pallas_kernels.gemm.operands import OperandTile, block, matrix_of, swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.store import store_unoptimized
@@ -353,25 +353,11 @@ class _WeightProduct(Product):
     ) -> None:
         part, row = self.place_of(step.m_start)
         k_start = (part * self.k_steps + step.k_idx) * self.tile_k
-        self.a_tile.copy(
-            lambda first, second: a_gmem[0].at[first, second],
-            ring.a_smem,
-            slot,
-            row,
-            k_start,
-            full,
-        )
+        self.a_tile.copy(matrix_of(a_gmem[0]), ring.a_smem, slot, row, k_start, full)
 
         def copy(dy: Any, first: int) -> None:
             start = (step.n_idx - first) * self.part_n
-            self.b_tile.copy(
-                lambda first, second: dy.at[first, second],
-                ring.b_smem[0],
-                slot,
-                start,
-                k_start,
-                full,
-            )
+            self.b_tile.copy(matrix_of(dy), ring.b_smem[0], slot, start, k_start, full)
 
         self.each_dy(step.n_idx, b_gmem, copy)
 
