@@ -201,7 +201,3 @@ def parameter(size: int, dtype: str | None, mean: float = 0.0) -> Operand | None
 def weight(shape: tuple[int, int], dtype: str) -> Operand:
     """Returns weights [inputs, outputs] that keep the variance of their input."""
     return Operand(shape, dtype, 0.0, max(1, shape[0]) ** -0.5)
-
-
-def array(values: Any, dtype: Any) -> jax.Array:
-    return jnp.asarray(values, dtype)

@@ -77,10 +77,10 @@ def torch_graph(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
     return Samples(result, [])
 
 
-def wall(call: Callable[..., Any], sets: Sequence[Any], calls: int = 24) -> Samples:
+def wall(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
     """Returns the host's time of many calls in flight, divided by their number: for long copies only."""
     jax.block_until_ready(call(*sets[0]))
-    result = []
+    calls, result = 24, []
     for _ in range(SAMPLES):
         turns = list(itertools.islice(itertools.cycle(sets), calls))
         start = time.perf_counter()

@@ -145,7 +145,7 @@ def memory(row: Row) -> str:
     return f"({row['planned_bytes'] / _GIB:.1f})"
 
 
-def kernel_table(row: Row, count: int = _TOP_KERNELS) -> tuple[list[str], list[list[str]]]:
+def kernel_table(row: Row) -> tuple[list[str], list[list[str]]]:
     total = 1e3 * sum(row["kinds"].values())
     rows = [
         [
@@ -155,7 +155,7 @@ def kernel_table(row: Row, count: int = _TOP_KERNELS) -> tuple[list[str], list[l
             kernel["name"][:60],
             kernel["source"][-70:],
         ]
-        for kernel in row["kernels"][:count]
+        for kernel in row["kernels"][:_TOP_KERNELS]
     ]
     return ["ms", "share", "calls", "kernel", "from"], rows
 

@@ -135,7 +135,7 @@ def context_parallel(tokens: int, count: int, machine: Machine) -> Row:
     )
 
 
-def tensor_parallel(count: int, machine: Machine, *, overlaps: bool = True) -> Row:
+def tensor_parallel(count: int, machine: Machine) -> Row:
     """Estimates gated_mlp with gradients, with hidden features split and all tokens on every GPU."""
     rows, width, hidden = 8192, 4096, 14336
     compute = 3 * 3 * 2 * rows * width * hidden / count / machine.flops
@@ -145,7 +145,7 @@ def tensor_parallel(count: int, machine: Machine, *, overlaps: bool = True) -> R
         count,
         compute,
         4 * machine.gather(size, count),
-        compute * (1 - 1 / (2 * count)) if overlaps else 0.0,
+        compute * (1 - 1 / (2 * count)),
         4 * _gathered(size, count),
         3 * 2 * width * hidden / count + 4 * size,
     )

@@ -344,13 +344,3 @@ def sharding_of_batch(x: jax.Array) -> NamedSharding | None:
     """Returns the sharding of the first axis under Explicit mesh axes, for reshapes of x; else None."""
     here = jax.typeof(x).sharding
     return NamedSharding(here.mesh, P(here.spec[0])) if here.mesh.explicit_axes else None
-
-
-def count_parameters(size: ViTSize, *, image_size: int, channels: int, classes: int) -> int:
-    """Returns the number of the model's parameters, without computing or storing them."""
-    model = nnx.eval_shape(
-        lambda: VisionTransformer(
-            size, image_size=image_size, channels=channels, classes=classes, rngs=nnx.Rngs(0)
-        )
-    )
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -11,7 +11,6 @@
 
 #include "common/mma.cuh"
 
-constexpr int kAttentionWarps = 4;
 constexpr int kLanes = 32;
 
 template <typename T>

@@ -372,13 +372,6 @@ __device__ __forceinline__ float sum_by_chains(const float (&values)[kValues]) {
   return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
 
-template <int kSteps>
-__device__ __forceinline__ float sum_over_warp(const float (&values)[kSteps]) {
-  float sum[1] = {sum_by_chains(values)};
-  add_over_lanes(kWarpSize, sum);
-  return sum[0];
-}
-
 // Writes totals[column] = the sum of `values` over the block's warps. `shared` must have room for
 // `features` floats of each warp. A barrier is needed before and after.
 template <int kSteps>

@@ -55,12 +55,12 @@ class InTurn:
         raise NotImplementedError
 
 
-def cupti(call: Callable[..., Any], sets: Sequence[Any], samples: int = SAMPLES) -> Samples:
+def cupti(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
     """Returns the time of each call: the sum over its kernels, without copies by the copy engines.
 
     `measure` keeps all outputs alive, so that each call writes to other memory.
     """
-    measured = profiler.measure(InTurn(call, sets), aggregate=False, iterations=samples)
+    measured = profiler.measure(InTurn(call, sets), aggregate=False, iterations=SAMPLES)
     _, timings = measured()
     if timings is None:
         raise RuntimeError("CUPTI saw no kernel")

@@ -248,6 +248,6 @@ def multiply(accumulators: Any, a: jax.Array, b: Matrix) -> None:
         plgpu.wgmma(accumulator, a, block)
 
 
-def load_accumulators(accumulators: Any, wait_n: int = 0) -> list[jax.Array]:
-    """Returns the accumulators' values once all WGMMAs but the last `wait_n` groups are done."""
-    return [plgpu.wgmma_accumulator_load(acc, wait_n=wait_n) for acc in accumulators]
+def load_accumulators(accumulators: Any) -> list[jax.Array]:
+    """Returns the accumulators' values once all WGMMAs are done."""
+    return [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]

@@ -71,11 +71,6 @@ def test_gradient_of_scales_is_of_float_inputs():
         jaxfused.quantized_matmul(x, w, scale_gradient=True)
 
 
-def adapters(module):
-    """The model's trainable arrays: those of its LoRAs."""
-    return flax.nnx.to_pure_dict(flax.nnx.state(module, flax.nnx.LoRAParam))
-
-
 def wrapped(mlp, names, *, own_class=False, seed=5):
     """Puts a LoRA, whose two factors are random, around some of the layers of a module."""
     mlp = flax.nnx.clone(mlp)

@@ -30,7 +30,7 @@ def operands(rows, seed=0, dtype=jnp.bfloat16):
     ]
 
 
-def mlp_and_gradients(activation, implementation, precision="fp8", save="hidden"):
+def mlp_and_gradients(activation, implementation, precision="fp8"):
     """Returns a function of `operands` to the result and the gradients of all before dy."""
 
     def run(*arrays):
@@ -39,7 +39,7 @@ def mlp_and_gradients(activation, implementation, precision="fp8", save="hidden"
             lambda *a: jaxfused.mlp(
                 *a,
                 activation=activation,
-                save=save,
+                save="hidden",
                 precision=precision,
                 implementation=implementation,
             ),

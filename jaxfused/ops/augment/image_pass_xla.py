@@ -77,7 +77,7 @@ def run(
 
     Args:
       images: [B, H, W, C], uint8 or floating.
-      maps: [B, PACKED], of `resample_xla.Map.packed`.
+      maps: [B, 19], of `resample_xla.Map.packed`.
       rows: [B, steps, 1 + width], each the operation of a step and its values; those after the blur
         come last.
       shift: [B, h, w, 2] or None.

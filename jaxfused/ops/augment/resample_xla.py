@@ -65,13 +65,9 @@ class Map(NamedTuple):
     """Second matrix [3, 3], from displaced positions to those of the image; None for none."""
 
     def packed(self) -> jax.Array:
-        """Returns all but the shift and `before` as one row of `PACKED` numbers."""
+        """Returns all but the shift and `before` as one row of 19 numbers."""
         parts = (self.matrix.reshape(9), self.window, self.radius, self.source, self.result)
         return jnp.concatenate(parts)
-
-
-PACKED = 19
-"""Number of values in a row of `Map.packed`."""
 
 
 def unpacked(row: jax.Array, shift: jax.Array | None, before: jax.Array | None) -> Map:

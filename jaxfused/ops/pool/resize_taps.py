@@ -10,15 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-METHODS = ("nearest", "nearest_floor", "bilinear", "bicubic", "lanczos3", "lanczos5")
-
 
 @dataclass(frozen=True)
 class ResizedAxis:
     """An axis of `size` values that is resized to `result` values.
 
     Attributes: size: values of the axis. result: values of the result. step: distance of adjacent
-    results, in values of the axis. method: one of `METHODS`. align_corners: whether the first and the
+    results, in values of the axis. method: a `ResizeMethod`. align_corners: whether the first and the
     last results are the axis's first and last values, else values are at centres of equal parts.
     antialias: whether windows grow where the axis shrinks.
     """

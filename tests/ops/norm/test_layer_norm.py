@@ -42,11 +42,6 @@ BENCHMARK_SHAPES = (
 
 by_name = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-CASES_IN_ONE_DTYPE = [
-    pytest.param(case, DTYPES[i % len(DTYPES)], id=f"{case.name}-{DTYPES[i % len(DTYPES)]}")
-    for i, case in enumerate(CASES)
-]
-each_case_in_one_dtype = pytest.mark.parametrize(("case", "dtype"), CASES_IN_ONE_DTYPE)
 each_op = pytest.mark.parametrize("op", ("layer_norm", "rms_norm"))
 on_gpu = pytest.mark.gpu
 each_implementation = pytest.mark.parametrize(
@@ -150,7 +145,11 @@ KERNEL_SHAPES |= {"rms_D128_many_rows", "rms_D768", "rms_D8192"}
 
 @parametrize(
     ("case", "dtype"),
-    [p.values for p in CASES_IN_ONE_DTYPE if p.values[0].name not in KERNEL_SHAPES],
+    [
+        (case, DTYPES[i % len(DTYPES)])
+        for i, case in enumerate(CASES)
+        if case.name not in KERNEL_SHAPES
+    ],
     quick=slice(None, None, 5),
     ids=lambda value: getattr(value, "name", value),
 )
