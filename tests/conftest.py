@@ -96,7 +96,11 @@ def pytest_handlecrashitem(crashitem, report, sched):
         sched.mark_test_pending(crashitem)
 
 
-def pytest_collection_finish():
+LIBRARY_ASKED = pytest.StashKey[int]()
+"""How often a module asked for the CUDA library while it was imported."""
+
+
+def pytest_collection_finish(session):
     """Exempts imported objects from garbage collection, because they live until the end.
 
     Most objects of tests are freed by their reference counts, and cycles may wait: tracing makes
@@ -105,6 +109,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+    session.config.stash[LIBRARY_ASKED] = cuda_library.why_unavailable.cache_info().misses
 
 
 def pytest_addoption(parser):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.conftest import LIBRARY_ASKED
 from tests.cuda_emulator.build import as_cpp
 
 
@@ -35,3 +36,8 @@ from tests.cuda_emulator.build import as_cpp
 )
 def test_cuda_as_cpp(cuda, cpp):
     assert as_cpp(cuda) == cpp
+
+
+def test_no_module_asks_for_the_library_while_it_is_imported(request):
+    """Its answer would be kept, and the fixture `emulated_gpu` names another library."""
+    assert request.config.stash[LIBRARY_ASKED] == 0

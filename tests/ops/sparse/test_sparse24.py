@@ -13,7 +13,6 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import Sparse24
-from jaxfused.runtime import cuda_library
 from tests.support import eight_devices
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -171,7 +170,7 @@ GPU_CASES = [(1, 16, 8), (300, 128, 256), (513, 208, 520), (1000, 1024, 768), (2
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(cuda_library.why_unavailable() is not None, reason="needs the CUDA library")
+@pytest.mark.usefixtures("built_library")
 @pytest.mark.parametrize("rows, depth, features", GPU_CASES)
 def test_on_a_gpu(rows, depth, features):
     """Compares small integers, whose sums are exact."""

@@ -16,7 +16,6 @@ import jaxfused
 from jaxfused.ops.sparse import sparse_products_cuda
 from jaxfused.ops.sparse.coordinates import Coordinates, coordinates
 from jaxfused.ops.sparse.sparse_products_xla import dense_copy, repeatable_product
-from jaxfused.runtime import cuda_library
 from tests.support import eight_devices
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -293,7 +292,7 @@ GPU_CASES = [(1, "float32"), (7, "float32"), (24, "bfloat16"), (24, "float32"), 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(cuda_library.why_unavailable() is not None, reason="needs the CUDA library")
+@pytest.mark.usefixtures("built_library")
 @pytest.mark.parametrize("columns, dtype", GPU_CASES)
 def test_on_a_gpu(columns, dtype):
     """Compares small integers, whose sums are exact."""
@@ -310,7 +309,7 @@ def test_on_a_gpu(columns, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(cuda_library.why_unavailable() is not None, reason="needs the CUDA library")
+@pytest.mark.usefixtures("built_library")
 @pytest.mark.parametrize("depth, dtype", [(50, "float32"), (9001, "bfloat16"), (9016, "float16")])
 def test_entries_in_order_on_a_gpu(depth, dtype):
     """Padding, negative rows and columns beyond the matrix are in neither the product nor the copy."""
@@ -340,7 +339,7 @@ def test_entries_in_order_on_a_gpu(depth, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(cuda_library.why_unavailable() is not None, reason="needs the CUDA library")
+@pytest.mark.usefixtures("built_library")
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_rows_without_entries_are_zero_on_a_gpu(count):
     """The kernel reads groups of entries, and a row without any reads none of another row."""
