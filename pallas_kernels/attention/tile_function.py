@@ -398,6 +398,10 @@ class _Values:
         self.decisive = _decisive(jaxpr)
         self.parts: dict[Any, Part] = {}
         self.floats: dict[Any, Part] = {}
+        # Each is computed once a variable: a program may use one in many places.
+        self.known_axes = {var: given.axes for var, given in given.items()}
+        self.known_bounds: dict[Any, tuple[int, int] | None] = {}
+        self.known_exact: dict[Any, bool] = {}
 
     def of(self, var: Any) -> Part:
         if isinstance(var, Literal):
@@ -412,9 +416,10 @@ class _Values:
     def axes(self, var: Any) -> tuple[int, ...]:
         if isinstance(var, Literal):
             return ()
-        if var in self.given:
-            return self.given[var].axes
-        return tuple(sorted({axis for v in self.equations[var].invars for axis in self.axes(v)}))
+        if var not in self.known_axes:
+            used = self.equations[var].invars
+            self.known_axes[var] = tuple(sorted({axis for v in used for axis in self.axes(v)}))
+        return self.known_axes[var]
 
     def computed(self, eqn: Any) -> Part:
         name, out = eqn.primitive.name, eqn.outvars[0].aval.dtype
@@ -483,15 +488,17 @@ class _Values:
         """Returns what a program adds to the score, as terms of query and key; None if inseparable."""
         found = Separated([], [])
         score, query, key, *_ = self.given
-        var = self.result
+        var, carriers = self.result, {score}
+        for out, eqn in self.equations.items():
+            if any(not isinstance(given, Literal) and given in carriers for given in eqn.invars):
+                carriers.add(out)
         while var is not score:
             eqn = self.equations[var]
             if eqn.primitive.name not in ("add", "add_any", "sub"):
                 (var,) = eqn.invars
                 continue
-            is_first = not isinstance(eqn.invars[0], Literal) and self.leads_to(
-                eqn.invars[0], score
-            )
+            first = eqn.invars[0]
+            is_first = not isinstance(first, Literal) and first in carriers
             var, other = eqn.invars if is_first else eqn.invars[::-1]
             terms = self.separate(other, tile, query, key)
             if terms is None:
@@ -503,11 +510,6 @@ class _Values:
             origin = Part(tile.query_start.astype(jnp.float32) * found.origins, ())
             found.by_query.append(lambda: origin)
         return found
-
-    def leads_to(self, var: Any, score: Any) -> bool:
-        if isinstance(var, Literal) or var in self.given:
-            return var is score
-        return any(self.leads_to(given, score) for given in self.equations[var].invars)
 
     def separate(self, var: Any, tile: Any, query: Any, key: Any) -> Separated | None:
         """Returns a variable as a sum of terms of the query and of the key; None if inseparable."""
@@ -560,11 +562,15 @@ class _Values:
             return int(var.val), int(var.val)
         if var in self.given:
             return self.given[var].bounds
-        eqn = self.equations[var]
+        if var not in self.known_bounds:
+            self.known_bounds[var] = self.bounds_of_result(self.equations[var])
+        return self.known_bounds[var]
+
+    def bounds_of_result(self, eqn: Any) -> tuple[int, int] | None:
         name = eqn.primitive.name
         if name in _OF_SHAPES or name in ("copy", "stop_gradient"):
             return self.bounds(eqn.invars[0])
-        if eqn.primitive.name not in _OF_INTEGERS:
+        if name not in _OF_INTEGERS:
             return None
         of_inputs = [self.bounds(v) for v in eqn.invars if v.aval.dtype == jnp.int32]
         if any(b is None for b in of_inputs) or len(of_inputs) != len(eqn.invars):
@@ -580,7 +586,9 @@ class _Values:
             return False
         if isinstance(var, Literal) or var in self.given:
             return True
-        return all(self.is_exact(v) for v in self.equations[var].invars)
+        if var not in self.known_exact:
+            self.known_exact[var] = all(map(self.is_exact, self.equations[var].invars))
+        return self.known_exact[var]
 
     def as_float(self, var: Any) -> Part:
         """Returns an integer that `is_exact` in float32, computed from converted inputs."""

@@ -17,9 +17,8 @@ from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.runtime.checks import as_array, check_floating, check_shape
 
 
-def validate(query, key, value, bias, sinks) -> None:
+def validate(query, key, value, bias, sinks, op: str = "dot_product_attention") -> None:
     """Checks the shapes and dtypes of the arrays."""
-    op = "dot_product_attention"
     check_floating(op, {"bias": bias, "sinks": sinks})
     if not jnp.issubdtype(query.dtype, jnp.integer):
         check_floating(op, {"query": query})
@@ -87,7 +86,7 @@ def mask_of(
         )
     limits = Limits(
         bool(is_causal),
-        _window(local_window_size),
+        window_of(op, local_window_size),
         _lengths("key_value_seq_lengths", key_lengths, batch, key_length),
         *_segments(query_segments, key_segments, batch, query_length, key_length),
     )
@@ -273,14 +272,15 @@ def scale_of(scale: Any, head_size: int, logits_shape: tuple[int, ...]) -> float
     return float(scale)
 
 
-def _window(size: Any) -> tuple[int, int] | None:
+def window_of(op: str, size: Any) -> tuple[int, int] | None:
+    """Checks a `local_window_size` and returns its two sides, or None without a window."""
     if size is None:
         return None
     sides = size if isinstance(size, Sequence) else (size, size)
     if len(sides) != 2 or any(not isinstance(side, Integral) or side < 0 for side in sides):
         raise ValueError(
-            f"dot_product_attention: local_window_size is {size!r}, but it counts the keys to the left"
-            " and to the right of a query; pass a whole number from 0 up, or two."
+            f"{op}: local_window_size is {size!r}, but it counts the keys to the left and to the right"
+            " of a query; pass a whole number from 0 up, or two."
         )
     left, right = sides
     return int(left), int(right)
@@ -377,15 +377,7 @@ def _segments(
     query_segments: Any, key_segments: Any, batch: int, query_length: int, key_length: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the ids of queries and keys as int32; 64-bit ids are replaced by their ranks."""
-    wide = [
-        a.dtype == np.int64 for a in (query_segments, key_segments) if isinstance(a, np.ndarray)
-    ]
-    if len(wide) == 2 and any(wide):
-        # The ids are ranked in 64 bits, because JAX would keep their lower 32.
-        _, ranks = np.unique([*query_segments.flat, *key_segments.flat], return_inverse=True)
-        of_queries, of_keys = np.split(ranks.astype(np.int32), [query_segments.size])
-        query_segments = of_queries.reshape(query_segments.shape)
-        key_segments = of_keys.reshape(key_segments.shape)
+    query_segments, key_segments = ranked(query_segments, key_segments)
     queries = _integers("query_segment_ids", query_segments, (batch, query_length))
     keys = _integers("key_value_segment_ids", key_segments, (batch, key_length))
     if queries is None or keys is None:
@@ -395,6 +387,21 @@ def _segments(
         _, ranks = jnp.unique(both, return_inverse=True, size=both.size)
         queries, keys = jnp.split(ranks.reshape(both.shape), [query_length], axis=1)
     return queries.astype(jnp.int32), keys.astype(jnp.int32)
+
+
+def ranked(*ids: Any) -> tuple[Any, ...]:
+    """Returns segment ids; if all are NumPy's and some have 64 bits, their ranks among all of them.
+
+    JAX would keep the lower 32 bits, or `as_array` the nearest numbers of 32.
+    """
+    if not all(isinstance(a, np.ndarray) and a.dtype.kind in "iu" for a in ids):
+        return ids
+    if all(a.dtype.itemsize <= 4 for a in ids):
+        return ids
+    # Python's integers, because NumPy's int64 and uint64 together become floats.
+    _, ranks = np.unique([n for a in ids for n in a.ravel().tolist()], return_inverse=True)
+    parts = np.split(ranks.astype(np.int32), np.cumsum([a.size for a in ids])[:-1])
+    return tuple(part.reshape(a.shape) for part, a in zip(parts, ids, strict=True))
 
 
 def _integers(name: str, array: Any, shape: tuple[int, ...]) -> jax.Array | None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
 from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.ops.attention.attention_arguments import ranked, validate, window_of
 from jaxfused.runtime import dropout_arguments, sharding
 from jaxfused.runtime.checks import as_arrays, python_numbers
 from jaxfused.runtime.dropout import Bits, dropout_seeds
@@ -121,8 +122,10 @@ def context_parallel_attention(
     https://arxiv.org/abs/2309.14509; the zigzag order: Brandon et al., "Striped Attention", 2023,
     https://arxiv.org/abs/2311.09431, and the public code that followed it.
     """
+    if segment_ids is not None:
+        [segment_ids] = ranked(segment_ids)
     query, key, value, segment_ids, sinks = as_arrays(query, key, value, segment_ids, sinks)
-    _check(query, key, value, segment_ids, layout, method)
+    _check(query, key, value, segment_ids, sinks, layout, method)
     seeds = None
     words = dropout_arguments.dropout_words(_OP, dropout_rate, dropout_key)
     if words is not None:
@@ -132,7 +135,7 @@ def context_parallel_attention(
         layout,
         scale,
         is_causal,
-        local_window_size,
+        window_of(_OP, local_window_size),
         logits_soft_cap,
         dropout_rate,
         implementation,
@@ -192,7 +195,7 @@ class _Options:
     layout: Layout
     scale: float | None
     is_causal: bool
-    window: int | tuple[int, int] | None
+    window: tuple[int, int] | None
     soft_cap: float | None
     dropout_rate: float
     implementation: dispatch.Implementation | None
@@ -227,7 +230,7 @@ class _Operands(NamedTuple):
     """Seeds [2, B, N] of dropout, of the whole batch and all heads outside of `jax.shard_map`."""
 
 
-def _check(query, key, value, segment_ids, layout, method) -> None:
+def _check(query, key, value, segment_ids, sinks, layout, method) -> None:
     for name, given, known in (("layout", layout, Layout), ("method", method, Method)):
         if given is not None and given not in get_args(known):
             raise ValueError(
@@ -244,10 +247,13 @@ def _check(query, key, value, segment_ids, layout, method) -> None:
             f"{_OP}: query has {query.shape[1]} tokens and key {key.shape[1]}, but both are of the same"
             " sequence; pass as many."
         )
-    if segment_ids is not None and segment_ids.shape != query.shape[:2]:
+    validate(query, key, value, None, sinks, _OP)
+    if segment_ids is None:
+        return
+    if segment_ids.shape != query.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(
-            f"{_OP}: segment_ids has shape {segment_ids.shape}, but query has {query.shape[:2]} of"
-            " sequences and tokens; pass one for each token."
+            f"{_OP}: segment_ids has shape {segment_ids.shape} and dtype {segment_ids.dtype}, but query"
+            f" has {query.shape[:2]} of sequences and tokens; pass an integer for each token."
         )
 
 
@@ -569,7 +575,7 @@ def _reach(options: _Options, tokens: int) -> int:
     window = options.window
     if options.layout != "contiguous" or window is None:
         return last
-    left, right = (window, window) if isinstance(window, int) else window
-    if left < 0 or (right != 0 and not options.is_causal):
+    left, right = window
+    if right != 0 and not options.is_causal:
         return last
     return min(last, -(-left // tokens))

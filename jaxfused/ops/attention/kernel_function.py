@@ -99,6 +99,8 @@ class Division:
         self.letters = dict(zip(jaxpr.invars, letters, strict=True))
         self.reasons: list[str] = []
         self.read: list[Any] = []
+        self._visited: set[Any] = set()
+        self._computed: dict[Any, bool] = {}
 
     @functools.cached_property
     def dependences(self) -> dict[Any, frozenset[str]]:
@@ -114,17 +116,20 @@ class Division:
         """True if kernels can compute a variable from the indices of query and key alone."""
         if isinstance(var, Literal) or self.letters.get(var) in ("q", "k"):
             return True
-        eqn = self.equations.get(var)
-        return (
-            eqn is not None
-            and why_not_on_tiles(eqn) is None
-            and all(map(self.is_computed, eqn.invars))
-        )
+        if var not in self._computed:
+            eqn = self.equations.get(var)
+            self._computed[var] = (
+                eqn is not None
+                and why_not_on_tiles(eqn) is None
+                and all(map(self.is_computed, eqn.invars))
+            )
+        return self._computed[var]
 
     def visit(self, var: Any) -> None:
         """Collects the variables that kernels load to compute `var`, and reasons why they cannot."""
-        if isinstance(var, Literal) or var in self.read:
+        if isinstance(var, Literal) or var in self._visited:
             return
+        self._visited.add(var)
         on = self.dependences[var]
         eqn = self.equations.get(var)
         if self.letters.get(var) in ("s", "q", "k"):

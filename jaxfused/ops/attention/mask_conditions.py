@@ -18,6 +18,7 @@ from jaxfused.ops.attention.kernel_function import Division
 
 _SWAPPED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt", "eq": "eq"}
 _UNLIMITED = 2**29
+_LINEAR = ("neg", "add", "sub", "convert_element_type", "copy")
 _Linear = tuple[int, int, int]
 
 
@@ -140,7 +141,7 @@ def _linear(division: Division, var: Any) -> _Linear | None:
     if letter is not None:
         return {"q": (1, 0, 0), "k": (0, 1, 0)}.get(letter)
     eqn = division.equations.get(var)
-    if eqn is None:
+    if eqn is None or eqn.primitive.name not in _LINEAR:
         return None
     sums = [linear for given in eqn.invars if (linear := _linear(division, given)) is not None]
     if len(sums) < len(eqn.invars):
@@ -150,7 +151,7 @@ def _linear(division: Division, var: Any) -> _Linear | None:
         return _sum((0, 0, 0), sums[0], -1)
     if name in ("add", "sub"):
         return _sum(sums[0], sums[1], 1 if name == "add" else -1)
-    return sums[0] if name in ("convert_element_type", "copy") else None
+    return sums[0]
 
 
 def _sum(one: _Linear, other: _Linear, sign: int) -> _Linear:

@@ -264,15 +264,18 @@ def test_devices_run_kernels_and_no_program_uses_multicast(with_library, method)
 
 
 def test_one_device():
-    q, k, v, *_ = arrays()
+    q, k, v, *_, ids, _ = arrays()
+    # Ids that differ in the upper bits of 64, and a window as a list.
+    ids = 2 ** (33 + np.asarray(ids, np.int64))
+    options = dict(is_causal=True, local_window_size=[9, 0])
+    segments = dict(query_segment_ids=ids, key_value_segment_ids=ids)
+    expected = jaxfused.dot_product_attention(q, k, v, **segments, **options)
     with jax.set_mesh(jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))):
         for method in METHODS:
             y = jaxfused.context_parallel_attention(
-                q, k, v, axis_name="context", method=method, is_causal=True
+                q, k, v, axis_name="context", method=method, segment_ids=ids, **options
             )
-            np.testing.assert_allclose(
-                y, jaxfused.dot_product_attention(q, k, v, is_causal=True), atol=1e-5
-            )
+            np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +288,11 @@ def test_one_device():
         (dict(layout="ring"), r"layout='ring' is not known; pass one of"),
         (dict(segment_ids=jnp.ones((B, 3), int)), r"segment_ids has shape \(2, 3\)"),
         (dict(value=jnp.ones((T, K, H))), r"value has shape .*pass one of 4 axes"),
+        (dict(sinks=jnp.ones(N - 1)), rf"sinks has shape \({N - 1},\), but query has {N} heads"),
+        (
+            dict(local_window_size=[1, 2, 3]),
+            r"parallel_attention: local_window_size is \[1, 2, 3\]",
+        ),
     ],
 )
 def test_messages(change, message):

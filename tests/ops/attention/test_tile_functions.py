@@ -242,6 +242,27 @@ def test_a_quotient_that_is_compared_is_not_a_product_with_the_inverse():
     np.testing.assert_array_equal(allowed, (q - k >= 41) | (q - k >= k + 1))
 
 
+def test_values_that_are_used_twice_are_visited_once():
+    """Visiting a value for each of its uses would take 2^60 steps for these 30 rounds."""
+    size = 8
+    tile = types.SimpleNamespace(
+        shape=(size, size), query_axis=0, numbers=lambda axis: jnp.arange(size, dtype=jnp.int32)
+    )
+
+    def mask(b, h, q, k):
+        x, y = q.astype(jnp.uint32), k.astype(jnp.uint32)
+        for _ in range(30):
+            x = x + y
+            y = ((y << 13) | (y >> 19)) ^ x
+        return (y & 3) == 0
+
+    function = traced("mask_mod", mask)
+    conditions(function)
+    allowed = kernel_function(function, "mask_mod").function(tile, (), (size, size))
+    zero, index = jnp.int32(0), np.arange(size, dtype=np.int32)
+    np.testing.assert_array_equal(allowed, mask(zero, zero, index[:, None], index[None]))
+
+
 def test_arrays_within_a_custom_derivative_are_left_to_xla():
     half = put(0.5, jnp.float32)
 

@@ -68,7 +68,7 @@ class NeighborhoodMask(AttentionMask):
         set_field(self, "shape", (math.prod(self.grid),) * 2)
         for name, value in {"window": window, "dilation": dilation}.items():
             set_field(self, name, self._of_axes(name, value, lambda n: is_count(n, 1), int))
-        flags = self._of_axes("is_causal", is_causal, lambda flag: flag in (False, True), bool)
+        flags = self._of_axes("is_causal", is_causal, _is_flag, bool)
         set_field(self, "is_causal", flags)
         for n, w, d in zip(self.grid, self.window, self.dilation, strict=True):
             if w * d > n:
@@ -81,7 +81,8 @@ class NeighborhoodMask(AttentionMask):
         raise AssertionError("__init__ replaces it")
 
     def _of_axes(self, name: str, value: Any, fits: Any, kind: Any) -> tuple[Any, ...]:
-        values = tuple(value) if isinstance(value, Sequence) else (value,) * len(self.grid)
+        is_list = isinstance(value, Sequence | np.ndarray) and np.ndim(value) == 1
+        values = tuple(value) if is_list else (value,) * len(self.grid)
         if len(values) != len(self.grid) or not all(fits(v) for v in values):
             one = "one whole number from 1 up" if kind is int else "True or False"
             raise ValueError(
@@ -131,3 +132,7 @@ class NeighborhoodMask(AttentionMask):
             some &= (last_key >= first_query - w * d) & (first_key <= last_query + w * d)
             outer = stride
         return Bounds(some, False)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_ | int) and value in (False, True)

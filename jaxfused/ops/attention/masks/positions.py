@@ -136,10 +136,16 @@ class ChunkedCausalMask(AttentionMask):
         check_count(self, "chunk_size", "counts the tokens of a chunk")
 
     def allowed(self, query: Index, key: Index) -> Any:
-        return (query // self.chunk_size == key // self.chunk_size) & (query >= key)
+        size = self._size
+        return (query // size == key // size) & (query >= key)
+
+    @property
+    def _size(self) -> int:
+        """Tokens of a chunk, limited to a number that JAX can divide by in 32 bits."""
+        return min(self.chunk_size, _FARTHEST)
 
     def bounds(self, spans: Spans) -> Bounds:
-        first_query, last_query, first_key, last_key = (x // self.chunk_size for x in spans)
+        first_query, last_query, first_key, last_key = (x // self._size for x in spans)
         some = (spans.last_query >= spans.first_key) & (last_query >= first_key)
         some &= last_key >= first_query
         every = (spans.first_query >= spans.last_key) & (first_query == last_query)
@@ -179,7 +185,11 @@ class DilatedMask(AttentionMask):
         return LocalMask(self.shape, (left, right), self.offset)
 
     def allowed(self, query: Index, key: Index) -> Any:
-        on_grid = (query + self.offset % self.dilation - key) % self.dilation == 0
+        # The distance to the nearest key of a query's grid, limited so that JAX adds it in 32 bits.
+        half = self.dilation // 2
+        nearest = (self.offset + half) % self.dilation - half
+        nearest = min(max(nearest, -_FARTHEST // 2), _FARTHEST // 2)
+        on_grid = (query + nearest - key) % min(self.dilation, _FARTHEST) == 0
         return on_grid & self._window.allowed(query, key)
 
     def bounds(self, spans: Spans) -> Bounds:
@@ -298,7 +308,8 @@ class RandomBlocksMask(AttentionMask):
         return _drawn_blocks(rows, columns, self.blocks, self.seed)
 
     def allowed(self, query: Index, key: Index) -> Any:
-        return looked_up(self._table, query // self.block_size, key // self.block_size)
+        size = min(self.block_size, _FARTHEST)
+        return looked_up(self._table, query // size, key // size)
 
     def bounds(self, spans: Spans) -> Bounds:
         sums = np.pad(np.cumsum(np.cumsum(self._table, axis=0), axis=1), ((1, 0), (1, 0)))
