@@ -48,6 +48,10 @@ else
 PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-$(JAX_VERSION)
 endif
+DOCS_INSTALLED := $(INSTALLED:%=%-docs)
+
+# Compiling all modules of all packages takes as long as installing them; Python compiles what it imports.
+PIP_INSTALL := -m pip install --quiet --no-compile
 
 # pip cannot see a GPU, so the extra that brings JAX's CUDA plugin is chosen here.
 EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo test)
@@ -156,7 +160,7 @@ test-gpu: $(INSTALLED) $(if $(NVCC),ffi)
 bench: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTHON) -m benchmarks
 
-docs: $(INSTALLED)
+docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 
 fuzz: $(INSTALLED) $(if $(NVCC),ffi)
@@ -201,15 +205,20 @@ clean:
 $(VENV)/.installed-$(JAX_VERSION): pyproject.toml
 	$(BASE_PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
-	$(PYTHON) -m pip install --quiet scikit-build-core
-	$(PYTHON) -m pip install --quiet --no-build-isolation -C wheel.cmake=false \
+	$(PYTHON) $(PIP_INSTALL) scikit-build-core
+	$(PYTHON) $(PIP_INSTALL) --no-build-isolation -C wheel.cmake=false \
 	  -e '.[$(EXTRAS)]' 'jax==$(JAX_VERSION)'
+	touch $@
+
+# Half of the files of the whole environment, which only `make docs` reads.
+$(VENV)/.installed-$(JAX_VERSION)-docs: $(VENV)/.installed-$(JAX_VERSION)
+	$(PYTHON) $(PIP_INSTALL) --no-build-isolation -C wheel.cmake=false -e '.[docs]' 'jax==$(JAX_VERSION)'
 	touch $@
 
 $(ADOPTION_VENV)/.installed-$(JAX_VERSION): pyproject.toml
 	$(BASE_PYTHON) -m venv $(ADOPTION_VENV)
 	rm -f $(ADOPTION_VENV)/.installed-*
-	$(ADOPTION_VENV)/bin/python -m pip install --quiet scikit-build-core
-	$(ADOPTION_VENV)/bin/python -m pip install --quiet --no-build-isolation -C wheel.cmake=false \
+	$(ADOPTION_VENV)/bin/python $(PIP_INSTALL) scikit-build-core
+	$(ADOPTION_VENV)/bin/python $(PIP_INSTALL) --no-build-isolation -C wheel.cmake=false \
 	  -e '.[adoption]' 'jax==$(JAX_VERSION)'
 	touch $@

@@ -23,6 +23,10 @@ from tests.support.calls import have_library
 os.environ["NPROC"] = "64"
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+# Most objects are freed by their reference counts, and cycles may wait: collecting and tracing make
+# millions of small objects.
+gc.set_threshold(100_000, 20, 20)
+
 # Draws are the same in every run, however slow: a commit fails or passes by what it changes.
 hypothesis.settings.register_profile(
     "same_draws",
@@ -101,14 +105,9 @@ LIBRARY_ASKED = pytest.StashKey[int]()
 
 
 def pytest_collection_finish(session):
-    """Exempts imported objects from garbage collection, because they live until the end.
-
-    Most objects of tests are freed by their reference counts, and cycles may wait: tracing makes
-    millions of small objects.
-    """
+    """Exempts imported objects from garbage collection, because they live until the end."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
     session.config.stash[LIBRARY_ASKED] = cuda_library.why_unavailable.cache_info().misses
 
 

@@ -4,28 +4,40 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
 
 import jaxfused
+from tests.support.arrays import put
 
-X, IMAGES = jnp.ones((4, 8)), jnp.ones((2, 6, 6, 8))
-W, KERNEL = jnp.ones((8, 8)), jnp.ones((3, 3, 8, 8))
-HEADS = jnp.ones((2, 4, 2, 8))
-CLASSES = jnp.zeros(4, jnp.int32)
-QUANTIZED = jaxfused.quantize(W)
-WINDOWS = jaxfused.quantize(jnp.ones((72, 8)))
-BLOCKS = jaxfused.BlockSparse.from_dense(jnp.ones((32, 64)), 32)
+
+def ones(*shape):
+    return put(np.ones(shape, np.float32))
+
+
+X, IMAGES = ones(4, 8), ones(2, 6, 6, 8)
+W, KERNEL = ones(8, 8), ones(3, 3, 8, 8)
+HEADS = ones(2, 4, 2, 8)
+CLASSES = put(np.zeros(4, np.int32))
+QUANTIZED, WINDOWS, BLOCKS, SPARSE24 = jax.jit(
+    lambda w, windows, blocks: (
+        jaxfused.quantize(w),
+        jaxfused.quantize(windows),
+        jaxfused.BlockSparse.from_dense(blocks, 32, count=2),
+        jaxfused.Sparse24.from_dense(w),
+    )
+)(W, ones(72, 8), ones(32, 64))
 _RAGGED = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 CALLS = {
     "avg_pool": ((IMAGES, 2), {}),
     "batch_norm": ((IMAGES,), {}),
-    "batched_lora": ((X, W[None], W[None], jnp.zeros(4, int)), {}),
-    "block_sparse_matmul": ((jnp.ones((4, 32)), BLOCKS), {}),
+    "batched_lora": ((X, W[None], W[None], CLASSES), {}),
+    "block_sparse_matmul": ((ones(4, 32), BLOCKS), {}),
     "conv": ((IMAGES, KERNEL), {}),
     "conv_transpose": ((IMAGES, KERNEL), {}),
     "dot_product_attention": ((HEADS, HEADS, HEADS), {}),
-    "expert_mlp": ((X, X[:, :1], jnp.zeros((4, 1), int), W[None], W[None], W[None]), {}),
+    "expert_mlp": ((X, X[:, :1], CLASSES[:, None], W[None], W[None], W[None]), {}),
     "fake_quantize": ((W,), {}),
     "fold_batch_norm": ((W,), dict(mean=X[0], var=X[0])),
     "gated_mlp": ((X, W, W, W), {}),
@@ -34,49 +46,49 @@ CALLS = {
     "layer_norm": ((X,), {}),
     "linear": ((X, W), {}),
     "linear_softmax_cross_entropy": ((X, W, CLASSES), {}),
-    "load_balancing_loss": ((X, jnp.zeros((4, 1), int)), {}),
+    "load_balancing_loss": ((X, CLASSES[:, None]), {}),
     "max_pool": ((IMAGES, 2), {}),
     "mlp": ((X, W, None, W), {}),
-    "qkv_projection": ((X[None], jnp.ones((8, 24))), dict(heads=2)),
+    "qkv_projection": ((X[None], ones(8, 24)), dict(heads=2)),
     "quantize": ((W,), {}),
     "quantize_rows": ((X,), {}),
     "quantized_conv": ((IMAGES, WINDOWS), dict(kernel_size=3)),
     "quantized_matmul": ((X, QUANTIZED), {}),
-    "ragged_dot": ((X, W[None], jnp.full(1, 4)), {}),
-    "ragged_dot_general": ((X, W[None], jnp.full(1, 4), _RAGGED), {}),
-    "ragged_mlp": ((X, W[None], W[None], W[None], jnp.full(1, 4)), {}),
+    "ragged_dot": ((X, W[None], put([4], np.int32)), {}),
+    "ragged_dot_general": ((X, W[None], put([4], np.int32), _RAGGED), {}),
+    "ragged_mlp": ((X, W[None], W[None], W[None], put([4], np.int32)), {}),
     "rms_norm": ((X,), {}),
     "rope": ((HEADS, HEADS), {}),
     "sample": ((X, CLASSES), {}),
     "router": ((X, 2), {}),
-    "sampled_matmul": ((X, jnp.ones((8, 8)), BCOO.fromdense(jnp.ones((4, 8)))), {}),
+    "sampled_matmul": ((X, ones(8, 8), BCOO.fromdense(ones(4, 8))), {}),
     "segmentation_loss": ((X, CLASSES), {}),
-    "sigmoid_cross_entropy": ((X, jnp.zeros((4, 8))), {}),
+    "sigmoid_cross_entropy": ((X, put(np.zeros((4, 8), np.float32))), {}),
     "softmax_cross_entropy": ((X, CLASSES), {}),
     "prune24": ((W,), {}),
-    "sparse24_matmul": ((X, jaxfused.Sparse24.from_dense(W)), {}),
+    "sparse24_matmul": ((X, SPARSE24), {}),
     "sparse_matmul": ((BCOO.fromdense(X), W), {}),
     "spatial_pyramid_pool": ((IMAGES, (1, 2)), {}),
     "upsample": ((IMAGES, 2), {}),
     "blur_pool": ((IMAGES, 2), {}),
-    "carafe": ((IMAGES, jnp.ones((*IMAGES.shape[:3], 9))), dict(kernel_size=3)),
-    "deform_conv": ((IMAGES, KERNEL, jnp.ones((*IMAGES.shape[:3], 18))), {}),
+    "carafe": ((IMAGES, ones(*IMAGES.shape[:3], 9)), dict(kernel_size=3)),
+    "deform_conv": ((IMAGES, KERNEL, ones(*IMAGES.shape[:3], 18)), {}),
     "pixel_shuffle": ((IMAGES, 2), {}),
     "pixel_unshuffle": ((IMAGES, 2), {}),
     "resize": ((IMAGES, 3), {}),
 }
 WRONG = [
-    jnp.ones(()),
-    jnp.ones(3),
-    jnp.ones((5, 7)),
-    jnp.ones((2, 6, 6, 5)),
-    jnp.ones((2, 6, 6, 8), int),
-    jnp.ones(3, int),
+    ones(),
+    ones(3),
+    ones(5, 7),
+    ones(2, 6, 6, 5),
+    put(np.ones((2, 6, 6, 8), np.int32)),
+    put(np.ones(3, np.int32)),
 ]
 WRONG_OPTIONS = dict(
     activation="swish",
     axis=9,
-    bias=jnp.ones(3),
+    bias=ones(3),
     cotangent="some",
     dropout_rate=2.0,
     dtype="int3",
@@ -96,10 +108,10 @@ WRONG_OPTIONS = dict(
     precision="fp8",
     padding_mode="white",
     reduction="median",
-    residual=jnp.ones((1, 3)),
-    scale=jnp.ones((5, 7)),
+    residual=ones(1, 3),
+    scale=ones(5, 7),
     strides=0,
-    weights=jnp.ones(9),
+    weights=ones(9),
     window=0,
 )
 

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from sklearn.datasets import load_digits
 
 from jaxfused import optim
 from jaxfused.optim import eight_bit
@@ -244,6 +243,8 @@ def test_a_seed_has_32_bits(seed):
 
 def losses(tx, dtype, rounding_seed, steps):
     """Trains a small network on real digits, with noise so that the loss does not vanish."""
+    from sklearn.datasets import load_digits  # takes more than a second to import
+
     digits = load_digits()
     images, labels = put(digits.data / 16, jnp.float32), put(digits.target)
     sizes = [(64, 256), (256, 256), (256, 10)]
