@@ -147,31 +147,7 @@ def forward(
     config = config or candidates(shape, logits, multiprocessors)[0]
     packing = Packing.of(shape)
     kernel = SplitForward(shape, query.dtype, logits, config, packing, *config.columns(shape))
-    packed = packing.operands(operands).padded(WGMMA_ROWS, config.key_block)
-    packed = packed._replace(sinks=None, query_lengths=operands.query_lengths)
-    optional, tree = jax.tree.flatten(packed)
-
-    def run(q_gmem, k_gmem, v_gmem, *refs, **shared):
-        *refs, out_gmem, lse_gmem = refs
-        ops = jax.tree.unflatten(tree, refs)
-        heads = (Heads(q_gmem), Heads(k_gmem), Heads(v_gmem))
-        kernel(Cta(heads, ops, (out_gmem, lse_gmem), shared))
-
-    parts = plgpu.kernel(
-        run,
-        out_type=kernel.results(),
-        scratch_types=kernel.memory(),
-        grid=(kernel.ctas,),
-        grid_names=("cta",),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="attention_split_forward",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(packing.queries(query), key, value, *optional)
-    outs, lses = parts
-    outs = outs.reshape(-1, config.splits, packing.rows, shape.value_size)
-    finish = only_part if config.splits == 1 else merge
-    return finish(outs, lses, operands, shape, query.dtype, logits)
+    return kernel.merged(*kernel.launch(query, key, value, operands), operands)
 
 
 class Cta(NamedTuple):
@@ -218,6 +194,43 @@ class SplitForward:
     packing: Packing
     head: Columns
     value: Columns
+    kernel_name = "attention_split_forward"
+    warpgroups = 1
+
+    def launch(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the output and the log-sum-exp over each part of the keys, as `results` says."""
+        packed = self.packing.operands(operands).padded(WGMMA_ROWS, self.config.key_block)
+        packed = packed._replace(sinks=None, query_lengths=operands.query_lengths)
+        optional, tree = jax.tree.flatten(packed)
+
+        def run(q_gmem, k_gmem, v_gmem, *refs, **shared):
+            *refs, out_gmem, lse_gmem = refs
+            ops = jax.tree.unflatten(tree, refs)
+            heads = (Heads(q_gmem), Heads(k_gmem), Heads(v_gmem))
+            self(Cta(heads, ops, (out_gmem, lse_gmem), shared))
+
+        return plgpu.kernel(
+            run,
+            out_type=self.results(),
+            scratch_types=self.memory(),
+            grid=(self.ctas,),
+            grid_names=("cta",),
+            num_threads=self.warpgroups,
+            thread_name="wg",
+            kernel_name=self.kernel_name,
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+        )(self.packing.queries(query), key, value, *optional)
+
+    def merged(
+        self, outs: jax.Array, lses: jax.Array, operands: Operands
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (out [B, T, N, V], lse [B, N, R]) from those of the parts."""
+        splits = self.config.splits
+        outs = outs.reshape(-1, splits, self.packing.rows, self.shape.value_size)
+        finish = only_part if splits == 1 else merge
+        return finish(outs, lses, operands, self.shape, self.dtype, self.logits)
 
     @property
     def out_dtype(self) -> Any:

@@ -22,8 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands
-from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
-from pallas_kernels.attention.merge_splits import merge, only_part
+from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Matrix, ceil_to
 from pallas_kernels.attention.packing import Packing
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.softmax import Softmax, across
@@ -120,31 +119,8 @@ def forward(
     sharing = shape.key_heads // given.key_heads
     columns = config.columns(shape)
     kernel = _WideForward(shape, query.dtype, logits, config, packing, *columns, sharing)
-    packed = packing.operands(operands).padded(WGMMA_ROWS, config.key_block)
-    packed = packed._replace(sinks=None, query_lengths=operands.query_lengths)
-    optional, tree = jax.tree.flatten(packed)
-
-    def run(q_gmem, k_gmem, v_gmem, *refs, **shared):
-        *refs, out_gmem, lse_gmem = refs
-        ops = jax.tree.unflatten(tree, refs)
-        heads = (Heads(q_gmem), Heads(k_gmem), Heads(v_gmem))
-        kernel(Cta(heads, ops, (out_gmem, lse_gmem), shared))
-
-    outs, lses = plgpu.kernel(
-        run,
-        out_type=kernel.results(),
-        scratch_types=kernel.memory(),
-        grid=(kernel.ctas,),
-        grid_names=("cta",),
-        num_threads=_HALVES,
-        thread_name="wg",
-        kernel_name="attention_wide_forward",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(packing.queries(query), key, value, *optional)
-    outs = outs[:, : packing.rows, : shape.value_size]
-    outs = outs.reshape(-1, config.splits, packing.rows, shape.value_size)
-    finish = only_part if config.splits == 1 else merge
-    return finish(outs, lses, operands, shape, query.dtype, logits)
+    outs, lses = kernel.launch(query, key, value, operands)
+    return kernel.merged(outs[:, : packing.rows, : shape.value_size], lses, operands)
 
 
 @dataclass(frozen=True)
@@ -154,6 +130,8 @@ class _WideForward(SplitForward):
     sharing: int = 1
     """How many heads of `shape.key_heads` read the same head of K and V: the group's query heads if a
     tile has rows of one head (above 64 queries), else 1."""
+    kernel_name = "attention_wide_forward"
+    warpgroups = _HALVES
 
     def memory(self) -> dict[str, Any]:
         block, stages, dtype = self.config.key_block, self.config.stages, self.dtype
