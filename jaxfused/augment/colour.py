@@ -18,9 +18,6 @@ class _OneStep(Pointwise):
 
     op: Op
 
-    def __post_init__(self) -> None:
-        check_share(type(self).__name__, "p", self.p)
-
     def operations(self) -> Steps:
         return ((self.op,),)
 
@@ -70,7 +67,6 @@ class ColorJitter(Pointwise):
             raise ValueError(f"{op}: hue is {self.hue}, but it is turns; pass -0.5 to 0.5.")
         if self.order not in ("random", "fixed"):
             raise ValueError(f"{op}: order={self.order!r} is not known; pass 'random' or 'fixed'.")
-        check_share(op, "p", self.p)
 
     def _used(self) -> list[tuple[Op, Any]]:
         """Returns the operations that may change an image, each with the range of its parameter."""
@@ -125,7 +121,6 @@ class RandomGamma(_OneStep):
         op = type(self).__name__
         limits = pair(op, "gamma", self.gamma, around=None, least=1e-3)
         object.__setattr__(self, "gamma", limits)
-        check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         drawn = jnp.exp(uniform(key, *(math.log(limit) for limit in self.gamma)))
@@ -173,7 +168,6 @@ class _OfLevels(_OneStep):
             raise ValueError(
                 f"{op}: {self.number} is {value}, but {self.rule}; pass 0 to {self.most}."
             )
-        check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         return jnp.array([getattr(self, self.number)], jnp.float32)
@@ -280,7 +274,6 @@ class RandomErasing(_Erasing):
         object.__setattr__(self, "scale", pair(op, "scale", self.scale, around=None, least=0))
         object.__setattr__(self, "ratio", pair(op, "ratio", self.ratio, around=None, least=1e-3))
         check_share(op, "scale's larger number", self.scale[1])
-        check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         keys = jax.random.split(key, 4)
@@ -316,7 +309,6 @@ class Cutout(_Erasing):
 
     def __post_init__(self) -> None:
         check_count(type(self).__name__, "size", self.size)
-        check_share(type(self).__name__, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         keys = jax.random.split(key)

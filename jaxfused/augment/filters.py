@@ -10,7 +10,6 @@ from jaxfused.augment.transform import (
     Blurring,
     Drawn,
     Filter,
-    check_share,
     pair,
     transform,
     uniform,
@@ -46,7 +45,6 @@ class GaussianBlur(Blurring):
         object.__setattr__(self, "kernel_size", sizes)
         sigma = (self.sigma, self.sigma) if isinstance(self.sigma, float) else self.sigma
         object.__setattr__(self, "sigma", pair(op, "sigma", sigma, around=None, least=1e-6))
-        check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         return uniform(key, *self.sigma)  # type: ignore[misc]
@@ -88,7 +86,6 @@ class RandomAdjustSharpness(Blurring):
         limits = (factor, factor) if isinstance(factor, float) else factor
         limits = pair(op, "sharpness_factor", limits, around=None, least=0)
         object.__setattr__(self, "sharpness_factor", limits)
-        check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         return uniform(key, *self.sharpness_factor)  # type: ignore[misc]
@@ -126,7 +123,6 @@ class GaussianNoise(Filter):
         op = type(self).__name__
         sigma = (self.sigma, self.sigma) if isinstance(self.sigma, float) else self.sigma
         object.__setattr__(self, "sigma", pair(op, "sigma", sigma, around=None, least=0))
-        check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         own, amount = jax.random.split(key)

@@ -115,7 +115,6 @@ class RandomAffine(Geometric):
             )
         for share in translate:
             check_share(op, "translate", share)
-        check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         keys = jax.random.split(key, 6)
@@ -166,7 +165,6 @@ class RandomRotation(Geometric):
     def __post_init__(self) -> None:
         op = type(self).__name__
         object.__setattr__(self, "degrees", pair(op, "degrees", self.degrees, around=0, least=None))
-        check_share(op, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         return uniform(key, *self.degrees)  # type: ignore[misc]
@@ -187,9 +185,6 @@ class RandomQuarterTurn(Geometric):
 
     p: float = 1.0
     any_interpolation: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_share(type(self).__name__, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         return 90 * whole(key, jnp.float32(4))
@@ -232,7 +227,6 @@ class RandomPerspective(Geometric):
 
     def __post_init__(self) -> None:
         check_share(type(self).__name__, "distortion_scale", self.distortion_scale)
-        check_share(type(self).__name__, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         """Draws the corners (x, y) of the result: top left, top right, bottom right, bottom left."""
@@ -306,7 +300,6 @@ class ElasticTransform(Geometric):
             raise ValueError(
                 f"ElasticTransform: sigma is {self.sigma}, but it is a width; pass a positive number."
             )
-        check_share(type(self).__name__, "p", self.p)
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         return key
@@ -334,9 +327,6 @@ class RandomHorizontalFlip(Geometric):
     upright: ClassVar[bool] = True
     any_interpolation: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_share(type(self).__name__, "p", self.p)
-
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         return matrix([[-1, 0, size[1] - 1], [0, 1, 0], [0, 0, 1]])
 
@@ -354,9 +344,6 @@ class RandomVerticalFlip(Geometric):
     p: float = 0.5
     upright: ClassVar[bool] = True
     any_interpolation: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_share(type(self).__name__, "p", self.p)
 
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         return matrix([[1, 0, 0], [0, -1, size[0] - 1], [0, 0, 1]])

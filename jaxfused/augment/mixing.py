@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxfused.augment.transform import Mixing, check_share, transform, whole
+from jaxfused.augment.transform import Mixing, transform, whole
 from jaxfused.runtime.checks import check_count
 
 
@@ -22,7 +22,6 @@ class _Beta(Mixing):
                 f"{op}: alpha is {self.alpha}, but it is a parameter of the beta distribution; pass a"
                 " positive number."
             )
-        check_share(op, "p", self.p)
         if self.num_classes is not None:
             check_count(op, "num_classes", self.num_classes)
 

@@ -155,12 +155,15 @@ class Mixing(Part):
 
 @dataclass_transform(frozen_default=True)
 def transform[T](cls: type[T]) -> type[T]:
-    """Makes a class a frozen dataclass, whose fields are checked by their annotations and are finite."""
+    """Makes a class a frozen dataclass whose fields are checked.
+
+    They have the types of their annotations and are finite, and a probability `p` is from 0 to 1.
+    """
     made: Any = dataclass(frozen=True)(cls)
     finish = made.__post_init__
 
     @functools.wraps(finish)
-    def with_finite_numbers(self: Any) -> None:
+    def checked(self: Any) -> None:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             if isinstance(value, list):
@@ -169,9 +172,11 @@ def transform[T](cls: type[T]) -> type[T]:
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, float):
                     check_finite(type(self).__name__, name, number)
+            if name == "p":
+                check_share(type(self).__name__, name, value)
         finish(self)
 
-    made.__post_init__ = with_finite_numbers
+    made.__post_init__ = checked
     return python_number_fields(made)
 
 
