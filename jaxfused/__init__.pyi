@@ -63,9 +63,7 @@ from jaxfused.ops.quantize.quantize import fake_quantize as fake_quantize
 from jaxfused.ops.quantize.quantize import quantize as quantize
 from jaxfused.ops.quantize.quantize import quantize_rows as quantize_rows
 from jaxfused.ops.quantized.quantized_matmul import quantized_matmul as quantized_matmul
-from jaxfused.ops.rope.rope import axial_rope_tables as axial_rope_tables
 from jaxfused.ops.rope.rope import rope as rope
-from jaxfused.ops.rope.rope import rope_tables as rope_tables
 from jaxfused.ops.rope.rope_config import rope_from_config as rope_from_config
 from jaxfused.ops.rope.rope_scaling import DynamicNTKRope as DynamicNTKRope
 from jaxfused.ops.rope.rope_scaling import LinearRope as LinearRope
@@ -75,6 +73,8 @@ from jaxfused.ops.rope.rope_scaling import NTKRope as NTKRope
 from jaxfused.ops.rope.rope_scaling import ProportionalRope as ProportionalRope
 from jaxfused.ops.rope.rope_scaling import RopeScaling as RopeScaling
 from jaxfused.ops.rope.rope_scaling import YarnRope as YarnRope
+from jaxfused.ops.rope.rope_tables import axial_rope_tables as axial_rope_tables
+from jaxfused.ops.rope.rope_tables import rope_tables as rope_tables
 from jaxfused.ops.sampling.sample import sample as sample
 from jaxfused.ops.sampling.top_log_probs import LogProbs as LogProbs
 from jaxfused.ops.serving.append_to_pages import append_to_pages as append_to_pages

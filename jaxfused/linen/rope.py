@@ -6,6 +6,7 @@ from flax import linen
 from jaxfused.dispatch import Implementation
 from jaxfused.ops.rope import rope
 from jaxfused.ops.rope.rope_scaling import RopeScaling
+from jaxfused.ops.rope.rope_tables import rope_tables
 from jaxfused.runtime.checks import python_number_fields
 
 
@@ -65,4 +66,4 @@ class RotaryEmbedding(linen.Module):
     def tables(self, positions: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
         """Returns cosines and sines that rotate heads of `head_size` features; see `rope_tables`."""
         rotary_dim = head_size if self.rotary_dim is None else self.rotary_dim
-        return rope.rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)
+        return rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)

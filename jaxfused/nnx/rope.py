@@ -6,6 +6,7 @@ from flax import nnx
 from jaxfused.dispatch import Implementation
 from jaxfused.ops.rope import rope
 from jaxfused.ops.rope.rope_scaling import RopeScaling
+from jaxfused.ops.rope.rope_tables import rope_tables
 from jaxfused.runtime.checks import python_numbers
 
 
@@ -74,4 +75,4 @@ class RotaryEmbedding(nnx.Module):
     def tables(self, positions: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
         """Returns cosines and sines that rotate heads of `head_size` features; see `rope_tables`."""
         rotary_dim = head_size if self.rotary_dim is None else self.rotary_dim
-        return rope.rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)
+        return rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)

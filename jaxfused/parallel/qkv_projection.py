@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfused import dispatch
 from jaxfused.ops.linear import qkv_projection_xla
 from jaxfused.ops.linear.linear import linear
-from jaxfused.ops.rope.rope import check_tables
+from jaxfused.ops.rope.rope_tables import check_tables
 from jaxfused.parallel.placement import Placement, check_rows
 from jaxfused.parallel.products import Options, gathered_product
 from jaxfused.runtime.checks import (

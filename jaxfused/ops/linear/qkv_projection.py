@@ -16,7 +16,8 @@ from jaxfused.ops.linear import linear_xla, qkv_projection_xla
 from jaxfused.ops.linear.linear import check_affine
 from jaxfused.ops.linear.qkv_projection_stages import Forward, InputGradient, Options, operand_axes
 from jaxfused.ops.linear.weight_gradient import weight_and_bias_gradients, weight_gradients
-from jaxfused.ops.rope.rope import check_tables, rope, ungrouped
+from jaxfused.ops.rope.rope import rope, ungrouped
+from jaxfused.ops.rope.rope_tables import check_tables
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import (

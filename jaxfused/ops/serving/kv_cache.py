@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
 from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
-from jaxfused.ops.rope.rope import check_tables
+from jaxfused.ops.rope.rope_tables import check_tables
 from jaxfused.ops.serving import append_stages, cache_stages, new_tokens
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
