@@ -17,7 +17,8 @@ from jaxfused.ops.conv.conv_input import ConvInput, as_array
 from jaxfused.ops.norm import batch_norm
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.runtime.promotion import along_last_axis
-from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, assembled, of_each_column
+from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, assembled
+from jaxfused.runtime.scale_groups import of_each_column
 
 Norm = Literal["batch_norm", "group_norm"]
 

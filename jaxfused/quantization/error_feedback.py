@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.runtime import rounding
-from jaxfused.runtime.quantized_array import spread
+from jaxfused.runtime.scale_groups import spread
 
 _BLOCK = 128
 """Input features in a block, after which one product spreads the block's errors over all later ones."""

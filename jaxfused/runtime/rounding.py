@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxfused.runtime import resharding
 from jaxfused.runtime.packing import pack_int4, pack_words
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.quantized_array import FORMATS, Layout, QuantizedArray, assembled, spread
+from jaxfused.runtime.quantized_array import FORMATS, Layout, QuantizedArray, assembled
+from jaxfused.runtime.scale_groups import spread
 from jaxfused.runtime.shapes import split_axis
 
 

@@ -25,9 +25,10 @@ from jaxfused.runtime.checks import (
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import LeftToXla, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled, of_each_column
+from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled
 from jaxfused.runtime.roofline import is_modelled
 from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.scale_groups import of_each_column
 from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window

@@ -19,8 +19,9 @@ from jaxfused.runtime.checks import as_arrays, check_floating
 from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled, of_each_column
+from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled
 from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.scale_groups import of_each_column
 from jaxfused.runtime.stated_gradient import stated_gradient
 from jaxfused.runtime.vmap import OneByOne
 from pallas_kernels.gemm import grouped_quantized

@@ -12,15 +12,8 @@ from jaxfused.ops.quantize.quantize_codes import CODE_FORMATS, quantize_codes
 from jaxfused.runtime import resharding, rounding
 from jaxfused.runtime.checks import check_floating, check_shape, python_numbers
 from jaxfused.runtime.packing import WORD_BLOCK
-from jaxfused.runtime.quantized_array import (
-    FORMATS,
-    LAYOUTS,
-    Layout,
-    QuantizedArray,
-    blocks_that_fit_too,
-    is_group_size,
-    scale_fits,
-)
+from jaxfused.runtime.quantized_array import FORMATS, LAYOUTS, Layout, QuantizedArray
+from jaxfused.runtime.scale_groups import blocks_that_fit_too, is_group_size, scale_fits
 
 
 @python_numbers

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.runtime.packing import pack_codes
-from jaxfused.runtime.quantized_array import CODEBOOKS, Layout, QuantizedArray, assembled, spread
+from jaxfused.runtime.quantized_array import CODEBOOKS, Layout, QuantizedArray, assembled
+from jaxfused.runtime.scale_groups import spread
 from jaxfused.runtime.shapes import split_axis
 
 

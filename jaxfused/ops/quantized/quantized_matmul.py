@@ -18,13 +18,9 @@ from jaxfused.runtime.checks import as_arrays, check_activation, check_floating,
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.other_arrays import converted, is_of_qwix
-from jaxfused.runtime.quantized_array import (
-    FORMATS,
-    QuantizedArray,
-    as_operand,
-    of_each_column,
-)
+from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, as_operand
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.scale_groups import of_each_column
 from pallas_kernels.gemm import quantized as pallas_quantized
 
 

@@ -19,7 +19,8 @@ from jaxfused.runtime.activation import activate
 from jaxfused.runtime.packing import WORD_BLOCK
 from jaxfused.runtime.product_xla import explicit_mesh, product, sum_written_rows
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
-from jaxfused.runtime.quantized_array import QuantizedArray, assembled, of_each_column, spread
+from jaxfused.runtime.quantized_array import QuantizedArray, assembled
+from jaxfused.runtime.scale_groups import of_each_column, spread
 from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.stated_gradient import stated_gradient
 

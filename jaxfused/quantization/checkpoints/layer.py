@@ -17,7 +17,8 @@ from jaxfused.ops.quantized.quantized_matmul import quantized_matmul
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays
 from jaxfused.runtime.packing import WORD_BLOCK, pack_codes, pack_int4, pack_words
-from jaxfused.runtime.quantized_array import Layout, QuantizedArray, of_each_column
+from jaxfused.runtime.quantized_array import Layout, QuantizedArray
+from jaxfused.runtime.scale_groups import of_each_column
 from jaxfused.runtime.serialization import serializable
 
 

@@ -16,7 +16,8 @@ import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import QuantizedArray, dispatch
 from jaxfused.runtime.packing import pack_words
-from jaxfused.runtime.quantized_array import FORMATS, of_each_column
+from jaxfused.runtime.quantized_array import FORMATS
+from jaxfused.runtime.scale_groups import of_each_column
 from pallas_kernels.gemm import quantized
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 from pallas_kernels.gemm.quantized import Packed
