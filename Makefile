@@ -138,7 +138,8 @@ test-adoption: $(ADOPTION_VENV)/.installed-$(JAX_VERSION)
 	JAX_PLATFORMS=cpu $(ADOPTION_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 	  $(wildcard tests/adoption/of_*.py)
 
-# Each of tests/formats/write_*.py says in its first line which packages it needs. FORMATS=gguf hqq runs two.
+# Each of tests/formats/write_*.py says in its first line what it needs beside NumPy and safetensors, which
+# written.py imports. FORMATS=gguf hqq runs two.
 FORMATS ?= $(patsubst tests/formats/write_%.py,%,$(wildcard tests/formats/write_*.py))
 test-formats: $(INSTALLED) $(FORMATS:%=build/formats/%.written)
 	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(JOBS) tests/formats/of_formats.py
@@ -146,7 +147,7 @@ test-formats: $(INSTALLED) $(FORMATS:%=build/formats/%.written)
 # AutoGPTQ has no wheel for Python 3.12, and its build asks for torch unless told to leave its kernels out.
 build/formats/%.written: tests/formats/write_%.py tests/formats/written.py
 	$(BASE_PYTHON) -m venv build/formats/$*
-	BUILD_CUDA_EXT=0 build/formats/$*/bin/python -m pip install --quiet safetensors $$(sed -n '1s/# requires: //p' $<)
+	BUILD_CUDA_EXT=0 build/formats/$*/bin/python -m pip install --quiet numpy safetensors $$(sed -n '1s/# requires: //p' $<)
 	JAX_PLATFORMS=cpu PYTHONPATH=tests/formats build/formats/$*/bin/python $< build/formats/written
 	touch $@
 

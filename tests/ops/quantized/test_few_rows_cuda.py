@@ -14,6 +14,7 @@ from benchmarks.without_gpu.target import H200
 from jaxfused import QuantizedArray, dispatch
 from jaxfused.ops.quantized.quantized_gated_unit import gated_unit
 from jaxfused.runtime.activation import ACTIVATIONS
+from pallas_kernels import hopper
 from tests.cases.quantized_matmul import Layer
 from tests.ops.quantized.test_quantized_kernels import Codes
 from tests.support.choices import chosen
@@ -144,6 +145,15 @@ def test_what_does_not_fit_is_left_to_others(built):
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(request):
+    """Skips a GPU's test where the kernel is not: other kernels multiply there."""
+    if not request.node.get_closest_marker("gpu"):
+        return
+    if reason := hopper.why_unfit(dispatch.current_device().compute_capability):
+        pytest.skip(reason)
 
 
 @pytest.mark.gpu
