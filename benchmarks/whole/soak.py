@@ -63,6 +63,8 @@ class Symbols:
     def bytes_of(self, token: int) -> bytes:
         return chr(_FIRST_SYMBOL + token).encode()
 
+    name_of = bytes_of
+
 
 @dataclass
 class Asked:

@@ -22,6 +22,7 @@ class _Token(NamedTuple):
     """A token with its log-probabilities."""
 
     data: bytes
+    """Bytes that stand for the token in the list; of a control token, none are in the text."""
     start: int
     """Number of characters of the answer before the token."""
     log_prob: float
@@ -57,8 +58,10 @@ class Choice:
         self.index, self.text = index, text
         self._asked, self._tokenizer = asked, tokenizer
         self._stream = Stream(asked.stops)
-        prompt = b"".join(map(tokenizer.bytes_of, text.prompt)) if asked.echo else b""
-        self._unsent = prompt.decode(errors="replace")
+        prompt = asked.prompts[index // asked.answers] if asked.echo else ""
+        if not isinstance(prompt, str):
+            prompt = b"".join(map(tokenizer.bytes_of, prompt)).decode(errors="replace")
+        self._unsent = prompt
         self._begin = len(self._unsent)
         self.count = 0
         """Number of tokens passed to `add`; after a stop string, `text.tokens` may hold more."""
@@ -74,7 +77,8 @@ class Choice:
         else:
             data = self._tokenizer.bytes_of(token)
             if self._asked.log_probs is not None:
-                self._held.append(self._with_log_probs(data, self.text.log_probs[self.count]))
+                name = self._tokenizer.name_of(token)
+                self._held.append(self._with_log_probs(name, self.text.log_probs[self.count]))
             new = stream.add(data)
         self.count += token is not None
         is_over = token is None or stream.is_stopped
@@ -87,7 +91,7 @@ class Choice:
     def _with_log_probs(self, data: bytes, found: TokenLogProbs) -> _Token:
         start = self._begin + self._stream.length + self._stream.held
         pairs = zip(found.top_tokens, found.top, strict=True)
-        top = [(self._tokenizer.bytes_of(token), _finite(value)) for token, value in pairs]
+        top = [(self._tokenizer.name_of(token), _finite(value)) for token, value in pairs]
         return _Token(data, start, _finite(found.chosen), top[: self._asked.log_probs])
 
     def _finish(self) -> str:

@@ -73,8 +73,13 @@ def say(
     engine.submit(text)
     while engine.is_busy:
         for _, token in engine.step():
+            if token < 0:
+                raise ExampleError(
+                    "the model's logits must be finite, but those after"
+                    f" {len(prompt) + len(times)} tokens are not; pass another --dtype or --model."
+                )
             times.append(time.perf_counter())
-            answer.append(stream.add(tokenizer.bytes_of(token)) if token >= 0 else "")
+            answer.append(stream.add(tokenizer.bytes_of(token)))
             print(answer[-1], end="", flush=True)
     answer.append(stream.end())
     print(answer[-1])

@@ -105,6 +105,8 @@ class Family:
     every: int | None = None
     """Layers in a period, of which all but the last have a window; read where a file has no layer_types.
     None for families without a period."""
+    windows_without_rope: bool = False
+    """True if layers without a rotary embedding have a window; read where a file has no layer_types."""
     more: frozenset[str] = frozenset()
     """Keys that only this family has."""
 
@@ -115,8 +117,6 @@ _ATTENTION_CAP, _FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 _USED = frozenset(
     {
         _WINDOW,
-        _ATTENTION_CAP,
-        _FINAL_CAP,
         "attention_bias",
         "head_dim",
         "hidden_act",
@@ -131,19 +131,13 @@ _USED = frozenset(
         "num_attention_heads",
         "num_hidden_layers",
         "num_key_value_heads",
-        "query_pre_attn_scalar",
         "rms_norm_eps",
-        "sliding_window_pattern",
-        "_sliding_window_pattern",
         "tie_word_embeddings",
         "use_sliding_window",
         "vocab_size",
         # jaxfused.rope_from_config reads these keys.
-        "no_rope_layer_interval",
-        "no_rope_layers",
         "original_max_position_embeddings",
         "partial_rotary_factor",
-        "rope_local_base_freq",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
@@ -225,6 +219,7 @@ _GEMMA = dict(
     query_pre_attn_scalar=256,
     sliding_window=4096,
 )
+_GEMMA_KEYS = frozenset({_ATTENTION_CAP, _FINAL_CAP, "query_pre_attn_scalar"})
 _GEMMA_FIXED = {"use_bidirectional_attention": False}
 _GEMMA_FEATURES = dict(branch_norms=True, scale_offset=1.0)
 
@@ -236,12 +231,17 @@ FAMILIES: Mapping[str, Family] = {
         dict(_QWEN, rope_theta=1e4), fixed={"use_mrope": False}, features=dict(qkv_bias=True)
     ),
     "qwen3": Family(dict(_QWEN, rope_theta=1e4, head_dim=128), features=dict(head_norms=True)),
-    "smollm3": Family(dict(rope_theta=2e6, tie_word_embeddings=True)),
+    "smollm3": Family(
+        dict(use_sliding_window=False, rope_theta=2e6, tie_word_embeddings=True),
+        windows_without_rope=True,
+        more=frozenset({"no_rope_layer_interval", "no_rope_layers"}),
+    ),
     "gemma2": Family(
         dict(_GEMMA, rope_theta=1e4, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
         fixed=_GEMMA_FIXED,
         features=_GEMMA_FEATURES,
         every=2,
+        more=_GEMMA_KEYS,
     ),
     # Gemma 3 files with an image part omit many keys, whose defaults are these.
     "gemma3_text": Family(
@@ -253,8 +253,11 @@ FAMILIES: Mapping[str, Family] = {
             rope_local_base_freq=1e4,
         ),
         fixed=_GEMMA_FIXED,
-        features=dict(_GEMMA_FEATURES, head_norms=True),
+        # Attention of Gemma 3 has no cap: transformers passes attn_logit_softcapping in Gemma 2 alone.
+        features=dict(_GEMMA_FEATURES, head_norms=True, attention_cap=None),
         every=6,
+        more=_GEMMA_KEYS
+        | {"_sliding_window_pattern", "rope_local_base_freq", "sliding_window_pattern"},
     ),
     "gpt_oss": Family(
         dict(
@@ -326,8 +329,10 @@ def read_config(config: Mapping[str, Any]) -> Config:
         )
     head_size = read.size("head_dim", width // heads)
     bias = read.flag("attention_bias")
-    features: dict[str, Any] = dict(qkv_bias=bias, project_bias=bias) | dict(family.features)
-    windows = _windows(read, family.every)
+    features = dict(
+        qkv_bias=bias, project_bias=bias, attention_cap=read.number(_ATTENTION_CAP, None)
+    ) | dict(family.features)
+    windows = _windows(read, family, head_size)
     scalar = read.number("query_pre_attn_scalar", head_size)
     is_gemma = bool(features.get("branch_norms"))
     return Config(
@@ -347,7 +352,6 @@ def read_config(config: Mapping[str, Any]) -> Config:
         is_tied=read.flag("tie_word_embeddings"),
         mlp_bias=read.flag("mlp_bias"),
         embedding_scale=width**0.5 if is_gemma else 1.0,
-        attention_cap=read.number(_ATTENTION_CAP, None),
         final_cap=read.number(_FINAL_CAP, None),
         mixture=_mixture(read) if name == "gpt_oss" else None,
         **features,
@@ -421,17 +425,21 @@ def _check_keys(
             )
 
 
-def _windows(read: _Reader, every: int | None) -> tuple[int | None, ...]:
+def _windows(read: _Reader, family: Family, head_size: int) -> tuple[int | None, ...]:
     """Returns the window of each layer, None for full attention."""
     depth, window = read.size("num_hidden_layers"), read.given.get(_WINDOW)
     has_switch = "use_sliding_window" in read.given or "max_window_layers" in read.given
     if window is None or (has_switch and not read.flag("use_sliding_window")):
         return (None,) * depth
-    kinds = read.given.get("layer_types")
+    kinds, every = read.given.get("layer_types"), family.every
     if kinds is None and every is not None:
-        for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+        # Where a file has both keys, the one without an underscore counts.
+        for key in ("_sliding_window_pattern", "sliding_window_pattern"):
             every = read.size(key, every)
         kinds = [_SLIDING if (i + 1) % every else _FULL for i in range(depth)]
+    elif kinds is None and family.windows_without_rope:
+        ropes = [_rope(read.given, layer, (None,) * depth, head_size) for layer in range(depth)]
+        kinds = [_SLIDING if rope is None else _FULL for rope in ropes]
     elif kinds is None and has_switch:
         first = read.given.get("max_window_layers", 28)
         kinds = [_SLIDING if i >= first else _FULL for i in range(depth)]
@@ -467,6 +475,12 @@ def _rope(
     if options is None:
         return None
     rope = Rope(**options)
+    if rope.rotary_dim != head_size:
+        # transformers ignores the key in these families, where other programs rotate a part of a head.
+        raise ExampleError(
+            f"partial_rotary_factor must be 1, but config.json has one by which {rope.rotary_dim} of"
+            f" {head_size} features of a head are rotated; pass another model."
+        )
     if rope.scaling is not None and rope.scaling.depends_on_length:
         raise ExampleError(
             "the rotation must be the same for texts of all lengths, as a cache keeps rotated keys, but"

@@ -3,7 +3,6 @@
 Source: https://platform.openai.com/docs/api-reference, as the package openai 3.51.0 sends it.
 """
 
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -152,8 +151,10 @@ def _number(given: Mapping[str, Any], name: str) -> float:
     least, most = _NUMBERS[name]
     value = given[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most:
-        raise ExampleError(f"{name} must be a number from {least} to {most}, but is {value!r}.")
+    if not is_number or not least <= value <= most:
+        raise ExampleError(
+            f"{name} must be a number from {least} to {most}, but is {str(value)[:80]}."
+        )
     return float(value)
 
 

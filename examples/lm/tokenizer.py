@@ -22,6 +22,8 @@ NO_TEMPLATE = (
     "conversations need a model with a chat template, but this one has none; pass a plain text to go on"
     " with."
 )
+_ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>")
+"""Control tokens that end a text, as in llama.cpp: older GGUF files name only one of a model's ends."""
 _CONTROL, _USERS = 3, 4
 """Values of a GGUF file's tokenizer.ggml.token_type for control and user-defined tokens."""
 
@@ -112,11 +114,14 @@ class Tokenizer:
             add([added(t) for t, k in zip(tokens, kinds, strict=False) if k == number])
         first, end = fields.get("bos_token_id"), fields.get("eos_token_id")
         ends = {end, fields.get("eot_token_id")} - {None}
+        control = (i for i, kind in enumerate(kinds[: len(tokens)]) if kind == _CONTROL)
+        ends |= {i for i in control if tokens[i] in _ENDS}
         names = {
             key: "" if i is None else tokens[i]
             for key, i in (("bos_token", first), ("eos_token", end))
         }
-        starts = first if fields.get("add_bos_token") else None
+        # Files of Llama 3 leave the key out; llama.cpp goes by the rule for words then.
+        starts = first if fields.get("add_bos_token", pre == "llama-bpe") else None
         return cls(rules, frozenset(ends), starts, fields.get("chat_template"), names)
 
     def encode(self, text: str) -> list[int]:
@@ -151,6 +156,10 @@ class Tokenizer:
         """Returns the UTF-8 bytes that a token adds to a text; none for control tokens."""
         # The embedding may be padded: it then has more rows than the tokenizer has tokens.
         return self._bytes[token] if token < len(self._bytes) else b""
+
+    def name_of(self, token: int) -> bytes:
+        """Returns the bytes that stand for a token in a list of tokens: those of a control token too."""
+        return self.bytes_of(token) or (self.rules.id_to_token(token) or "").encode()
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -213,6 +222,8 @@ class ByteTokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         return bytes([token]) if token < START else b""
+
+    name_of = bytes_of
 
 
 def _of_byte_level(token: str) -> bytes:

@@ -4,6 +4,7 @@ The checkpoint stores linear layers as [out, in], with queries, keys and values 
 kernels are [in, out], and one kernel has the columns of queries, keys and values.
 """
 
+import dataclasses
 import json
 import types
 from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ _WHOLE = {
 """Parameters of a layer that a checkpoint stores in the same shape, and their names there."""
 _ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_OF_TEXT = ("vision_tower.", "multi_modal_projector.")
 _COMPUTED = ("rotary_emb.inv_freq",)
 """Suffixes of ignored arrays of old checkpoints: rope frequencies, which config.json determines."""
@@ -74,7 +76,7 @@ def load_model(
     """
     given = _read_json(directory / "config.json")
     config = read_config(given)
-    if "quantization_config" in given:
+    if given.get("quantization_config") is not None:
         arrays, layers = _open_quantized(directory)
     else:
         arrays, layers = open_safetensors(directory), {}
@@ -98,10 +100,15 @@ def assemble(
       ExampleError: an array is missing, has another shape, or has no place in the model.
     """
     param_dtype = dtype if param_dtype is None else param_dtype
+    arrays, layers = _text_only(arrays), _text_only(layers)
+    if config.is_tied and _HEAD in arrays:
+        # As in transformers: a head that is not the embedding counts, whatever config.json says.
+        embedding = arrays.setdefault(_EMBEDDING, arrays[_HEAD])
+        if not np.array_equal(arrays[_HEAD](), embedding()):
+            config = dataclasses.replace(config, is_tied=False)
     model = nnx.eval_shape(
         lambda: LanguageModel(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
     )
-    arrays, layers = _text_only(arrays), _text_only(layers)
     used: set[str] = set()
     kernels = {}
     for path, layer in nnx.iter_modules(model):
@@ -123,7 +130,7 @@ def assemble(
 
     state = jax.tree_util.tree_map_with_path(parameter, nnx.to_pure_dict(shapes))
     if config.is_tied:
-        used.add("lm_head.weight")
+        used.add(_HEAD)
     if unknown := sorted(name for name in arrays.keys() - used if not name.endswith(_COMPUTED)):
         raise ExampleError(
             f"every array of a checkpoint must have a place in the model, but {unknown[0]!r} has none;"
@@ -204,9 +211,9 @@ def _names(path: str, config: Config) -> tuple[str, ...]:
         table = _LAYER | (_GEMMA_NORMS if config.branch_norms else _NORMS)
         return tuple(f"layers.{layer}.{part}.{ending}" for part in table[name])
     return {
-        "embed": (f"embed_tokens.{ending}",),
+        "embed": (_EMBEDDING,),
         "norm": (f"norm.{ending}",),
-        "head": (f"lm_head.{ending}",),
+        "head": (_HEAD,),
     }[owner[0]]
 
 

@@ -138,6 +138,11 @@ def test_keys_of_transformers_4_are_read(name, older):
     [
         (dict(model_type="phi3"), "must be one of llama.*but config.json has 'phi3'"),
         (dict(num_local_experts=8), "num_local_experts=8, which models of"),
+        (dict(attn_logit_softcapping=9.0), "attn_logit_softcapping=9.0, which models of"),
+        (
+            dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
+            "partial_rotary_factor must be 1, .* 4 of 8 features",
+        ),
         (dict(num_key_value_heads=3), "num_key_value_heads must divide .* 3 and 4"),
         (dict(pruned_heads={"0": [1]}), "pruned_heads=.* computes only {}"),
         (dict(model_type="bert"), "model_type must be one of llama, qwen2, .* but .* 'bert'"),
@@ -191,6 +196,22 @@ def test_gemma_3s_own_files_say_only_what_is_not_the_default():
     assert config.ropes[5] == Rope(256, 1e6, jaxfused.LinearRope(8.0))
 
 
+def test_gemma_3s_attention_has_no_cap():
+    config = ROWS["Gemma 3"].options["config"]
+    found = read_config(config | dict(attn_logit_softcapping=9.0, final_logit_softcapping=3.0))
+    assert (found.attention_cap, found.final_cap) == (None, 3.0)
+    both = dict(layer_types=None, sliding_window_pattern=2, _sliding_window_pattern=6)
+    assert read_config(config | both).windows[:4] == (found.windows[0], None) * 2
+
+
+def test_smollm3s_layers_without_a_rotation_have_its_window():
+    config = ROWS["SmolLM3"].options["config"]
+    on = dict(use_sliding_window=True, sliding_window=4, layer_types=None)
+    found = read_config(config | on)
+    assert [window is not None for window in found.windows] == [r is None for r in found.ropes]
+    assert any(found.windows)
+
+
 def test_qwens_window_is_4096_where_its_file_only_switches_it_on():
     config = {k: v for k, v in ROWS["Qwen3"].options["config"].items() if k != "sliding_window"}
     config = config | dict(use_sliding_window=True, max_window_layers=1, layer_types=None)
@@ -216,6 +237,23 @@ def test_arrays_must_be_those_of_the_config():
             assemble(config, given, dtype=jnp.float32)
 
 
+def test_a_tied_head_is_the_embedding_unless_the_file_has_another():
+    row = ROWS["Gemma 2"]
+    config, arrays = read_config(row.options["config"]), arrays_of(row)
+    assert config.is_tied
+    embedding = arrays["model.embed_tokens.weight"]
+    head = {"lm_head.weight": embedding}
+    alone = {k: read for k, read in arrays.items() if read is not embedding}
+    tokens = jnp.array(row.options["tokens"])[:, :4]
+    other = {"lm_head.weight": lambda: -embedding()}
+    same, swapped, untied = (
+        logits_of(assemble(config, found, dtype=jnp.float32), tokens)
+        for found in (arrays | head, alone | head, arrays | other)
+    )
+    np.testing.assert_array_equal(same, swapped)
+    np.testing.assert_allclose(untied, -same, atol=1e-5)
+
+
 def test_the_decoder_of_a_model_of_text_and_images_is_read():
     row = ROWS["Gemma 3"]
     whole = {"language_model." + name: read for name, read in arrays_of(row).items()}
@@ -228,7 +266,8 @@ def test_the_decoder_of_a_model_of_text_and_images_is_read():
 
 def test_files_of_several_shards_are_read(tmp_path):
     row = ROWS["Qwen2"]
-    (tmp_path / "config.json").write_text(json.dumps(row.options["config"]))
+    config = row.options["config"] | dict(quantization_config=None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     arrays = {name: read() for name, read in arrays_of(row).items()}
     # Of 16 bits NumPy has no dtype of its own.
     arrays |= {"model.norm.weight": arrays["model.norm.weight"].astype(jnp.bfloat16)}

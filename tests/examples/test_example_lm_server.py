@@ -46,6 +46,8 @@ class Letters:
     def bytes_of(self, token):
         return WORDS[token]
 
+    name_of = bytes_of
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -213,12 +215,15 @@ def test_several_prompts_are_answered_in_order(server):
     apart = [
         ask(server, TEXT, body | dict(prompt=p))[1] for p in ("abc", Letters().encode("hello"))
     ]
-    texts = [answer["choices"][0]["text"] for answer in apart]
-    assert [choice["text"] for choice in both["choices"]] == [texts[0]] * 2 + [texts[1]] * 2
-    # What an answer begins with is its prompt, as its tokens say it.
-    assert [text[: len(text) - 5] for text in texts] == [
-        b"".join(map(Letters().bytes_of, Letters().encode(p))).decode() for p in ("abc", "hello")
+    # An answer begins with the prompt as it was sent, or as its tokens say it.
+    prompts = "abc", b"".join(map(Letters().bytes_of, Letters().encode("hello"))).decode()
+    texts = [
+        answer["choices"][0]["text"].removeprefix(p)
+        for p, answer in zip(prompts, apart, strict=True)
     ]
+    assert [len(text) for text in texts] == [5, 5]
+    expected = ["abc" + texts[0]] * 2 + ["hello" + texts[1]] * 2
+    assert [choice["text"] for choice in both["choices"]] == expected
     assert both["usage"]["prompt_tokens"] == 8
     assert both["usage"]["completion_tokens"] == 20
 
@@ -311,6 +316,7 @@ def test_seeds_repeat_an_answer_whatever_else_is_asked(server):
         (chat(max_tokens=10**30), "must be an integer of 64 bits"),
         (chat(temperature=-1), "temperature must be a number from 0 to 2"),
         (chat(temperature=float("nan")), "temperature must be a number"),
+        (chat(temperature=10**400), "temperature must be a number from 0 to 2, but is 1000"),
         (chat(top_p="1"), "top_p must be a number"),
         (chat(seed=True), "seed must be an integer"),
         (chat(stop=["a"] * 17), "at most 16 strings"),
