@@ -109,8 +109,8 @@ class PagedConfig:
         copied = (8,) if sizes.has_scales else (sizes.page_size,)
         head = Columns.of(sizes.head_size, copied)
         query = Columns.in_blocks(sizes.head_size)
-        if head.widths != query.widths and head.swizzled != memory.SWIZZLED_COLUMNS:
-            head = query
+        if head.widths != query.widths and any(w % head.swizzled for w in query.widths):
+            head = query  # One block of keys can only be sliced by whole swizzles.
         return query, head, Columns.of(sizes.value_size, copied, self.key_block)
 
     def shared_bytes(self, sizes: Sizes) -> int:

@@ -160,6 +160,7 @@ CASES = (
         multiprocessors=1,
     ),
     Case("whole rows a CTA", (90, 5, 0), queries=2, is_whole=True),
+    Case("heads of 40", (41, 5), head_size=40, value_size=48, pages_each=4),
 )
 
 
@@ -195,10 +196,11 @@ WIDE = (
         "heads of 256 and 80", (9, 5), 4, head_size=256, value_size=80, page_size=37, pages_each=1
     ),
     *CASES[1:3],
+    CASES[-1],
 )
 
 
-@parametrize("case", WIDE, quick=(0,))
+@parametrize("case", WIDE, quick=(0, 6))
 def test_lowers(case):
     assert kernels(case._replace(multiprocessors=132).run, *case.arrays(jnp.bfloat16)) == KERNELS
 
