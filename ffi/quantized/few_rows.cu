@@ -20,9 +20,9 @@
 namespace {
 
 constexpr int kMaxWarps = 16, kMaxRows = 4;
-constexpr int kStages = 3;                // of a warp's ring
-constexpr int kSharedBytes = 227 * 1024;  // of a thread block
-constexpr int kReservedBytes = 1024;      // of a thread block, by CUDA, before its own
+constexpr int kStages = 3;                // pipeline stages of a warp's ring
+constexpr int kSharedBytes = 227 * 1024;  // shared memory of a thread block
+constexpr int kReservedBytes = 1024;      // what CUDA uses of it, before the kernel's own
 
 struct FewRowsArgs {
   const void* x;                           // [rows, features]
@@ -64,9 +64,9 @@ struct Work {
 };
 
 // A lane's part of a warp's copies: the weights of a step with their scales and zero points, and
-// with the first step of a slice its x. Features beyond the last have x of 0 and the weights of
-// others. If fewer than 16 columns are left, the last step takes the 16 before the end, so that
-// some are computed twice.
+// with the first step of a slice its x. For features beyond the last, x is 0 and the weights are
+// those of earlier features. If fewer than 16 columns are left, the last step takes the last 16, so
+// that some columns are computed twice.
 template <typename Of, int kRows>
 class Copies {
   static constexpr int kLanes = Of::kScaleRow / 16;  // lanes that copy a group's scales
@@ -77,8 +77,8 @@ class Copies {
     to_ = kept(ring + Of::place(work.lane / 8, work.lane % 8));
     to_scale_ = kept(ring + Of::kScales + work.lane * 16);
     to_x_ = kept(ring + kStages * Of::kStage + work.lane * 16);
-    // A pointer advances from w to w2, then to w's next columns. `advances_` is the sum of two
-    // advances, from which the next one follows.
+    // In a gated unit a pointer moves from w to w2 and then to w's next columns, in turn.
+    // `advances_` is the sum of both moves: less the last one, it is the next.
     const bool are_two = args.epilogue.products == kMaxProducts;
     const int64_t stride = int64_t{kUnit} * (args.features / 2);
     advance_ = are_two ? args.values[1] - args.values[0] : stride;
@@ -101,7 +101,7 @@ class Copies {
       if (left_ == args_.epilogue.products && shift_ != 0) move(-shift_);
 #pragma unroll
       for (int pass = 0; pass < 4; ++pass) {
-        // `place` depends on the lower two bits of a column, which 4 `pass` leaves as they are.
+        // The swizzle of `Of::place` reads a column's lower two bits, equal in columns 4 apart.
         async_copy_or_zero<true>(to_ + offset + pass * 4 * kRowBytes, values_[pass], true);
         values_[pass] += advance_;
       }
@@ -177,7 +177,7 @@ class Copies {
   const int8_t* zero_;
 };
 
-// Writes the table of the codebook, for which the block's warps share the upper codes.
+// Writes the table of the codebook's pairs of numbers. Each warp writes those of some upper codes.
 __device__ __forceinline__ void write_table(const FewRowsArgs& args, uint8_t* table,
                                             const Work& work) {
   for (int high = work.warp; high < 16; high += work.warps) {
@@ -313,9 +313,9 @@ Choice choose(FourBits format, int64_t group, int rows) {
   }
 }
 
-// Divides the columns among one block for each SM, and the slices among as many of 16 warps as
-// their shared memory allows. If not even half of the warps fit, there are two blocks for each SM,
-// or more.
+// Divides the columns among one block for each SM, and the slices among up to 16 warps of a block,
+// as many as fit its shared memory. If that is less than half of 16, or of the slices, each SM gets
+// two blocks or more, of fewer columns.
 ffi::Error divide(const Choice& chosen, bool with_table, int multiprocessors, FewRowsArgs* args,
                   Launch* launch) {
   const int slices = (args->features + kSlice - 1) / kSlice;
@@ -326,8 +326,8 @@ ffi::Error divide(const Choice& chosen, bool with_table, int multiprocessors, Fe
     args->most = (args->units + blocks - 1) / blocks * kUnit * products;
     for (int passes = least; passes <= 2 * least; ++passes) {
       const int warps = (slices + passes - 1) / passes;
-      // Copies run kStages steps ahead, and begin to overwrite a slice of x after its registers are
-      // loaded.
+      // Copies run kStages steps ahead, so a warp needs a slot for the x of each slice that begins
+      // within so many steps. Its own slice is in registers, and needs none.
       args->x_slots = std::min(passes, (kStages + steps - 1) / steps);
       args->warp_bytes = kStages * chosen.stage_bytes + args->x_slots * chosen.rows * kXPitch;
       args->behind = with_table ? (kSharedBytes - 2 * kTableBytes) / args->warp_bytes : 0;

@@ -14,11 +14,11 @@
 #include "common/ptx.cuh"
 
 constexpr int kUnit = 16, kSlice = 256;   // columns and features of a step
-constexpr int kRowBytes = kSlice / 2;     // of a column's weights of a slice
-constexpr int kWords = 8;                 // of a column, 8 weights each, that a lane multiplies
+constexpr int kRowBytes = kSlice / 2;     // bytes of a column's weights in a slice
+constexpr int kWords = 8;                 // a lane's words of a column in a slice, 8 weights each
 constexpr int kXPitch = kSlice * 2 + 16;  // bytes from a row of a slice of x to the next
-// The table has both numbers of every byte of two codes, in 16 bits each. A byte's numbers lie once
-// for each lane, so that lanes read different banks, in the first half of 256 bytes.
+// Bytes of the table: 256 for each byte of two codes. The first 128 hold the byte's two numbers, of
+// 16 bits each, once for every lane, so that lanes read different banks.
 constexpr int kTableBytes = 65536;
 
 // Integers without and with zero points; codes of a table with scales in float32 and in E8M0.
@@ -141,7 +141,7 @@ __device__ __forceinline__ float power_of_two(uint32_t exponent) {
   return __uint_as_float(exponent << 23 | (exponent - 1u >= 254u ? 0x00400000u : 0u));
 }
 
-// Returns the value. The compiler cannot compute it again, and so keeps it in a register.
+// Returns the value, in a register: the compiler cannot see how to compute it again at each use.
 __device__ __forceinline__ uint32_t kept(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -37,7 +37,7 @@ struct StartsArgs {
 
 constexpr int kCsrThreads = 128;
 
-// The entries of one row: `first` to `end - 1`, within the entries whatever `starts` says.
+// The entries of one row: `first` to `end - 1`, limited to entries that exist.
 struct RowOfEntries {
   int first;
   int end;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void load_entries(const CsrArgs& args, const RowOfEnt
   }
 }
 
-// Read in place of a row of b by entries that are not the row's or outside of the matrix.
+// Zeros that take the place of a row of b for entries of another row or outside of the matrix.
 __device__ const uint4 csr_zeros = {};
 
 // kTogether: entries whose rows of b are loaded together, a multiple of 4.
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kCsrThreads) csr_rows(CsrArgs args) {
     for (const int k : columns) {
       all_exist = all_exist && static_cast<unsigned>(k) < static_cast<unsigned>(args.depth);
     }
-    // Loads in a branch end before the sums begin; nvcc otherwise puts sums between them.
+    // The branch makes nvcc issue all loads before the sums, instead of sums between them.
     if (all_exist) {
 #pragma unroll
       for (int n = 0; n < kTogether; ++n) {

@@ -350,7 +350,8 @@ def _may_be_array(value: Any, kinds: tuple[type, ...], *, has_others: bool) -> b
     if not isinstance(value, Sequence):
         return QuantizedArray in kinds and is_of_qwix(value)
     try:
-        # Operators take NamedTuples of their own, and clip integers of more than 32 bits.
+        # NamedTuples are an operator's own operands. Integers of more than 32 bits raise OverflowError,
+        # and operators clip them.
         return type(value) not in (list, tuple) or jnp.asarray(value) is not None
     except OverflowError:
         return True

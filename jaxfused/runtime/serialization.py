@@ -39,7 +39,8 @@ def exportable[T](kind: type[T]) -> type[T]:
 
 def _register(register: Callable[..., Any], kind: type, **functions: Any) -> None:
     """Registers a class by its path, which keeps its first class where a module is imported again."""
-    # JAX raises where a path has a class, and cannot take it back: notebooks reload modules.
+    # JAX raises for a path that is registered, as when a notebook reloads the module, and has no way to
+    # register it anew.
     with contextlib.suppress(ValueError):
         register(kind, serialized_name=f"{kind.__module__}.{kind.__qualname__}", **functions)
 

@@ -398,7 +398,7 @@ class _Values:
         self.decisive = _decisive(jaxpr)
         self.parts: dict[Any, Part] = {}
         self.floats: dict[Any, Part] = {}
-        # Each is computed once a variable: a program may use one in many places.
+        # Results by variable, each computed once even if many equations read the variable.
         self.known_axes = {var: given.axes for var, given in given.items()}
         self.known_bounds: dict[Any, tuple[int, int] | None] = {}
         self.known_exact: dict[Any, bool] = {}

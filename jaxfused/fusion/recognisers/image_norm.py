@@ -111,7 +111,7 @@ def find(book: Book, make: Callable[[Node, Match], Site], *, of_batch: bool) -> 
             continue
         found = match(moments, root, of_batch=of_batch)
         if isinstance(found, Match):
-            # A norm of rows that another order of axes precedes: `norm` finds it.
+            # Where it is a norm of rows after a transposition, `norm` finds it.
             if not found.is_of_rows:
                 add(book, root, found, make)
         elif found:

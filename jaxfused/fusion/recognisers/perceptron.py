@@ -101,7 +101,7 @@ def _find_at(products: _Products, first: Projection) -> None:
     branches = [(first, affine), up]
     whole = whole_of([first, up[0]])
     if whole is not None and affine.bias is up[1].bias:
-        # In the one matrix the gate's columns come first, which is the operator's order too.
+        # Gate and up are slices of one matrix with the gate's columns first, as the operator takes it.
         covered |= first.covered | affine.covered | up[0].covered | up[1].covered
         branches = [(whole, Biased(whole.result, affine.bias, frozenset()))]
     if last is not None and _fits(first, last_of(node.out), last):

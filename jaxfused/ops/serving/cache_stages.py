@@ -26,9 +26,9 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.split_keys import SplitForwardConfig
 
 _UNEVEN_KEYS = 16384
-"""Keys that a CTA of `split_keys` reads from which on the CUDA C kernel attends to a plain cache. That
-divides the keys by the lengths of the sequences on the device, and `split_keys` by shapes alone: 82 us
-and 445 for one sequence of 32,768 keys beside 63 of 512 on an H200, 70 and 67 for 64 of 1,016."""
+"""Number of keys for each CTA of `split_keys` from which the CUDA C kernel reads a plain cache instead.
+It divides the keys by the sequences' lengths, on the device, where `split_keys` goes by shapes alone:
+82 us and 445 for one sequence of 32,768 keys beside 63 of 512 on an H200, 70 and 67 for 64 of 1,016."""
 NO_PALLAS = (
     "there is no Pallas kernel that reads a cache in 8 bits or a layer of a stack in place, or divides a"
     " cache by the lengths of its sequences"
@@ -67,9 +67,9 @@ class Arrays(NamedTuple):
         return all(x is None for x in (self.key_scale, self.sequences, self.layer))
 
     def may_be_uneven(self, multiprocessors: int) -> bool:
-        """Returns whether a sequence may be so long that its CTAs would end late if all had as many.
+        """Returns whether one long sequence may take much longer than the others in `split_keys`.
 
-        That is where `dot_product_attention` would split keys by shapes alone into long parts.
+        It has as many CTAs for each sequence, whatever the sequences' lengths.
         """
         batch, tokens, key_heads, group, size = self.query.shape
         places, value_size = self.key.shape[-3], self.value.shape[-1]
@@ -217,8 +217,8 @@ def reads_in_place(arrays: Arrays, options: Options, implementation: str | None)
         return False
     device = dispatch.current_device(arrays.query, arrays.key)
     stage = InCache(options)
-    # The kernel reads all keys again for every 16 rows (queries of the heads that share a key
-    # head); other kernels read them less often.
+    # The kernel reads all keys once for every 16 rows (queries of the heads that share a key head);
+    # other implementations read them less often.
     rows = arrays.query.shape[1] * arrays.query.shape[3]
     if implementation is None and rows > cached_attention_cuda.ROWS_OF_A_READ:
         return False
@@ -226,7 +226,7 @@ def reads_in_place(arrays: Arrays, options: Options, implementation: str | None)
         return False
     if not arrays.are_plain() or implementation == "cuda":
         return True
-    # Without Hopper's kernels none but this one splits the keys of a head.
+    # On other GPUs than Hopper's, this kernel alone divides the keys of a head among CTAs.
     is_other_gpu = hopper.why_unfit(device.compute_capability) is not None
     return is_other_gpu or arrays.may_be_uneven(device.multiprocessors)
 

@@ -57,7 +57,7 @@ class Pools(NamedTuple):
         length = jnp.maximum(lengths, 0)[:, None]
         is_there = is_in_pool(page_indices, self.pages)
         ends = jnp.where(is_there, length, jnp.minimum(length, first[None]))
-        # XLA computes this in one kernel, where the minimum of a reduction's result is another one.
+        # The reduction's initial value limits it to `longest` in one kernel; a minimum would be another.
         longest = jnp.int32(first.size * self.page_size)
         return jax.lax.reduce(ends, longest, jax.lax.min, (1,))
 

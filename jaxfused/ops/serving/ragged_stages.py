@@ -222,7 +222,7 @@ class DecodesAndChunks:
         rows, (batch, number) = arrays.query.shape[0], arrays.table.shape
         sizes = _pages(arrays).sizes(self.options.layout)
         keys = number * sizes.page_size
-        # Single tokens, and a chunk of what is left.
+        # Each sequence has one row, but the last has all rows that are left.
         number = jnp.arange(batch, dtype=jnp.int32)
         end = (number + 1).at[-1].set(rows)
         begin = jnp.maximum(number, end - keys)
@@ -259,7 +259,7 @@ class DecodesAndChunks:
             multiprocessors=device.multiprocessors,
             config=config,
         ).reshape(rows, key_heads, group, -1)
-        # Rows of chunks are left out: they get different indices beyond the last row.
+        # Sequences with chunks get different indices beyond the last row, which `at[].set` drops.
         number = jnp.arange(is_decode.size, dtype=jnp.int32)
         row = jnp.where(is_decode, arrays.begin, rows + number)
         assert of_decodes is not None

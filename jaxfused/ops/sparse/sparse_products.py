@@ -230,7 +230,7 @@ second number is for entries that only the kernel needs sorted, which takes time
 _WITHOUT_TF32 = 7
 """Factor by which a dense float32 product is slower if it may not use TF32."""
 _DENSE = 69
-"""The kernel takes as long as a dense product where 1 in so many elements is an entry (1 in 76 in 16
-bits, 1 in 62 in float32 by TF32)."""
+"""Number of elements for each entry at which the sparse kernel takes as long as a dense product; between
+76 in 16 bits and 62 in float32 by TF32."""
 _COPY = 170
 """Columns of b whose dense product takes as long as the dense copy of the matrix before it."""

@@ -74,8 +74,8 @@ def _by_rows(places: Coordinates, shape: tuple[int, int]) -> tuple[jax.Array, ja
     given = places.rows if places.indices is None else places.indices
     count = 0 if places.indices is None else given.shape[0]
     out = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (shape[0] + 1, count)]
-    # The columns of JAX's [entries, 2] come out of the same kernel: read there by every slice of b,
-    # they would be twice the bytes.
+    # The kernel also copies the columns out of JAX's indices [entries, 2]: the product reads them once
+    # for each slice of b's columns, and beside the rows they would be twice the bytes.
     starts, columns = jax.ffi.ffi_call("jaxfused_csr_starts", out)(given, depth=np.int64(shape[1]))
     return starts, places.columns if places.indices is None else columns
 

@@ -121,14 +121,15 @@ class NeighborhoodMask(AttentionMask):
             stride = outer // n
 
             def positions(first: Any, last: Any, stride: int = stride, outer: int = outer) -> Any:
-                # A span that goes on to the axis' next repetition may have all its positions.
+                # Flat indices visit the axis' positions 0 to n - 1 again and again. A span that goes
+                # beyond one such round may have any of them.
                 is_one = first // outer == last // outer
                 low, high = (x // stride % (outer // stride) for x in (first, last))
                 return np.where(is_one, low, 0), np.where(is_one, high, outer // stride - 1)
 
             first_query, last_query = positions(spans.first_query, spans.last_query)
             first_key, last_key = positions(spans.first_key, spans.last_key)
-            # A window at a border may be on one side of its query, up to its whole size away.
+            # At a border of the grid the whole window, w * d positions, may lie on one side of a query.
             some &= (last_key >= first_query - w * d) & (first_key <= last_query + w * d)
             outer = stride
         return Bounds(some, False)
