@@ -117,12 +117,17 @@ def qkv_projection(
         implementation,
     )
 
-    def of_table(table: jax.Array | None) -> str:
+    def of_table(name: str, table: jax.Array | None) -> str:
         if table is None:
             return ""
-        return ".T-" if table.ndim > 2 else "--"[: table.ndim]
+        if table.ndim < 3:
+            return "--"[: table.ndim]
+        whole = (*x.shape[:-2], *table.shape[-2:])
+        check_shape(_OP, name, table, whole, f"x has shape {x.shape}")
+        return ".T-"
 
-    axes = (".t-", "-f-", "-f-", "-f-", "f-", "f-", "f-", "-", "-", of_table(cos), of_table(sin))
+    tables = (of_table("cos", cos), of_table("sin", sin))
+    axes = (".t-", "-f-", "-f-", "-f-", "f-", "f-", "f-", "-", "-", *tables)
     placement = Placement(_OP, axis_name, sequence_parallel, spec)
     return placement.run(_on_a_device, static, operands, axes, (".Tf-",) * 3)
 

@@ -408,6 +408,10 @@ def test_messages_name_the_callers_shapes(change, message):
         (dict(w_q=jnp.ones((D, N * H))), r"w_q has shape \(8, 64\)"),
         (dict(w_q=jnp.ones((D, 3, H))), "there are 3 query and 8 key heads"),
         (dict(cos=jnp.ones(2), sin=jnp.ones(2)), r"cos has shape \(2,\)"),
+        (
+            dict(cos=jnp.ones((1, T, 2)), sin=jnp.ones((1, T, 2))),
+            rf"pass cos of shape \({B}, {T}, 2\)",
+        ),
     ],
 )
 def test_messages_of_heads(change, message):
