@@ -136,6 +136,25 @@ def test_one_layer_of_tensors():
         from_tensors(named("a", int8()) | named("b", int8()), INT8)
 
 
+@pytest.mark.parametrize("zero", [None, -3])
+@pytest.mark.parametrize("form", ["pack-quantized", "int-quantized"])
+def test_one_scale_and_zero_point_for_a_whole_matrix(form, zero):
+    """As compressed-tensors 0.18.0 writes the strategy "tensor": neither has an axis of outputs."""
+    codes = np.random.default_rng(0).integers(-8, 8, (5, 24)).astype(np.int8)
+    parts = dict(weight_scale=np.array([0.5], np.float32), weight=codes)
+    if zero is not None:
+        parts["weight_zero_point"] = np.array([zero], np.int8)
+    if form == "pack-quantized":
+        words = (parts.pop("weight") + 8).astype(np.uint32).reshape(5, 3, 8) << np.arange(0, 32, 4)
+        parts["weight_packed"] = words.sum(-1).astype(np.uint32).view(np.int32)
+        parts["weight_shape"] = np.array([5, 24])
+    args = dict(num_bits=8 if form == "int-quantized" else 4, type="int", strategy="tensor")
+    groups = {"group_0": dict(targets=["Linear"], weights=args)}
+    config = dict(quant_method="compressed-tensors", format=form, config_groups=groups)
+    weights = from_tensors(parts, config).dequantize().T
+    np.testing.assert_array_equal(weights, 0.5 * (codes.astype(np.float32) - (zero or 0)))
+
+
 def test_permuted_inputs(tmp_path):
     put_files("gptqmodel-order-asym-g32", tmp_path)
     layer = layer_in(tmp_path)

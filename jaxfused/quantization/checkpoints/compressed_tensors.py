@@ -120,10 +120,8 @@ def _packed(parts: Parts, args: Config) -> Build:
     groups, block = _strategy(parts, args, features)
     if block is not None:
         parts.fail("the config has blocks of packed integers, which are not read.")
-    scale = parts.scales("weight_scale", FLOATS, (*stack, None, groups))
-    if scale.shape[-2] not in (1, columns):
-        parts.fail(f"weight_scale has shape {scale.shape}, but there are {columns} outputs.")
-    zeros = _packed_zeros(parts, bits, (*stack, columns, groups))
+    scale = _scale(parts, args, (*stack, columns, groups))
+    zeros = _packed_zeros(parts, args, bits, (*stack, columns, groups))
     size = number(parts, args, ("group_size",)) if groups > 1 else None
     order = _order(parts, features, size)
     bias = parts.bias()
@@ -137,10 +135,33 @@ def _packed(parts: Parts, args: Config) -> Build:
     return build
 
 
-def _packed_zeros(parts: Parts, bits: int, shape: tuple[int, ...]) -> np.ndarray | None:
+def _is_of_tensor(parts: Parts, args: Config, name: str, stack: tuple[int, ...]) -> bool:
+    """Returns whether a tensor is one number for each matrix, which has no axis of outputs."""
+    return args.get("strategy") == "tensor" and parts.arrays[name].shape in (stack, (*stack, 1))
+
+
+def _scale(parts: Parts, args: Config, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns scales [..., F, groups], or [..., 1, groups] where all outputs share them."""
+    *stack, columns, groups = shape
+    scale = parts.scales("weight_scale", FLOATS)
+    if _is_of_tensor(parts, args, "weight_scale", tuple(stack)):
+        return scale.reshape(*stack, 1, 1)
+    parts.take("weight_scale", FLOATS, (*stack, None, groups))
+    if scale.shape[-2] not in (1, columns):
+        parts.fail(f"weight_scale has shape {scale.shape}, but there are {columns} outputs.")
+    return scale
+
+
+def _packed_zeros(
+    parts: Parts, args: Config, bits: int, shape: tuple[int, ...]
+) -> np.ndarray | None:
     if parts.get("weight_zero_point") is None:
         return None
     *stack, columns, groups = shape
+    if _is_of_tensor(parts, args, "weight_zero_point", tuple(stack)):
+        # One number is not packed: it is that of signed integers.
+        zero = parts.take("weight_zero_point", ("int8",)).astype(np.int16) + 2 ** (bits - 1)
+        return zero.astype(np.uint8).reshape(*stack, 1, 1)
     rows = -(-columns * bits // 32)
     packed = parts.take("weight_zero_point", ("int32",), (*stack, rows, groups)).view(np.uint32)
     padded = _whole_runs(np.swapaxes(packed, -1, -2), bits, np)
@@ -176,12 +197,11 @@ def _values(parts: Parts, args: Config) -> Build:
         return plan_of_scales(parts, "weight_scale", block, dtypes)
     if block is not None:
         parts.fail("the config has blocks with zero points, which are not read.")
-    scale = parts.scales("weight_scale", FLOATS, (*values.shape[:-2], None, groups))
-    if scale.shape[-2] not in (1, values.shape[-2]):
-        parts.fail(f"weight_scale has shape {scale.shape}, but the weights {values.shape}.")
+    scale = _scale(parts, args, (*values.shape[:-1], groups))
     zeros = parts.get("weight_zero_point")
     if zeros is not None:
-        zeros = parts.take("weight_zero_point", ("int8",), scale.shape)
+        shape = parts.arrays["weight_scale"].shape
+        zeros = parts.take("weight_zero_point", ("int8",), shape).reshape(scale.shape)
     size = number(parts, args, ("group_size",)) if groups > 1 else None
     bias = parts.bias()
 
