@@ -55,6 +55,15 @@ def by_hand(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", p, v)
 
 
+def shifted_before(q, k, v):
+    """Attention of lucidrains' models, whose logits lose their maximum before the softmax."""
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * H**-0.5, k, v))
+    logits = jnp.where(causal(), jnp.einsum("bhid,bhjd->bhij", q, k), -1e10)
+    logits = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    p = jax.nn.softmax(logits, axis=-1)
+    return jnp.einsum("bhij,bhjd->bhid", p, v).transpose(0, 2, 1, 3)
+
+
 def merged_heads(q, k, v):
     """Attention with one axis for batch and heads, as in the first Transformers."""
     q, k, v = (x.swapaxes(1, 2).reshape(B * N, -1, H) for x in (q, k, v))
@@ -105,6 +114,7 @@ SPELLINGS = {
     "times_reciprocal": with_softmax(times_reciprocal),
     "bhtd": bhtd,
     "by_hand": by_hand,
+    "shifted_before": shifted_before,
     "merged_heads": merged_heads,
     "capped": capped,
     "flax": nn.dot_product_attention,
@@ -344,6 +354,39 @@ def test_exponentials_that_overflow_give_the_softmax():
 def test_exponentials_over_something_else_are_left_with_a_reason(change):
     f = with_softmax(lambda logits: change(jnp.exp(logits)))
     assert_left_alone(f, *qkv("float32"), because="divided by their sum alone")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_with_a_bias_are_scaled_together(dtype):
+    """Transformer-XL's and Shaw's relative positions are added before the scale."""
+
+    def f(q, k, v, r):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.einsum("bthd,tsd->bhts", q, r)
+        logits = jnp.where(causal(), logits / np.sqrt(H + 1), -1e9)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    args = (*qkv(dtype), normal(3, T, S, H, dtype=dtype))
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+
+
+@pytest.mark.parametrize("lengths", [(6, 4), (6, 0)])
+def test_logits_are_scaled_after_a_mask(lengths):
+    """GPT-J masks first."""
+
+    def f(q, k, v, number=None):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k)
+        number = jnp.finfo(logits.dtype).min if number is None else number
+        logits = jnp.where(of_padding(lengths)[:, None, None], logits, number) / np.sqrt(H + 1)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    def added(q, k, v):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k)
+        mask = jnp.where(of_padding(lengths)[:, None, None], 0.0, -1e36)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax((logits + mask) * 0.3), v)
+
+    for g in (f, added):
+        assert_fuses(g, *qkv("float32"), into={"dot_product_attention": 1})
+    assert_left_alone(partial(f, number=-1e9), *qkv("float32"), because="may come near")
 
 
 @pytest.mark.parametrize("is_shifted", [False, True])

@@ -54,6 +54,12 @@ def of_one_row_for_each_token(x, w, b, labels=LABELS):
     return optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
 
 
+def of_scaled_logits(x, w, b, labels=LABELS):
+    """Log-probabilities of labels at a temperature; Cohere and Granite scale their logits likewise."""
+    logits = wide(x @ w.astype(x.dtype) + b.astype(x.dtype)) / 0.7
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+
+
 def args(dtype):
     return normal(0, 2, 3, 8, dtype=dtype), normal(1, 8, 20), normal(2, 20)
 
@@ -68,6 +74,7 @@ def args(dtype):
         by_gathering,
         of_the_next_token,
         of_one_row_for_each_token,
+        of_scaled_logits,
     ],
 )
 def test_the_loss_of_a_product(loss, dtype):

@@ -105,6 +105,24 @@ def test_a_bias_may_follow_a_reshape_of_the_features():
     assert "linear(bias, relu)" in str(fusion(f, *args))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_activation_or_a_residual_may_follow_a_reshape(dtype):
+    def images(z, w, b):
+        """Returns the first images of a generator."""
+        return jax.nn.relu((z.reshape(10, 16) @ w + b).reshape(2, 5, 4, 4, 2))
+
+    def attended(x, w, b):
+        """Adds the result of an attention over pixels to an image."""
+        return x.reshape(2, 5, 1, 2, 8) + (x @ w[:, :16] + b[:16]).reshape(2, 5, 1, 2, 8)
+
+    def gated_heads(x, w, b):
+        return x.reshape(2, 5, 4, 4) * jax.nn.sigmoid((x @ w[:, :16] + b[:16]).reshape(2, 5, 4, 4))
+
+    args = (x_of(dtype, 2, 5, 16), weights(16, 32, dtype=dtype), weights(32, seed=2, dtype=dtype))
+    for f, operator in ((images, "linear"), (attended, "linear"), (gated_heads, "gate")):
+        assert_fuses(f, *args, into={operator: 1})
+
+
 def test_a_product_over_two_axes_and_into_two():
     def f(x, w, b):
         y = jnp.einsum("btnh,nhkd->btkd", x, w) + b

@@ -49,7 +49,7 @@ class Masking:
     is_added: bool
     """True if the number is added to the logits. Masked logits then still get a gradient; logits that a
     select replaces get none."""
-    as_bias: tuple[View, "Axes", bool] | None = None
+    as_bias: tuple[View, "Axes", float] | None = None
     """The array that is added to the logits, as an entry of `Logits.biases`; None for a select."""
 
 
@@ -65,8 +65,8 @@ class Logits:
     shift: float = 0.0
     """Number added to all logits: it changes no probability, but a later cap or mask depends on it."""
     masks: list[Masking] = field(default_factory=list)
-    biases: list[tuple[View, Axes, bool]] = field(default_factory=list)
-    """Each bias, the axis names of the logits that it is added to, and whether it is subtracted."""
+    biases: list[tuple[View, Axes, float]] = field(default_factory=list)
+    """Each bias, the axis names of the logits that it is added to, and its factor (-1 if subtracted)."""
     is_biased_last: bool = False
     """True if a bias is added after a mask."""
     added: list[Value] = field(default_factory=list)
@@ -116,10 +116,11 @@ def walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
             following = [v for v in node.ins if not v.is_constant and v.shape == node.out.shape]
             if node.name in ("div", "sub"):
                 following = [v for v in following if v is node.ins[0]]
-            following = [v for v in following if len(following) == 1 or _leads_to_product(v)]
-            if len(following) != 1:
+            if len(following) > 1:
+                following = [v for v in following if _product_before(v) is not None]
+            if not following:
                 return None
-            value = following[0]
+            value = max(following, key=_shared_axes) if len(following) > 1 else following[0]
         elif node.name == "select_n" and len(node.ins) == 3:
             following = [v for v in node.ins[1:] if scalar(v) is None]
             if len(following) != 1:
@@ -130,23 +131,32 @@ def walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
     return None
 
 
-def _leads_to_product(value: Value) -> bool:
-    """Returns whether the value is computed from a product by operations that logits may have."""
+def _shared_axes(value: Value) -> int:
+    """Returns how many axes the operands share of the product that logits are computed from.
+
+    Queries and keys share batch and heads; queries and vectors of relative positions share less.
+    """
+    node = _product_before(value)
+    return 0 if node is None else len(node.params["dimension_numbers"][1][0])
+
+
+def _product_before(value: Value) -> Node | None:
+    """Returns the product from which operations that logits may have compute the value, or None."""
     for _ in range(16):
         node = value.node
         if node is None:
-            return False
+            return None
         if node.name == "dot_general":
-            return True
+            return node
         operand = passed_on(node)
         if operand is None:
             if node.name not in ("tanh", "mul", "div", "add") and not moves(node):
-                return False
+                return None
             operand = next((v for v in node.ins if not v.is_constant), None)
         if operand is None:
-            return False
+            return None
         value = operand
-    return False
+    return None
 
 
 def read_logits(node: Node, path: Sequence[Node], axes: Axes, sizes: dict[str, int]) -> Logits:
@@ -182,10 +192,26 @@ def _scale(found: Logits, step: Node, value: Value, capped: bool) -> None:
     number = scalar(other)
     if number is None or not 0 < number < np.inf:
         raise NoAttention("the logits are scaled by an array, or not by a number above 0")
-    if found.masks or found.biases or (capped and found.soft_cap is not None):
-        raise NoAttention("the logits are scaled after a mask, a bias or a cap")
+    if capped and (found.masks or found.biases or found.soft_cap is not None):
+        raise NoAttention("the logits are scaled after a cap")
     factor = number if step.name == "mul" else 1 / number
+    found.biases = [_times(bias, factor) for bias in found.biases]
+    found.masks = [
+        replace(
+            masking,
+            number=rounded(masking.number * factor, step.out.dtype),
+            as_bias=None if masking.as_bias is None else _times(masking.as_bias, factor),
+        )
+        for masking in found.masks
+    ]
+    if any(masking.number - found.shift * factor > mask.BIG for masking in found.masks):
+        raise NoAttention("masked logits are scaled to numbers that others may come near")
     found.scale, found.shift = found.scale * factor, found.shift * factor
+
+
+def _times(bias: tuple[View, Axes, float], factor: float) -> tuple[View, Axes, float]:
+    seen, axes, before = bias
+    return seen, axes, before * factor
 
 
 def _bias(found: Logits, step: Node, value: Value) -> None:
@@ -206,8 +232,9 @@ def _bias(found: Logits, step: Node, value: Value) -> None:
         return
     found.added.append(other)
     axes = tuple(i if size != 1 else None for i, size in enumerate(other.shape))
-    masking = _as_mask(other, axes, found.axes, -1 if step.name == "sub" else 1)
-    bias = (view(other, axes), found.axes, step.name == "sub")
+    sign = -1 if step.name == "sub" else 1
+    masking = _as_mask(other, axes, found.axes, sign)
+    bias = (view(other, axes), found.axes, float(sign))
     if masking is not None:
         found.masks.append(replace(masking, as_bias=bias))
     else:

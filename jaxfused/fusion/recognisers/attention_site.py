@@ -162,13 +162,15 @@ def _both(mask: jax.Array | None, other: jax.Array) -> jax.Array:
 
 
 def _sum_of_biases(
-    layout: mask.Layout, biases: Sequence[tuple[View, Axes, bool]], arrays: Iterator[jax.Array]
+    layout: mask.Layout, biases: Sequence[tuple[View, Axes, float]], arrays: Iterator[jax.Array]
 ) -> jax.Array | None:
     """Returns the sum of the biases, whose arrays `arrays` yields; None if there are none."""
     bias = None
-    for seen, axes, is_subtracted in biases:
+    for seen, axes, factor in biases:
         array = layout.spread(next(arrays), seen.axes, axes)
-        array = -array if is_subtracted else array
+        if abs(factor) != 1.0:
+            array = array.astype(accumulator_dtype(array.dtype))
+        array = array if factor == 1.0 else factor * array
         bias = array if bias is None else bias + array
     return bias
 
@@ -201,16 +203,22 @@ def _check_biases(logits: Logits) -> None:
         raise NoAttention("a bias may be as far below the other logits as a mask's number is")
 
 
-def _are_far_above(number: float, biases: Sequence[tuple[View, Axes, bool]]) -> bool:
+def _are_far_above(number: float, biases: Sequence[tuple[View, Axes, float]]) -> bool:
     """Returns whether the mask's number is below -1e4 times the largest magnitude of any bias."""
-    most = max(abs(bound) for seen, _, _ in biases for bound in mask.bounds(seen.base))
+    most = max(
+        abs(bound * factor) for seen, _, factor in biases for bound in mask.bounds(seen.base)
+    )
     return number < -1e4 * most
 
 
-def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
-    """True if a bias may be a mask in an unknown form, such as (1 - m) * -1e9 of a float argument m."""
-    least, most = mask.bounds(seen.base)
-    return (-most if is_subtracted else least) <= mask.BIG / 10
+def _may_mask(seen: View, axes: Axes, factor: float) -> bool:
+    """True if a bias may be a mask in an unknown form, such as (1 - m) * -1e9 of a float argument m.
+
+    A later scale of the logits, of which `factor` holds a part, makes no mask of it an ordinary bias.
+    """
+    sign = 1.0 if factor > 0 else -1.0
+    least = min(bound * sign for bound in mask.bounds(seen.base))
+    return least * max(1.0, abs(factor)) <= mask.BIG / 10
 
 
 def _without_keys(logits: Logits, always: bool, of_none: OfNone) -> tuple[bool, bool]:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.fusion.algebra import between
-from jaxfused.fusion.graph import Node, cuts
+from jaxfused.fusion.constants import scalar
+from jaxfused.fusion.graph import Node, Value, cuts
 from jaxfused.fusion.recognisers.logit_rows import (
     ALWAYS,
     LOG_SUM,
@@ -27,7 +28,13 @@ from jaxfused.fusion.recognisers.logit_rows import (
     Total,
     read,
 )
-from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections
+from jaxfused.fusion.recognisers.product import (
+    Biased,
+    Projection,
+    biased,
+    last_of,
+    projections,
+)
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.loss.linear_cross_entropy import (
     linear_softmax_cross_entropy,
@@ -50,14 +57,30 @@ def find(book: Book) -> None:
         affine = biased(book, p)
         if not book.is_free(p.covered | affine.covered):
             continue
-        reading = read(affine.value)
+        reading, factor = read(affine.value), 1.0
+        scaled = _scaled(affine.value)
+        if not reading.has_logarithm and scaled is not None:
+            reading, factor = read(scaled[0]), scaled[1]
         if not reading.has_logarithm:
             continue
         reason = _why_not(p, affine, reading)
         if reason is None:
-            _add(book, p, affine, reading)
+            _add(book, p, affine, reading, factor)
         elif reason:
             book.miss("linear_softmax_cross_entropy", p.node, reason)
+
+
+def _scaled(value: Value) -> tuple[Value, float] | None:
+    """Returns logits times a number, such as 1 / temperature, that alone are read, and it; or None."""
+    value = last_of(value)
+    node = value.uses[0] if value.used_once else None
+    if node is None or node.name not in ("mul", "div"):
+        return None
+    is_first = node.ins[0] is value
+    number = scalar(node.ins[1] if is_first else node.ins[0])
+    if number is None or not 0 < abs(number) < np.inf or (node.name == "div" and not is_first):
+        return None
+    return node.out, number if node.name == "mul" else 1 / number
 
 
 def _why_not(p: Projection, affine: Biased, reading: Reading) -> str | None:
@@ -100,6 +123,10 @@ def _stepped(x: jax.Array, steps: Sequence[Node]) -> jax.Array:
     return x
 
 
+def _times(array: jax.Array, factor: float) -> jax.Array:
+    return array if factor == 1.0 else array * factor
+
+
 def _smoothing_of(row: Row, outside: str) -> tuple[float, float] | None:
     """Returns the factor and the label smoothing with which a row's number is a loss, or None."""
     factor = row.factors[:, LOG_SUM].sum()
@@ -117,7 +144,8 @@ def _smoothing_of(row: Row, outside: str) -> tuple[float, float] | None:
     return (float(factor), smoothing) if 0.0 <= smoothing < 1.0 else None
 
 
-def _add(book: Book, p: Projection, affine: Biased, reading: Reading) -> None:
+def _add(book: Book, p: Projection, affine: Biased, reading: Reading, factor: float) -> None:
+    """Adds the replacement of a loss; `reading` starts at a product times `factor`."""
     classes = math.prod(p.features)
     labels = reading.labels
     assert labels is not None
@@ -132,7 +160,7 @@ def _add(book: Book, p: Projection, affine: Biased, reading: Reading) -> None:
     def call(
         x: jax.Array, w: jax.Array, labels: jax.Array, *bias: jax.Array
     ) -> Sequence[jax.Array]:
-        x = _stepped(p.inputs(x), steps)
+        x = _times(_stepped(p.inputs(x), steps), factor)
         labels = reshaped(labels, *x.shape[:-1])
         inside = (labels >= 0) & (labels < classes)
         known = {
@@ -141,7 +169,7 @@ def _add(book: Book, p: Projection, affine: Biased, reading: Reading) -> None:
             "nan": labels,
         }
         operands = [x, p.matrix(w), known[reading.outside]]
-        operands += [p.bias(bias[0])] if bias else []
+        operands += [_times(p.bias(bias[0]), factor)] if bias else []
         if plain is not None:
             losses = linear_softmax_cross_entropy(
                 *operands,
@@ -172,6 +200,7 @@ def _add(book: Book, p: Projection, affine: Biased, reading: Reading) -> None:
         covered |= between(value, leaves)
     words = [] if plain is None or not plain[1] else [f"label_smoothing {plain[1]:.4g}"]
     words += [] if plain is not None else [f"{len(rows)} x a number of each row"]
+    words += [] if factor == 1.0 else [f"logits times {factor:.4g}"]
     words += [] if reading.soft_cap is None else [f"cap {reading.soft_cap:g}"]
     of = f"({', '.join(words)}) of" if words else " of"
     book.add(

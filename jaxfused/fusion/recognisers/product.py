@@ -220,13 +220,16 @@ def find(book: Book) -> None:
 
 def _find_at(book: Book, p: Projection) -> None:
     affine = biased(book, p)
-    value, covered = affine.value, p.covered | affine.covered
+    value, moved = _after_reshapes(affine.value)
+    covered = p.covered | affine.covered | moved
+    if not book.is_free(moved):
+        return
     activated = activation_of(value)
     name = None
     if activated is not None and book.is_free(activated.covered):
         name, value = activated.name, activated.result
         covered |= activated.covered
-        if _add_gate(book, p, affine, activated):
+        if _add_gate(book, p, affine, activated, covered):
             return
     elif activated is None:
         why = why_no_activation(value)
@@ -275,7 +278,18 @@ def _find_at(book: Book, p: Projection) -> None:
     )
 
 
-def _add_gate(book: Book, p: Projection, affine: Biased, activated: Activated) -> bool:
+def _after_reshapes(value: Value) -> tuple[Value, frozenset[Node]]:
+    """Returns a value after the reshapes that alone read it, as to heads or images, and these."""
+    moved: set[Node] = set()
+    while value.used_once and is_reshape(value.uses[0]):
+        moved.add(value.uses[0])
+        value = value.uses[0].out
+    return value, frozenset(moved)
+
+
+def _add_gate(
+    book: Book, p: Projection, affine: Biased, activated: Activated, covered: frozenset[Node]
+) -> bool:
     """Adds a product whose activation is the gate of another array; returns whether it is one."""
     found = product_with(activated.result)
     if found is None or not book.is_free([found[0]]):
@@ -305,8 +319,7 @@ def _add_gate(book: Book, p: Projection, affine: Biased, activated: Activated) -
             [p.x, p.w, other, *biases],
             [node.out],
             call,
-            {node, *p.covered, *affine.covered, *activated.covered}
-            | _casts(activated.result, node),
+            {node, *covered} | _casts(activated.result, node),
             f"gate({words}) of {p.x.aval.str_short()} and {list(p.w.shape)}",
         )
     )

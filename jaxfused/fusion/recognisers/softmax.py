@@ -173,11 +173,9 @@ def without_sink(softmax: Softmax) -> tuple[Softmax, Value | None]:
 
     The maximum that the program may have subtracted before is dropped: it changes no probability.
     """
+    shifted = before_maximum(softmax.logits, softmax.axis)
+    softmax = softmax if shifted is None else replace(softmax, logits=shifted)
     logits = core(softmax.logits)
-    if logits.made_by == "sub" and logits.node is not None:
-        inner, maximum = logits.node.ins
-        if is_maximum(maximum, core(inner), softmax.axis):
-            logits = core(inner)
     node = logits.node
     if node is None or node.name != "concatenate" or len(node.ins) != 2:
         return softmax, None
