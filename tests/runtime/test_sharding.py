@@ -1089,7 +1089,7 @@ def test_cross_entropy_of_sharded_tokens(loss_stand_ins, axis_type, cotangent):
 
 
 @on_eight_devices
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@parametrize("axis_type", AXIS_TYPES, quick=(0,))
 def test_class_weights_of_sharded_tokens(loss_stand_ins, axis_type):
     def gradients(implementation, logits, labels, weights, class_weights):
         def loss(logits, class_weights):

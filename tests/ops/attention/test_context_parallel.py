@@ -118,7 +118,7 @@ def test_numbers_are_those_of_one_device(options, method, layout):
 
 
 @on_eight_devices
-@pytest.mark.parametrize("method", METHODS)
+@parametrize("method", METHODS, quick=(1, 2))
 @parametrize("tokens", [20, 32], quick=(0,))
 @parametrize("layout", ["contiguous", "zigzag"], quick=(1,))
 @parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], quick=(0,))
