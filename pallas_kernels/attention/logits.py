@@ -118,7 +118,8 @@ class Operands(NamedTuple):
         return self._replace(
             bias=pad_logits(self.bias),
             explicit=pad_logits(self.explicit),
-            lse_rest=pad_logits(self.lse_rest),
+            # One number a query, also of a single query.
+            lse_rest=None if self.lse_rest is None else pad(self.lse_rest, {2: query_block}),
             query_segments=pad_segments(self.query_segments, query_block),
             key_segments=pad_segments(self.key_segments, key_block),
             reads=tuple(map(pad_read, self.reads)),

@@ -51,8 +51,8 @@ def arrays(low, queries, keys, heads=1):
     shapes = ((1, queries, heads), (1, keys, 1), (1, keys, 1), (1, queries, heads))
     *args, dout = (np.float16(random.normal(size=(*shape, 64))) for shape in shapes)
     bias = random.normal(size=(1, heads, queries, keys)).astype(np.float32)
-    bias[:, :, 1] = low
-    bias[:, :, 2, 5:] = low
+    bias[:, :, 1:2] = low
+    bias[:, :, 2:3, 5:] = low
     return *args, bias, dout
 
 
@@ -97,6 +97,13 @@ SIZES = [(3, 300), (70, 80), (130, 300)]
 def test_a_row_of_low_biases(interpreted_hopper, monkeypatch, low, queries, keys):
     mosaic_interpreter.complete(monkeypatch)
     assert_right("pallas", low, queries, keys)
+
+
+@parametrize("keys", [300, 40, 80], quick=(1,))
+def test_biases_of_a_single_query(interpreted_hopper, monkeypatch, keys):
+    """What its forward saves has one number, and is no value that all queries share."""
+    mosaic_interpreter.complete(monkeypatch)
+    assert_right("pallas", LOW[0], 1, keys)
 
 
 @pytest.mark.parametrize("low", LOW)
