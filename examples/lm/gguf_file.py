@@ -45,6 +45,7 @@ _KEYS = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
@@ -194,14 +195,21 @@ def _config(architecture: Any, fields: Mapping[str, Any], tensors: Mapping[str, 
                 f"the file has both {_FACTORS} and rope.scaling.type, of which only one is known to be"
                 " applied; pass another file."
             )
-        divided = DividedRope(tuple(float(factor) for factor in tensors[_FACTORS]()))
+        factors = tensors[_FACTORS]()
+        if factors.shape != (found.head_size // 2,):
+            raise ExampleError(
+                f"{_FACTORS} must have {found.head_size // 2} numbers, one for each two features of a"
+                f" head, but has shape {list(factors.shape)}; pass another file."
+            )
+        divided = DividedRope(tuple(float(factor) for factor in factors))
         ropes = tuple(r and Rope(r.rotary_dim, r.theta, divided) for r in found.ropes)
         found = dataclasses.replace(found, ropes=ropes)
     return found
 
 
 def _scaling(own: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = own.get("rope.scaling.type", "none")
+    # As in llama.cpp, where a factor without a type is linear, and 0 stands for 1.
+    kind = own.get("rope.scaling.type", "linear" if own.get("rope.scaling.factor") else "none")
     if kind == "none":
         return None
     scaling = dict(rope_type=kind, factor=own.get("rope.scaling.factor"))

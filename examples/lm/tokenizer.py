@@ -90,15 +90,22 @@ class Tokenizer:
                 " model's safetensors with its tokenizer.json."
             )
         library = needed("tokenizers")
-        tokens = fields["tokens"]
-        merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
-        rules = library.Tokenizer(
-            library.models.BPE(
-                {token: i for i, token in enumerate(tokens)},
-                merges,
-                ignore_merges=pre == "llama-bpe",
-            )
-        )
+        first, end = fields.get("bos_token_id"), fields.get("eos_token_id")
+        try:
+            tokens = fields["tokens"]
+            merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
+            vocabulary = {token: i for i, token in enumerate(tokens)}
+            model = library.models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe")
+            names = {
+                key: "" if i is None else tokens[i]
+                for key, i in (("bos_token", first), ("eos_token", end))
+            }
+        except Exception as error:  # The package tokenizers raises nothing more precise.
+            raise ExampleError(
+                "the file must hold tokenizer.ggml.tokens, merges that are pairs of them, and numbers of"
+                f" tokens as bos_token_id and eos_token_id, but: {error!r}; pass another file."
+            ) from error
+        rules = library.Tokenizer(model)
         byte_level = functools.partial(library.pre_tokenizers.ByteLevel, add_prefix_space=False)
         if pre in _SPLITS:
             split = library.pre_tokenizers.Split(library.Regex(_SPLITS[pre]), "isolated")
@@ -112,14 +119,9 @@ class Tokenizer:
         added = functools.partial(library.AddedToken, normalized=False)
         for number, add in ((_CONTROL, rules.add_special_tokens), (_USERS, rules.add_tokens)):
             add([added(t) for t, k in zip(tokens, kinds, strict=False) if k == number])
-        first, end = fields.get("bos_token_id"), fields.get("eos_token_id")
         ends = {end, fields.get("eot_token_id")} - {None}
         control = (i for i, kind in enumerate(kinds[: len(tokens)]) if kind == _CONTROL)
         ends |= {i for i in control if tokens[i] in _ENDS}
-        names = {
-            key: "" if i is None else tokens[i]
-            for key, i in (("bos_token", first), ("eos_token", end))
-        }
         # Files of Llama 3 leave the key out; llama.cpp goes by the rule for words then.
         starts = first if fields.get("add_bos_token", pre == "llama-bpe") else None
         return cls(rules, frozenset(ends), starts, fields.get("chat_template"), names)

@@ -159,6 +159,20 @@ def test_keys_that_are_not_known_are_refused(tmp_path, changes, message):
         GgufFile.open(tmp_path / "a.gguf")
 
 
+def test_a_factor_without_a_type_divides_positions(tmp_path):
+    numbers = EPSILON | {"rope.freq_base": 1e6, "rope.scaling.factor": 4.0}
+    write_gguf(tmp_path / "a.gguf", ROWS["Qwen3"], "qwen3", numbers)
+    found = GgufFile.open(tmp_path / "a.gguf").config.ropes
+    assert {rope.scaling for rope in found} == {jaxfused.LinearRope(4.0)}
+
+
+def test_divisors_that_are_not_those_of_a_head_are_refused(tmp_path):
+    factors = np.ones(3, np.float32)
+    write_gguf(tmp_path / "a.gguf", ROWS["Qwen3"], "qwen3", EPSILON, factors=factors)
+    with pytest.raises(ExampleError, match=r"rope_freqs\.weight must have 8 numbers"):
+        GgufFile.open(tmp_path / "a.gguf")
+
+
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"no model" * 8)
     with pytest.raises(ExampleError, match="must be a readable GGUF file"):
@@ -244,6 +258,15 @@ def test_tokens_whose_numbers_leave_some_out(tmp_path):
     path.write_text(json.dumps(rules))
     tokenizer = Tokenizer.of_directory(tmp_path)
     assert [tokenizer.bytes_of(t).decode() for t in (899, 900, 901, 902)] == ["", " 1", "字", ""]
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(merges=["x"]), dict(merges=["ca 字"]), dict(eos_token_id=999)]
+)
+def test_a_damaged_vocabulary_is_refused(changes):
+    pytest.importorskip("tokenizers", reason="it is in the extra lm")
+    with pytest.raises(ExampleError, match=r"must hold tokenizer\.ggml\.tokens, merges that"):
+        Tokenizer.of_gguf(fields(**changes))
 
 
 def test_a_vocabulary_that_is_cut_by_unknown_rules_is_refused():
