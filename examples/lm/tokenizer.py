@@ -24,6 +24,15 @@ NO_TEMPLATE = (
 )
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>")
 """Control tokens that end a text, as in llama.cpp: older GGUF files name only one of a model's ends."""
+_OF_TEMPLATES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors of Python's that a template's expressions raise, besides those of Jinja."""
 _CONTROL, _USERS = 3, 4
 """Values of a GGUF file's tokenizer.ggml.token_type for control and user-defined tokens."""
 
@@ -41,7 +50,7 @@ class Tokenizer:
     template: str | None = None
     """Chat template, in Jinja; None if the model has none."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Texts of bos_token and eos_token, which templates read."""
+    """Texts of bos_token, eos_token and others, which templates read."""
 
     @classmethod
     def of_directory(cls, directory: Path) -> "Tokenizer":
@@ -63,7 +72,11 @@ class Tokenizer:
         config, generation, options = (_json(directory / name) for name in files)
         ends = generation.get("eos_token_id", config.get("eos_token_id"))
         ends = set(ends if isinstance(ends, list) else [ends]) - {None}
-        names = {key: _text(options.get(key)) for key in ("bos_token", "eos_token")}
+        names = dict(bos_token="", eos_token="") | {
+            key: _text(token)
+            for key, token in options.items()
+            if key.endswith("_token") and isinstance(token, str | Mapping)
+        }
         if names["eos_token"]:
             ends.add(rules.token_to_id(names["eos_token"]))
         template = options.get("chat_template")
@@ -148,7 +161,7 @@ class Tokenizer:
                 add_generation_prompt=True,
                 **self.names,
             )
-        except needed("jinja2").TemplateError as error:
+        except (needed("jinja2").TemplateError, *_OF_TEMPLATES) as error:
             raise ExampleError(
                 f"the conversation must be one that the model's template accepts, but: {error}"
             ) from error
@@ -251,9 +264,9 @@ def _of_words(token: str) -> bytes:
     return token.replace("▁", " ").encode()
 
 
-def _text(token: Any) -> str:
+def _text(token: str | Mapping[str, Any]) -> str:
     """Returns the text of a token in tokenizer_config.json, which may be an object."""
-    return str(token.get("content", "")) if isinstance(token, Mapping) else token or ""
+    return str(token.get("content", "")) if isinstance(token, Mapping) else token
 
 
 def _json(path: Path) -> dict[str, Any]:

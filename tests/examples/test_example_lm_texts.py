@@ -231,6 +231,9 @@ def test_conversations_have_the_models_own_form():
     refusing = {"chat_template": "{{ raise_exception('no system message') }}"}
     with pytest.raises(ExampleError, match="accepts, but: no system message"):
         Tokenizer.of_gguf(fields() | refusing).encode_chat([])
+    failing = {"chat_template": "{{ messages[0].content + 1 }}"}
+    with pytest.raises(ExampleError, match="accepts, but: can only concatenate str"):
+        Tokenizer.of_gguf(fields() | failing).encode_chat([dict(role="user", content="ca")])
 
 
 @pytest.mark.parametrize(
@@ -281,11 +284,16 @@ def test_the_files_of_a_directory_say_where_texts_end(tmp_path):
     Tokenizer.of_gguf(fields()).rules.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps(dict(eos_token_id=7)))
     (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, 2])))
-    options = dict(eos_token=dict(content="<end>"), chat_template="{{ eos_token }}")
+    options = dict(
+        eos_token=dict(content="<end>"),
+        unk_token="ca",
+        add_bos_token=True,
+        chat_template="{{ eos_token }}{{ unk_token }}{{ bos_token }}",
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
     tokenizer = Tokenizer.of_directory(tmp_path)
     assert tokenizer.ends == {0, 1, 2}
-    assert tokenizer.encode_chat([]) == [0]
+    assert tokenizer.encode_chat([]) == [0, *tokenizer.encode("ca")]
 
 
 def test_a_files_truncation_and_padding_do_not_reach_texts(tmp_path):
