@@ -415,6 +415,9 @@ class _ShortBackward:
             cta.wait("query_free", slot)
         if self.config.key_slots == 1:
             cta.wait("key_free", 0)
+        else:
+            # The last item frees the stage of the one before it.
+            pl.when(cta.items > 1)(lambda: cta.wait("key_free", self.key_slot(cta.items)))
         plgpu.wait_smem_to_gmem(0)
 
     def copy_queries(self, cta: _Cta, step: Any) -> None:

@@ -18,6 +18,7 @@ from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
 from pallas_kernels.attention.short_forward import ShortForwardConfig
 from tests.cases.attention import Case
+from tests.support import mosaic_interpreter
 from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -344,6 +345,15 @@ def test_what_is_saved_beyond_the_queries_does_not_count(beyond):
     expected = gradients(lse)
     jax.tree.map(np.testing.assert_array_equal, gradients(lse.at[..., 5:].set(beyond)), expected)
     assert all(np.isfinite(x).all() for x in expected)
+
+
+@parametrize("slots", [(1, 2), (1, 3), (2, 2), (2, 3)], quick=(2,))
+def test_several_heads_of_a_cta_in_the_interpreter(race_detector, monkeypatch, slots):
+    """Memory and barriers are reused, and no arrival is left when the CTA ends."""
+    mosaic_interpreter.complete(monkeypatch)
+    case = Case("three heads", 20, 9, heads=3, key_heads=3, head_size=8, batch=1)
+    f = kernels(case, 0.0, 1, None, ShortBackwardConfig(1, 1, *slots))
+    assert_values_and_gradients(f, plain(case), *case.arrays(jnp.bfloat16))
 
 
 @pytest.mark.gpu
