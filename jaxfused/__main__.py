@@ -27,6 +27,12 @@ from jaxfused.explanation import basis
 from jaxfused.runtime import cuda_library, table
 from jaxfused.tuning import command
 
+USAGE = """usage: python -m jaxfused [--help | --check | tune PROGRAM]
+
+               which implementation runs each operator here, and why the others do not
+--check        versions, driver, device and faults; exits with 1 where kernels cannot use the GPU
+tune PROGRAM   measures what is fastest on this GPU; see python -m jaxfused tune --help"""
+
 
 class Example(NamedTuple):
     """A call of an operator, with the shapes of ViT-B/16 at 224 pixels or of a model that uses it."""
@@ -328,6 +334,9 @@ def check(device: dispatch.Device) -> int:
     found = faults(device, driver, library)
     for fault in found:
         print(f"fault         {fault}")
+    if not found:
+        runs = "kernels can run" if device.platform == "gpu" else "without a GPU all runs in XLA"
+        print(f"no fault      {runs}")
     return 1 if found else 0
 
 
@@ -340,7 +349,9 @@ def report(device: dispatch.Device) -> str:
         *measured_choices(device),
     ]
     for name, explanation in operators(device):
-        shapes = ", ".join(f"{s.dtype}{list(s.shape)}" for s in EXAMPLES[name].shapes)
+        example = EXAMPLES[name]
+        operands = jax.tree.leaves(example.shapes or example.others)
+        shapes = ", ".join(f"{s.dtype}{list(s.shape)}" for s in operands)
         lines += ["", f"{name} of {shapes}"]
         for choice, _ in explanation.calls:
             lines.append(f"  {choice.stage} runs on {choice.implementation!r}")
@@ -357,8 +368,11 @@ def main(arguments: Sequence[str]) -> int:
         return command.main(arguments[1:])
     if arguments == ["--check"]:
         return check(dispatch.current_device())
+    if arguments in (["--help"], ["-h"]):
+        print(USAGE)
+        return 0
     if arguments:
-        print(f"usage: python -m jaxfused [--check | tune PROGRAM]; {arguments[0]!r} is not known")
+        print(f"{arguments[0]!r} is not known, or stands among others\n\n{USAGE}")
         return 2
     print(report(dispatch.current_device()))
     return 0

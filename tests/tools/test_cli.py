@@ -62,7 +62,9 @@ def test_every_operator_and_implementation_is_accounted_for(device):
 
 def test_reasons_are_those_of_the_dispatcher():
     [(choice, _)] = dict(operators(CPU))["layer_norm"].calls
-    text = " ".join(report(CPU).split())
+    lines = report(CPU).splitlines()
+    assert not any(line.endswith(" of ") for line in lines), "an example has no operands"
+    text = " ".join(" ".join(lines).split())
     for name, reason in choice.reasons.items():
         assert (f"not '{name}': {reason}" in text) == (reason is not None)
 
@@ -109,6 +111,11 @@ def test_check_exits_with_1_where_something_is_wrong(monkeypatch, capsys):
     assert command_line.main(["--check"]) == 1
     assert "fault         there is an NVIDIA driver (580.1)" in capsys.readouterr().out
     assert command_line.main(["--chekc"]) == 2
+
+
+def test_help_is_known(capsys):
+    assert command_line.main(["--help"]) == 0
+    assert "tune PROGRAM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
