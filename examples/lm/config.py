@@ -6,8 +6,8 @@ mean another model.
 Source: the configuration files of transformers 5.23.0.
 """
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -305,7 +305,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
       ExampleError: the family is not known, a key is missing, or one is not known.
     """
     name = config.get("model_type")
-    if name == "gemma3" and "text_config" in config:
+    if name == "gemma3" and isinstance(config.get("text_config"), Mapping):
         # text_config describes the language model; the image encoder is not loaded.
         return read_config({"model_type": "gemma3_text", **config["text_config"]})
     if not isinstance(name, str) or name not in FAMILIES:
@@ -378,20 +378,20 @@ class _Reader:
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.given.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
             raise ExampleError(
-                f"config.json must have a positive integer as {key}, but has {value!r}; pass the file"
-                " that belongs to the weights."
+                f"config.json must have a positive integer as {key}, but has {str(value)[:80]}; pass the"
+                " file that belongs to the weights."
             )
         return value
 
     def number(self, key: str, default: Any) -> Any:
         value = self.given.get(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value < math.inf):
+        if value is not None and not (is_number and 0 < value <= sys.float_info.max):
             raise ExampleError(
-                f"config.json must have a positive number as {key}, but has {value!r}; pass the file"
-                " that belongs to the weights."
+                f"config.json must have a positive number as {key}, but has {str(value)[:80]}; pass the"
+                " file that belongs to the weights."
             )
         return value
 

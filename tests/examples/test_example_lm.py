@@ -151,6 +151,11 @@ def test_keys_of_transformers_4_are_read(name, older):
         (dict(hidden_act="tanh"), "activation must be one of silu, .* but .* 'tanh'"),
         (dict(vocab_size=None), "positive integer as vocab_size, but has None"),
         (dict(rms_norm_eps=-1.0), "positive number as rms_norm_eps, but has -1.0"),
+        (dict(rms_norm_eps=10**400), "positive number as rms_norm_eps, but has 1000"),
+        (dict(hidden_size=10**400), "positive integer as hidden_size, but has 1000"),
+        (dict(model_type="gemma3", text_config=5), "model_type must be one of llama"),
+        (dict(model_type="smollm3", no_rope_layers=5), "no_rope_layers is 5; pass a list"),
+        (dict(model_type="smollm3", no_rope_layers=[1]), "no_rope_layers has 1 numbers"),
         (
             dict(tie_word_embeddings="false"),
             "true or false as tie_word_embeddings, but has 'false'",

@@ -48,6 +48,10 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
     """Returns the layers of a model; an empty list if the config states nothing of layers."""
     count = config.get("num_hidden_layers")
     turning = config.get("no_rope_layers")
+    if not isinstance(turning, list | tuple | None):
+        raise ValueError(
+            f"rope_from_config: no_rope_layers is {turning!r}; pass a list with 1 or 0 for each layer."
+        )
     if not turning and count is not None:
         interval = config.get("no_rope_layer_interval")
         if interval is None and config.get("model_type") in _EVERY_FOURTH_DOES_NOT:
@@ -58,6 +62,11 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
     if not types:
         types = [None] * len(turning or ())
     turning = turning or [1] * len(types)
+    if len(turning) != len(types):
+        raise ValueError(
+            f"rope_from_config: no_rope_layers has {len(turning)} numbers, but there are {len(types)}"
+            " layers; pass one for each."
+        )
     return [
         Layer(kind, bool(turns) and type_rotates(config, kind, index))
         for index, (kind, turns) in enumerate(zip(types, turning, strict=True))
