@@ -11,14 +11,14 @@ from tests.support.grids import parametrize
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-WITH_PROGRAMS = [page for page in PAGES if "```python" in page.read_text()]
+WITH_PROGRAMS = [p for p in (DOCS.parent / "README.md", *PAGES) if "```python" in p.read_text()]
 
 
 @parametrize(
     "page",
     WITH_PROGRAMS,
     quick=(),
-    ids=lambda page: str(page.relative_to(DOCS).with_suffix("")),
+    ids=lambda page: str(page.relative_to(DOCS.parent).with_suffix("")),
 )
 def test_programs_run(page):
     """Blocks marked `python` form one program; those marked `py` need more than the tests have."""
