@@ -130,7 +130,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
       f: any function of JAX arrays, jitted or not.
-      *args: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+      *args: its arguments; `jax.ShapeDtypeStruct` will do for arrays. All other leaves, such as flags
+        and the functions in modules of Equinox, are static.
       **kwargs: further arguments.
 
     Returns:
@@ -171,7 +172,8 @@ def traced(
         dispatch.recorded_fallbacks() as fallbacks,
         _traced_anew(),
     ):
-        program = jax.jit(f).trace(*args, **kwargs)
+        of_arrays, arrays = _of_arrays(f, args, kwargs)
+        program = jax.jit(of_arrays).trace(*arrays)
         if _is_split_by_xla(args, kwargs):
             choices.clear()
             program.lower().compile()
@@ -190,6 +192,31 @@ def traced(
         return calls[call] or int(call[0] in names and call[:2] not in exact)
 
     return [(choice, runs(choice)) for choice in choices if runs(choice)], fallbacks
+
+
+def _of_arrays(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns f as a function of the arrays among its arguments, and these arrays.
+
+    All else is static, as for `jaxfused.fuse`: flags, names, and functions in modules of Equinox.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        filled = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            filled[i] = array
+        args, kwargs = jax.tree.unflatten(treedef, filled)
+        return [leaf for leaf in jax.tree.leaves(f(*args, **kwargs)) if _is_array(leaf)]
+
+    return of_arrays, [leaves[i] for i in places]
+
+
+def _is_array(leaf: Any) -> bool:
+    is_shaped = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return is_shaped and not isinstance(leaf, type)
 
 
 def _call(choice: dispatch.Choice) -> tuple[Any, ...]:

@@ -141,6 +141,19 @@ def test_it_works_under(transform):
     chex.assert_trees_all_close(ours, plain, rtol=2e-5, atol=2e-5)
 
 
+def test_explain_takes_what_is_no_array_as_fuse_does():
+    """Flags, names and functions, as in modules of Equinox, are static."""
+
+    def f(layer, x, kind):
+        y = layer["activation"](x @ layer["w"])
+        return (x + y if layer["is_residual"] and kind == "residual" else y), kind
+
+    layer = {"w": normal(0, D, D), "activation": jax.nn.gelu, "is_residual": True}
+    assert jaxfused.fuse(f)(layer, X, "residual")[1] == "residual"
+    explained = jaxfused.explain(jaxfused.fuse(f), layer, X, kind="residual")
+    assert explained.fusions[0].counts() == {"linear": 1}
+
+
 @pytest.mark.parametrize("named", [{"tpu": 2.0}, {"tpu": 2.0, "cpu": 3.0}])
 def test_branches_of_other_platforms_stay_what_they_are(named):
     """Branches of other platforms need not even compile here."""
