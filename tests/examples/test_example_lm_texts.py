@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from flax import nnx
 import jaxfused
 import jaxfused.nnx
 from examples.errors import ExampleError
-from examples.lm import loading, sizes
+from examples.lm import chat, loading, sizes
 from examples.lm.config import Rope, read_config
 from examples.lm.engine import Engine, Text
 from examples.lm.gguf_file import GgufFile
@@ -23,7 +24,7 @@ from examples.lm.loading import quantized, size_of
 from examples.lm.model import LanguageModel
 from examples.lm.steps import Sampling, State, programs
 from examples.lm.stream import Stream
-from examples.lm.tokenizer import Tokenizer
+from examples.lm.tokenizer import ByteTokenizer, Tokenizer
 from examples.lm.weights import assemble
 from tests.examples.test_example_lm import ROWS, arrays_of, model_of, shallow
 from tests.recorded.values import FOLDER
@@ -328,6 +329,15 @@ def test_streams_hold_back_what_may_be_a_stop(stops, parts, text):
     pieces = [stream.add(part) for part in parts]
     assert "".join(pieces) + stream.end() == text
     assert stream.is_stopped == (text not in b"".join(parts).decode(errors="replace")[-len(text) :])
+
+
+def test_a_chat_with_a_model_of_nans_is_told_so():
+    engine = SimpleNamespace(
+        length=8, is_busy=True, submit=lambda text: None, step=lambda: [(None, -1)]
+    )
+    args = SimpleNamespace(most=4, temperature=0.0, top_p=1.0, seed=0)
+    with pytest.raises(ExampleError, match="must be finite, but those after 3 tokens are not"):
+        chat.say(engine, ByteTokenizer(), [dict(content="hi")], args)
 
 
 # --- texts that are continued at once -------------------------------------------------------------
