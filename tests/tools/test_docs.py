@@ -6,6 +6,8 @@ import re
 import types
 from pathlib import Path
 
+import pytest
+
 import jaxfused
 from tests.support.grids import parametrize
 
@@ -87,6 +89,8 @@ def test_glossary_has_forty_entries():
     assert len(entries) >= 40 and len(set(entries)) == len(entries)
 
 
+# It imports what `make docs` installs, which `make test-all` runs before it.
+@pytest.mark.exhaustive
 def test_docstrings_become_markdown():
     spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
     docstrings = importlib.util.module_from_spec(spec)
