@@ -227,8 +227,11 @@ def reads_in_place(arrays: Arrays, options: Options, implementation: str | None)
     if not arrays.are_plain() or implementation == "cuda":
         return True
     # On other GPUs than Hopper's, this kernel alone divides the keys of a head among CTAs.
-    is_other_gpu = hopper.why_unfit(device.compute_capability) is not None
-    return is_other_gpu or arrays.may_be_uneven(device.multiprocessors)
+    if hopper.why_unfit(device.compute_capability) is not None:
+        return True
+    spelt = stage.axes(*arrays)
+    of_device = sharding.shards(arrays, operand_axes=spelt.operands, whole=spelt.whole)
+    return Arrays(*of_device).may_be_uneven(device.multiprocessors)
 
 
 def attend(arrays: Arrays, options: Options, implementation: str | None) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import jaxfused
 from jaxfused import KVCache, dispatch
@@ -297,6 +298,32 @@ def test_a_long_cache_of_floats_is_read_in_place(
         assert (ATTEND in kernels(attend, query, kept, kept, lengths)) == in_place
         alike = functools.partial(attend, batch_invariant=True)
         assert ATTEND not in kernels(alike, query, kept, kept, lengths)
+
+
+@pytest.mark.parametrize(
+    ("batch", "stage"), [(512, "KVCache.attend forward"), (64, "dot_product_attention forward")]
+)
+def test_the_sequences_of_one_device_count(monkeypatch, batch, stage):
+    """Of 512 sequences on 8 devices, a device has 64, and of 64 it has 8."""
+    have_library(monkeypatch)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def arrays(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
+    kept, query = arrays(batch, 32768, 8, 128), arrays(batch, 1, 32, 128)
+    with dispatch.assume(H200), jax.sharding.use_abstract_mesh(mesh):
+        explanation = jaxfused.explain(
+            lambda query, *cache: KVCache(*cache).attend(query),
+            query,
+            kept,
+            kept,
+            arrays(batch, dtype=jnp.int32),
+        )
+    [(choice, _)] = explanation.calls
+    assert choice.stage == stage
 
 
 GOOD = dict(
