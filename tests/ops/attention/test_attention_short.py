@@ -347,7 +347,7 @@ def test_what_is_saved_beyond_the_queries_does_not_count(beyond):
     assert all(np.isfinite(x).all() for x in expected)
 
 
-@parametrize("slots", [(1, 2), (1, 3), (2, 2), (2, 3)], quick=(2,))
+@parametrize("slots", [(1, 2), (1, 3), (2, 2), (2, 3)], quick=())
 def test_several_heads_of_a_cta_in_the_interpreter(race_detector, monkeypatch, slots):
     """Memory and barriers are reused, and no arrival is left when the CTA ends."""
     mosaic_interpreter.complete(monkeypatch)
