@@ -2,9 +2,11 @@
 // of 16 or 8 bits.
 //
 // A warp loads tiles of 16 keys of a head from global memory into the operand registers of the
-// tensor cores, the next tile while it multiplies the current one. It uses neither shared memory
-// nor barriers, so pages may have any size, and 8-bit values are widened in registers. A second
-// kernel merges the partial outputs of each sequence in a fixed order.
+// tensor cores, the next tile while it multiplies the current one. It needs no shared memory for
+// them, so pages may have any size, and 8-bit values are widened in registers. The partial outputs
+// of a sequence are merged in a fixed order: by a second kernel where the tiles of all sequences
+// are divided among warps together, or, if sequences are short, within the cluster of thread
+// blocks that attends to a sequence's keys of a head.
 #include <cfloat>
 #include <cstdint>
 #include <string>
@@ -47,12 +49,13 @@ struct CacheArgs {
   int group;      // query heads that share a key head
   int row_tiles;  // units (tiles of query rows) of a key head
   int unit_rows;  // rows of a unit that have a place in `parts` and `sums`
+  int cluster;    // blocks that share a unit of a sequence, in `attend_in_clusters`
   float scale;
   float cap;  // soft cap of the logits, 0 for none
   float inverse_cap;
   bool is_half;  // whether query and output are float16, not bfloat16
 
-  __device__ __forceinline__ int units() const { return key_heads * row_tiles; }
+  __host__ __device__ __forceinline__ int units() const { return key_heads * row_tiles; }
   __device__ __forceinline__ int rows() const { return tokens * group; }
   // Index in query and output of a key head's row: token row / group, query head row % group.
   __device__ __forceinline__ int64_t place_of(int sequence, int head, int row) const {
@@ -189,7 +192,6 @@ class Unit {
  public:
   __device__ __forceinline__ Unit(const CacheArgs& args, int unit)
       : args_(args),
-        unit_(unit),
         head_(unit / args.row_tiles),
         first_row_(unit % args.row_tiles * 8 * kTiles),
         lane_(threadIdx.x % 32),
@@ -208,9 +210,10 @@ class Unit {
     }
   }
 
-  // Computes partial output `number`: attention of a sequence's queries in this unit to the key
-  // tiles from `begin` to `stop`.
-  __device__ __forceinline__ void part(int sequence, int begin, int stop, int number) {
+  // Computes attention of a sequence's queries in this unit to the key tiles from `begin` to
+  // `stop`: the outputs before division, [unit_rows, kHead], and each row's maximum and sum.
+  __device__ __forceinline__ void part(int sequence, int begin, int stop, float* outputs,
+                                       float2* sums) {
     sequence_ = sequence;
     length_ = args_.sequences.lengths[sequence];
     Queries<V, kHead, kTiles> queries;
@@ -350,10 +353,8 @@ class Unit {
         }
         const int row = 8 * n + 2 * q_ + e;
         if (first_row_ + row >= args_.rows()) continue;
-        const int64_t index =
-            (static_cast<int64_t>(number) * args_.units() + unit_) * args_.unit_rows + row;
-        output.store(n, e, args_.parts + index * kHead, unit);
-        if (g_ == 0) args_.sums[index] = {maximum[n][e], sum[n][e]};
+        output.store(n, e, outputs + row * kHead, unit);
+        if (g_ == 0) sums[row] = {maximum[n][e], sum[n][e]};
       }
     }
   }
@@ -456,7 +457,6 @@ class Unit {
   }
 
   const CacheArgs& args_;
-  int unit_;
   int head_;
   int first_row_;
   int lane_;
@@ -493,13 +493,16 @@ __global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
     if (tile >= stop) return;
     const int2 found = list.find(args.sequences, tile);
     int sequence = found.x, before = found.y;
-    Unit<V, kHead, kTiles, kScaled> unit(args, warp % args.units());
+    const int number = warp % args.units();
+    Unit<V, kHead, kTiles, kScaled> unit(args, number);
     for (; tile < stop; ++sequence) {
       const int tiles = args.sequences.tiles(sequence);
       if (tiles == 0) continue;
       const int first = args.sequences.first_tile(sequence) - before;
       const int end = min(stop, before + tiles);
-      unit.part(sequence, first + tile, first + end, slot + sequence);
+      const int64_t row =
+          (static_cast<int64_t>(slot + sequence) * args.units() + number) * args.unit_rows;
+      unit.part(sequence, first + tile, first + end, args.parts + row * kHead, args.sums + row);
       before += tiles;
       tile = end;
     }
@@ -512,11 +515,9 @@ constexpr int kMergeThreads = 256;
 template <int kRowWarps>
 constexpr int kTogether = kRowWarps == 1 ? 16 : 4;
 
-// Output that a warp has merged; a lane holds kHead / 32 columns of it.
-template <int kHead>
+// Columns of a row's output, merged from partial outputs.
+template <int kColumns>
 struct Merged {
-  static constexpr int kColumns = kHead / 32;
-
   float maximum = kLowest;
   float sum = 0.0f;
   float out[kColumns] = {};
@@ -528,6 +529,31 @@ struct Merged {
     sum = fmaf(sums.y, weight, sum * decay);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) out[i] = fmaf(columns[i], weight, out[i] * decay);
+  }
+
+  // Adds the row's sink, divides by the sum and stores the columns from `first` on.
+  template <int kHead>
+  __device__ __forceinline__ void store(const CacheArgs& args, int sequence, int head, int row,
+                                        int first) {
+    if (args.sinks != nullptr) {
+      const float none[kColumns] = {};
+      add({args.sinks[head * args.group + row % args.group] * kLog2e, 1.0f}, none);
+    }
+    const int token = row / args.group;
+    const bool is_real =
+        args.sequences.counts == nullptr || token < args.sequences.counts[sequence];
+    // A query beyond the count may be NaN, which a factor of 0 would not cancel.
+    if (!is_real) *this = {};
+    // The sum is 0 for a row that attends to no key.
+    const float inverse = sum != 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+    const int64_t place = args.place_of(sequence, head, row) * kHead + first;
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 2) {
+      const float low = out[i] * inverse, high = out[i + 1] * inverse;
+      uint16_t* const to = static_cast<uint16_t*>(args.output) + place + i;
+      *reinterpret_cast<uint32_t*>(to) =
+          args.is_half ? rounded_pair<__half>(low, high) : rounded_pair<__nv_bfloat16>(low, high);
+    }
   }
 };
 
@@ -541,7 +567,7 @@ __device__ __forceinline__ void load_columns(const float* from, float (&columns)
 template <int kHead, int kRowWarps>
 __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 32 : kMergeThreads)
     merge_cached_parts(const __grid_constant__ CacheArgs args) {
-  constexpr int kColumns = Merged<kHead>::kColumns;
+  constexpr int kColumns = kHead / 32;  // of a lane
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kRowWarps;
   const int64_t number =
       blockIdx.x * static_cast<int64_t>(blockDim.x / 32 / kRowWarps) + threadIdx.x / 32 / kRowWarps;
@@ -562,7 +588,7 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
 
   const int64_t stride = static_cast<int64_t>(args.units()) * args.unit_rows;
   const int64_t index = (first + sequence) * stride + unit * args.unit_rows + row_of_unit;
-  Merged<kHead> merged;
+  Merged<kColumns> merged;
   constexpr int kLoads = kTogether<kRowWarps>;
   for (int start = warp; start < count; start += kLoads * kRowWarps) {
     float2 sums[kLoads];
@@ -595,23 +621,95 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
       merged.add(sums[w], columns);
     }
   }
-  if (args.sinks != nullptr) {
-    const float none[kColumns] = {};
-    merged.add({args.sinks[head * args.group + row % args.group] * kLog2e, 1.0f}, none);
-  }
-  const int token = row / args.group;
-  const bool is_real = args.sequences.counts == nullptr || token < args.sequences.counts[sequence];
-  // A query beyond the count may be NaN, which a factor of 0 would not cancel.
-  if (!is_real) merged = {};
-  // The sum is 0 for a row that attends to no key.
-  const float inverse = merged.sum != 0.0f ? __fdividef(1.0f, merged.sum) : 0.0f;
-  const int64_t place = args.place_of(sequence, head, row) * kHead + lane * kColumns;
+  merged.template store<kHead>(args, sequence, head, row, lane * kColumns);
+}
+
+// Of the kernel below: most warps of a block, limited by the registers that a warp needs, fewer if
+// there are more blocks than SMs, most blocks of a cluster, and most tiles of a warp.
+template <int kTiles>
+constexpr int kSharedWarps = kTiles == 1 ? 12 : 8;
+constexpr int kFewWarps = 4;
+constexpr int kMostBlocks = 8;
+constexpr int kMostWarpTiles = 8;
+
+// Attends to caches of short sequences. A cluster has the keys of one unit of a sequence, each of
+// its warps as many consecutive tiles, and merges their outputs in shared memory: first those of a
+// block's warps, then those of its blocks.
+template <typename V, int kHead, int kTiles, bool kScaled>
+__global__ void __launch_bounds__(32 * kSharedWarps<kTiles>)
+    attend_in_clusters(const __grid_constant__ CacheArgs args) {
+  if constexpr (kHasBulkCopies) {
+    constexpr int kColumns = 2;
+    using Pair = Merged<kColumns>;
+    extern __shared__ __align__(16) float outputs[];  // [warps, unit_rows, kHead]
+    __shared__ float2 sums[kSharedWarps<kTiles>][8 * kTiles];
+    __shared__ float2 block_sums[8 * kTiles];
+    const int rank = static_cast<int>(blockIdx.x) % args.cluster;
+    const int number = static_cast<int>(blockIdx.x) / args.cluster;
+    const int sequence = number / args.units(), of_unit = number % args.units();
+    const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const int all_warps = warps * args.cluster, own = rank * warps + warp;
+    const int size = args.unit_rows * kHead;  // of a warp's output
+    const int first = args.sequences.first_tile(sequence);
+    const int64_t tiles = args.sequences.tiles(sequence);
+    const int begin = static_cast<int>(tiles * own / all_warps);
+    const int stop = static_cast<int>(tiles * (own + 1) / all_warps);
+    if (begin < stop) {
+      Unit<V, kHead, kTiles, kScaled> unit(args, of_unit);
+      unit.part(sequence, first + begin, first + stop, outputs + warp * size, sums[warp]);
+    } else if (threadIdx.x % 32 < 8 * kTiles) {
+      sums[warp][threadIdx.x % 32] = {kLowest, 0.0f};
+    }
+    __syncthreads();
+
+    const int head = of_unit / args.row_tiles;
+    const int first_row = of_unit % args.row_tiles * args.unit_rows;
+    const int pairs = min(args.unit_rows, args.rows() - first_row) * kHead / kColumns;
+    for (int i = static_cast<int>(threadIdx.x); i < pairs; i += static_cast<int>(blockDim.x)) {
+      const int row = i * kColumns / kHead, column = i * kColumns % kHead;
+      Pair merged;
+      for (int w = 0; w < warps; ++w) {
+        // A warp without keys has written no output.
+        const float2 sum = sums[w][row];
+        if (sum.y == 0.0f) continue;
+        float columns[kColumns];
+        load_columns(outputs + w * size + i * kColumns, columns);
+        merged.add(sum, columns);
+      }
+      if (args.cluster == 1) {
+        merged.template store<kHead>(args, sequence, head, first_row + row, column);
+        continue;
+      }
+      // This thread alone has read this pair of the first warp's output.
+      outputs[i * kColumns] = merged.out[0];
+      outputs[i * kColumns + 1] = merged.out[1];
+      if (column == 0) block_sums[row] = {merged.maximum, merged.sum};
+    }
+    if (args.cluster == 1) return;
+    cluster_sync();
+    const int stop_pair = pairs * (rank + 1) / args.cluster;
+    for (int i = pairs * rank / args.cluster + static_cast<int>(threadIdx.x); i < stop_pair;
+         i += static_cast<int>(blockDim.x)) {
+      const int row = i * kColumns / kHead, column = i * kColumns % kHead;
+      float2 block_sum[kMostBlocks];
+      float columns[kMostBlocks][kColumns];
 #pragma unroll
-  for (int i = 0; i < kColumns; i += 2) {
-    const float low = merged.out[i] * inverse, high = merged.out[i + 1] * inverse;
-    uint16_t* const to = static_cast<uint16_t*>(args.output) + place + i;
-    *reinterpret_cast<uint32_t*>(to) =
-        args.is_half ? rounded_pair<__half>(low, high) : rounded_pair<__nv_bfloat16>(low, high);
+      for (int b = 0; b < kMostBlocks; ++b) {
+        if (b == args.cluster) break;
+        const uint32_t of_sum = cluster_address(&block_sums[row], b);
+        const uint32_t of_pair = cluster_address(outputs + i * kColumns, b);
+        block_sum[b] = {cluster_load(of_sum), cluster_load(of_sum + 4)};
+        columns[b][0] = cluster_load(of_pair);
+        columns[b][1] = cluster_load(of_pair + 4);
+      }
+      Pair merged;
+#pragma unroll
+      for (int b = 0; b < kMostBlocks; ++b) {
+        if (b < args.cluster) merged.add(block_sum[b], columns[b]);
+      }
+      merged.template store<kHead>(args, sequence, head, first_row + row, column);
+    }
+    cluster_sync();  // A block's shared memory lasts until the others have read it.
   }
 }
 
@@ -630,10 +728,41 @@ ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream
   return launch(merge_cached_parts<kHead, 32>, 32);
 }
 
+// Blocks of each cluster and warps of each block of `attend_in_clusters`: as few blocks as leave no
+// SM without one. `warps` is 0 if sequences have too many keys for them.
+struct Clusters {
+  int blocks = 1;
+  int warps = 0;
+
+  Clusters(const CacheArgs& args, const Device& device, int most_warps) {
+    const int window = args.sequences.window, capacity = args.most_pages * args.page_size;
+    const int keys = window == 0 ? capacity : std::min(capacity, window + args.tokens);
+    const int tiles = divide_up(keys, kTileKeys);
+    const int64_t units = int64_t{args.sequences.batch} * args.units();
+    while (blocks < kMostBlocks && 2 * blocks * units <= device.multiprocessors &&
+           most_warps * blocks < tiles) {
+      blocks *= 2;
+    }
+    if (blocks * units > device.multiprocessors) most_warps = kFewWarps;
+    if (device.clusters && tiles <= kMostWarpTiles * blocks * most_warps) warps = most_warps;
+  }
+};
+
 template <typename V, int kHead, int kTiles>
 ffi::Error launch(CacheArgs args, int most_slots, cudaStream_t stream) {
   Device device;
   RETURN_IF_ERROR(current_device(&device));
+  const Clusters clusters(args, device, kSharedWarps<kTiles>);
+  if (clusters.warps > 0) {
+    args.cluster = clusters.blocks;
+    const int64_t blocks = int64_t{args.sequences.batch} * args.units() * args.cluster;
+    const auto kernel = attend_in_clusters<V, kHead, kTiles, kKeptBytes<V> == 1>;
+    const int bytes = clusters.warps * args.unit_rows * kHead * static_cast<int>(sizeof(float));
+    RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+    return launch_kernel(
+        kernel, args,
+        {dim3(static_cast<unsigned>(blocks)), 32 * clusters.warps, bytes, args.cluster}, stream);
+  }
   constexpr int kBlockWarps = kWarps<V, kTiles>;
   const int units = args.key_heads * args.row_tiles;
   const int warps = device.multiprocessors * kBlocks<V, kTiles> * kBlockWarps;
