@@ -187,6 +187,13 @@ struct TilePlace {
   int within[2];
 };
 
+// Offsets of a tile from addresses that a lane has in page 0: of each group of 8 keys, in units of
+// kUnitBytes, and of the lane's scale.
+struct TileOffsets {
+  uint32_t rows[2];
+  uint32_t scale;
+};
+
 template <typename V, int kHead, int kTiles, bool kScaled>
 class Unit {
  public:
@@ -244,14 +251,15 @@ class Unit {
 
     KeyTile<V, kHead> keys;
     ValueTile<V, kHead> values;
-    TilePlace next = place_of(begin);
-    uint32_t rows[2];
-    set_rows(next, rows);
-    load(keys, rows, begin);
-    load(values, rows, begin);
+    TileOffsets offsets = offsets_of(place_of(begin));
+    int left = length_ - begin * kTileKeys;  // keys from the loaded tile on
+    load(keys, offsets, left);
+    load(values, offsets, left);
     float scale = 0.0f, next_scale = 0.0f;
-    if constexpr (kScaled) scale = load_scale(next, begin);
-    if (begin + 1 < stop) next = place_of(begin + 1);
+    if constexpr (kScaled) scale = load_scale(offsets, left);
+    const bool has_pages = args_.most_pages > 1;
+    TilePlace next = {};  // of the tile after the loaded one, if there are several pages
+    if (has_pages && begin + 1 < stop) next = place_of(begin + 1);
     for (int tile = begin; tile < stop; ++tile) {
       const bool has_next = tile + 1 < stop;
       // Products of keys g and g + 8 with rows 2 q and 2 q + 1 of each tile (g = lane / 4, q = lane
@@ -271,10 +279,15 @@ class Unit {
         }
       }
       if (has_next) {
-        set_rows(next, rows);
-        load(keys, rows, tile + 1);
-        if constexpr (kScaled) next_scale = load_scale(next, tile + 1);
-        if (tile + 2 < stop) next = place_of(tile + 2);
+        if (has_pages) {
+          offsets = offsets_of(next);
+        } else {
+          advance(offsets);
+        }
+        left -= kTileKeys;
+        load(keys, offsets, left);
+        if constexpr (kScaled) next_scale = load_scale(offsets, left);
+        if (has_pages && tile + 2 < stop) next = place_of(tile + 2);
       }
 
       float rescaling = 1.0f, key_scale[2], value_scale[2];
@@ -338,7 +351,7 @@ class Unit {
       }
       if (__any_sync(kAllLanes, changes)) output.scale(rescale);
       output.add(weights, values);
-      if (has_next) load(values, rows, tile + 1);
+      if (has_next) load(values, offsets, left);
       scale = next_scale;
     }
 
@@ -401,59 +414,76 @@ class Unit {
     return first_page_ + min(max(page, 0), args_.layer_pages - 1);
   }
 
-  // Computes the offset of each group of 8 keys, in units of kUnitBytes.
-  __device__ __forceinline__ void set_rows(const TilePlace& place, uint32_t (&rows)[2]) const {
+  __device__ __forceinline__ TileOffsets offsets_of(const TilePlace& place) const {
+    TileOffsets offsets = {};
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
-      rows[group] = page_of(place.page[group]) * page_stride_ +
-                    static_cast<uint32_t>(place.within[group]) * place_stride_;
+      offsets.rows[group] = page_of(place.page[group]) * page_stride_ +
+                            static_cast<uint32_t>(place.within[group]) * place_stride_;
     }
+    if constexpr (kScaled) {
+      const bool is_second = q_ % 2 == 1;
+      const uint32_t page = page_of(is_second ? place.page[1] : place.page[0]);
+      const uint32_t within = is_second ? place.within[1] : place.within[0];
+      offsets.scale = page * static_cast<uint32_t>(args_.scale_strides.page) +
+                      within * static_cast<uint32_t>(args_.scale_strides.place);
+    }
+    return offsets;
+  }
+
+  // Changes the offsets of a tile to those of the next one in the same page.
+  __device__ __forceinline__ void advance(TileOffsets& offsets) const {
+    offsets.rows[0] += kTileKeys * place_stride_;
+    offsets.rows[1] += kTileKeys * place_stride_;
+    offsets.scale += kTileKeys * static_cast<uint32_t>(args_.scale_strides.place);
   }
 
   static __device__ __forceinline__ const uint8_t* at(const uint8_t* first, uint32_t row) {
     return first + static_cast<uint64_t>(row) * kUnitBytes;
   }
 
-  __device__ __forceinline__ void load(KeyTile<V, kHead>& keys, const uint32_t (&rows)[2],
-                                       int tile) const {
-    const int left = length_ - tile * kTileKeys;
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      if (left >= kTileKeys) {
-        keys.template load<false>(group, at(key_, rows[group]), true);
-      } else {
-        keys.template load<true>(group, at(key_, rows[group]), 8 * group + g_ < left);
-      }
+  // Calls use(whether all keys of a tile exist, as a type), if `left` keys do.
+  template <typename Use>
+  static __device__ __forceinline__ void with_whole(int left, const Use& use) {
+    if (left >= kTileKeys) {
+      use(std::true_type());
+    } else {
+      use(std::false_type());
     }
   }
 
-  __device__ __forceinline__ void load(ValueTile<V, kHead>& values, const uint32_t (&rows)[2],
-                                       int tile) const {
-    const int left = length_ - tile * kTileKeys;
+  // Loads the tile's first `left` keys; so do the next two functions for values and scales.
+  __device__ __forceinline__ void load(KeyTile<V, kHead>& keys, const TileOffsets& offsets,
+                                       int left) const {
+    const auto load_each = [&](auto is_whole) {
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
+      for (int group = 0; group < 2; ++group) {
+        const uint8_t* const from = at(key_, offsets.rows[group]);
+        keys.template load<!is_whole()>(group, from, 8 * group + g_ < left);
+      }
+    };
+    with_whole(left, load_each);
+  }
+
+  __device__ __forceinline__ void load(ValueTile<V, kHead>& values, const TileOffsets& offsets,
+                                       int left) const {
+    const auto load_each = [&](auto is_whole) {
 #pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        const uint8_t* const from = at(value_, rows[group] + which * place_stride_);
-        if (left >= kTileKeys) {
-          values.template load<false>(group, which, from, true);
-        } else {
-          values.template load<true>(group, which, from, 8 * group + 2 * q_ + which < left);
+      for (int group = 0; group < 2; ++group) {
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+          const uint8_t* const from = at(value_, offsets.rows[group] + which * place_stride_);
+          values.template load<!is_whole()>(group, which, from, 8 * group + 2 * q_ + which < left);
         }
       }
-    }
+    };
+    with_whole(left, load_each);
   }
 
   // Loads one scale per lane: of keys g and g + 8 in lanes 4 g and 4 g + 1, of the values of these
   // keys in lanes 4 g + 2 and 4 g + 3.
-  __device__ __forceinline__ float load_scale(const TilePlace& place, int tile) const {
-    const int group = q_ % 2;
-    const uint32_t page = page_of(group == 0 ? place.page[0] : place.page[1]);
-    const uint32_t within = group == 0 ? place.within[0] : place.within[1];
-    const uint32_t from = page * static_cast<uint32_t>(args_.scale_strides.page) +
-                          within * static_cast<uint32_t>(args_.scale_strides.place);
-    const bool exists = tile * kTileKeys + 8 * group + g_ < length_;
-    return exists ? __ldg(scale_ + from) : 0.0f;
+  __device__ __forceinline__ float load_scale(const TileOffsets& offsets, int left) const {
+    return 8 * (q_ % 2) + g_ < left ? __ldg(scale_ + offsets.scale) : 0.0f;
   }
 
   const CacheArgs& args_;
