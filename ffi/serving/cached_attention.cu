@@ -75,18 +75,93 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((exponent + 127) << 23);
 }
 
-// Queries of a unit in tiles of 8 rows, as B operands of the tensor cores.
+// A query in two planes of bytes is kPlane times the first plus the second, and at most kPlanes
+// times 2. The first plane is at most 127, the second at most 64.
+constexpr int kPlane = 128;
+constexpr float kPlanes = 8128.0f;
+
+// Replaces eight values of 16 bits, times `by`, by the bytes of their planes: of the first four
+// values the first and the second plane, and so of the others. Returns 0, or NaN if a value is
+// infinite or NaN.
+__device__ __forceinline__ float to_planes(uint32_t (&words)[4], float by, bool is_half) {
+  float none = 0.0f;
+  uint32_t planes[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 pair = pair_of(words[i / 2], is_half);
+    const float x = i % 2 == 0 ? pair.x : pair.y;
+    none += x * 0.0f;
+    const int number = __float2int_rn(x * by);
+    const int first = (number + kPlane / 2) >> 7;
+    const int numbers[2] = {first, number - first * kPlane};
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      planes[p][i / 4] |= (static_cast<uint32_t>(numbers[p]) & 0xffu) << (8 * (i % 4));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = planes[i % 2][i / 2];
+  return none;
+}
+
+// Queries of a unit in tiles of 8 rows, as A operands of the tensor cores. An operand has two
+// halves of 8 rows. If keys stay bytes, these are the planes of a tile's queries. Otherwise they
+// are two tiles; or, of one tile, its columns of two adjacent steps, of which a step needs only its
+// own.
 template <typename V, int kHead, int kTiles>
 struct Queries {
   using Tile = KeyTile<V, kHead>;
   static constexpr int kSteps = Tile::kChunks * Tile::kSteps;
+  // Words of a step: its values in 16 bits, or their planes of bytes.
+  static constexpr int kWords = kKeysStayBytes<V> ? 4 : 2;
 
-  uint32_t operands[kTiles][kSteps][2];
+  uint32_t words[kTiles][kSteps][kWords];
 
-  // Loads the rows. Sets `factors` to the multipliers of the logits of rows 2 q and 2 q + 1 of each
-  // tile, with q = lane % 4.
+  // Computes the products of row lane / 4 of each tile with keys 8 i + 2 q + e, as logits[n][i][e]
+  // (q = lane % 4).
+  __device__ __forceinline__ void multiply(const Tile& keys, float (&logits)[kTiles][2][2]) const {
+    using Sum = std::conditional_t<kKeysStayBytes<V>, int, float>;
+    // Sums that do not wait for each other.
+    constexpr int kSets = kKeysStayBytes<V> ? kTiles : 2;
+    Sum sums[2][kSets][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint2 b = keys.operand(i, step / Tile::kSteps, step % Tile::kSteps);
+        if constexpr (kKeysStayBytes<V>) {
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            multiply_add_bytes(V(), sums[i][n], words[n][step], b.x, b.y);
+          }
+        } else {
+          const auto& low = kTiles == 2 ? words[0][step] : words[0][step - step % 2];
+          const auto& high = kTiles == 2 ? words[kTiles - 1][step] : words[0][step - step % 2 + 1];
+          const uint32_t a[4] = {low[0], high[0], low[1], high[1]};
+          multiply_add<Multiplied<V>>(sums[i][step % 2], a, b.x, b.y);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if constexpr (kKeysStayBytes<V>) {
+            logits[n][i][e] = static_cast<float>(sums[i][n][e] * kPlane + sums[i][n][2 + e]);
+          } else {
+            const int half = 2 * (kTiles == 2 ? n : 1);
+            logits[n][i][e] = sums[i][0][2 * n + e] + sums[i][1][half + e];
+          }
+        }
+      }
+    }
+  }
+
+  // Loads the rows. Sets `factors` to the multipliers of the logits of row lane / 4 of each tile.
   __device__ __forceinline__ void load(const CacheArgs& args, int sequence, int head, int first,
-                                       float (&factors)[kTiles][2]) {
+                                       float (&factors)[kTiles]) {
     constexpr bool kWidens = kKeptBytes<V> == 1;
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 #pragma unroll
@@ -98,17 +173,20 @@ struct Queries {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int column = Tile::column(i / Tile::kSteps, i % Tile::kSteps, q);
-        uint2 word = {};
-        if (exists) word = *reinterpret_cast<const uint2*>(from + column);
-        operands[n][i][0] = word.x;
-        operands[n][i][1] = word.y;
+#pragma unroll
+        for (int w = 0; w < kWords; w += 2) {
+          uint2 pair = {};
+          if (exists) pair = *reinterpret_cast<const uint2*>(from + column + 2 * w);
+          words[n][i][w] = pair.x;
+          words[n][i][w + 1] = pair.y;
+        }
       }
       float factor = args.scale * kLog2e;
       if constexpr (kWidens) {
         // The query row is divided by a power of two, because bfloat16 may overflow float16.
         float most = 0.0f;
 #pragma unroll
-        for (const auto& step : operands[n]) {
+        for (const auto& step : words[n]) {
 #pragma unroll
           for (const uint32_t bits : step) {
             const float2 x = pair_of(bits, args.is_half);
@@ -121,17 +199,27 @@ struct Queries {
         const int exponent = biased > 0 && biased < 255 ? min(max(biased - 127, -100), 100) : 0;
         factor *= power_of_two(exponent);
         const float down = power_of_two(-exponent);
+        if constexpr (kKeysStayBytes<V>) {
+          factor *= 1.0f / kPlanes;
+          // An infinite or NaN query makes the row's logits NaN.
+          float none = 0.0f;
 #pragma unroll
-        for (auto& step : operands[n]) {
+          for (auto& step : words[n]) none += to_planes(step, down * kPlanes, args.is_half);
+          none += __shfl_xor_sync(kAllLanes, none, 1);
+          none += __shfl_xor_sync(kAllLanes, none, 2);
+          factor += none;
+        } else {
 #pragma unroll
-          for (uint32_t& bits : step) {
-            const float2 x = pair_of(bits, args.is_half);
-            bits = rounded_pair<__half>(x.x * down, x.y * down);
+          for (auto& step : words[n]) {
+#pragma unroll
+            for (uint32_t& bits : step) {
+              const float2 x = pair_of(bits, args.is_half);
+              bits = rounded_pair<__half>(x.x * down, x.y * down);
+            }
           }
         }
       }
-      factors[n][0] = __shfl_sync(kAllLanes, factor, 8 * q);
-      factors[n][1] = __shfl_sync(kAllLanes, factor, 8 * q + 4);
+      factors[n] = factor;
     }
   }
 };
@@ -143,13 +231,17 @@ struct Output {
 
   float columns[kTiles][kHead / 16][4] = {};
 
-  __device__ __forceinline__ void scale(const float (&by)[kTiles][2]) {
+  // Multiplies each row by a factor, which the lanes have that load the row's queries.
+  __device__ __forceinline__ void scale(const float (&factors)[kTiles]) {
+    const int q = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
+      const float by[2] = {__shfl_sync(kAllLanes, factors[n], 8 * q),
+                           __shfl_sync(kAllLanes, factors[n], 8 * q + 4)};
 #pragma unroll
       for (auto& column : columns[n]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) column[i] *= by[n][i % 2];
+        for (int i = 0; i < 4; ++i) column[i] *= by[i % 2];
       }
     }
   }
@@ -212,8 +304,8 @@ class Unit {
     key_ = args.key + head + g_ * place_bytes + q_ * 16;
     value_ = args.value + head + 2 * q_ * place_bytes + g_ * ValueTile<V, kHead>::kChunkBytes;
     if constexpr (kScaled) {
-      scale_ = (q_ < 2 ? args.key_scale : args.value_scale) + head_ * args.scale_strides.head +
-               g_ * args.scale_strides.place;
+      scale_ = (lane_ < kTileKeys ? args.key_scale : args.value_scale) +
+               head_ * args.scale_strides.head + lane_ % 8 * args.scale_strides.place;
     }
   }
 
@@ -224,21 +316,19 @@ class Unit {
     sequence_ = sequence;
     length_ = args_.sequences.lengths[sequence];
     Queries<V, kHead, kTiles> queries;
-    float factors[kTiles][2];
+    float factors[kTiles];
     queries.load(args_, sequence, head_, first_row_, factors);
     Output<V, kHead, kTiles> output;
-    float maximum[kTiles][2], sum[kTiles][2];
-    int end[kTiles][2];  // end (exclusive) of the keys that a row attends to
+    // Of row g of each tile (g = lane / 4), `sum` of the lane's keys alone.
+    float maximum[kTiles], sum[kTiles];
+    int end[kTiles];  // end (exclusive) of the keys that the row attends to
     const int offset = args_.sequences.offsets[sequence];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        maximum[n][e] = kLowest;
-        sum[n][e] = 0.0f;
-        const int row = min(first_row_ + 8 * n + 2 * q_ + e, args_.rows() - 1);
-        end[n][e] = offset + row / args_.group + 1;
-      }
+      maximum[n] = kLowest;
+      sum[n] = 0.0f;
+      const int row = min(first_row_ + 8 * n + g_, args_.rows() - 1);
+      end[n] = offset + row / args_.group + 1;
     }
     uint32_t unit_bits = 0x0d800000u;  // 2^-100; the output is in units of this power of two
 
@@ -262,22 +352,8 @@ class Unit {
     if (has_pages && begin + 1 < stop) next = place_of(begin + 1);
     for (int tile = begin; tile < stop; ++tile) {
       const bool has_next = tile + 1 < stop;
-      // Products of keys g and g + 8 with rows 2 q and 2 q + 1 of each tile (g = lane / 4, q = lane
-      // % 4), in two accumulators that do not wait for each other.
-      float logits[kTiles][4] = {}, others[kTiles][4] = {};
-#pragma unroll
-      for (int c = 0; c < KeyTile<V, kHead>::kChunks; ++c) {
-#pragma unroll
-        for (int s = 0; s < KeyTile<V, kHead>::kSteps; ++s) {
-          uint32_t a[4];
-          keys.operands(c, s, a);
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            const auto& b = queries.operands[n][c * KeyTile<V, kHead>::kSteps + s];
-            multiply_add<Multiplied<V>>(s % 2 == 0 ? logits[n] : others[n], a, b[0], b[1]);
-          }
-        }
-      }
+      float logits[kTiles][2][2];
+      queries.multiply(keys, logits);
       if (has_next) {
         if (has_pages) {
           offsets = offsets_of(next);
@@ -290,11 +366,10 @@ class Unit {
         if (has_pages && tile + 2 < stop) next = place_of(tile + 2);
       }
 
-      float rescaling = 1.0f, key_scale[2], value_scale[2];
+      float rescaling = 1.0f, key_scale[2][2], value_scale[2][2];
       if constexpr (kScaled) {
-        // The output's unit, a power of two, is at least the largest scale of the tile's values,
-        // which lanes with q >= 2 hold.
-        const uint32_t own = q_ < 2 ? 0u : __float_as_uint(scale) & 0x7fffffffu;
+        // The output's unit, a power of two, is at least the largest scale of the tile's values.
+        const uint32_t own = lane_ < kTileKeys ? 0u : __float_as_uint(scale) & 0x7fffffffu;
         const uint32_t most = __reduce_max_sync(kAllLanes, own);
         const uint32_t bits = min((most + 0x7fffffu) & 0x7f800000u, 0x7e800000u);
         if (bits > unit_bits) {
@@ -303,51 +378,52 @@ class Unit {
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          key_scale[i] = __shfl_sync(kAllLanes, scale, 4 * g_ + i);
-          value_scale[i] = __shfl_sync(kAllLanes, scale, 4 * g_ + 2 + i) * inverse(unit_bits);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int key = 8 * i + 2 * q_ + e;
+            key_scale[i][e] = __shfl_sync(kAllLanes, scale, key);
+            value_scale[i][e] = __shfl_sync(kAllLanes, scale, kTileKeys + key) * inverse(unit_bits);
+          }
         }
       }
       const int first_key = tile * kTileKeys;
       const bool is_edge = first_key + kTileKeys > safe_end || first_key < safe_start;
-      float rescale[kTiles][2];
+      float rescale[kTiles];
       uint32_t weights[kTiles][2];
       bool changes = false;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float highest = maximum[n][e];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = logits[n][2 * i + e];
-            x = (x + others[n][2 * i + e]) * factors[n][e];
-            if constexpr (kScaled) x *= key_scale[i];
-            if (args_.cap > 0.0f) x = capped(x);
-            if (is_edge && !is_seen(first_key + 8 * i + g_, end[n][e])) x = -INFINITY;
-            highest = fmaxf(highest, x);
-          }
-#pragma unroll
-          for (int lanes = 4; lanes < 32; lanes *= 2) {
-            highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, lanes));
-          }
-          const float decay = exp2_fast(maximum[n][e] - highest);
-          maximum[n][e] = highest;
-          sum[n][e] *= decay;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = logits[n][2 * i + e];
-            x = exp2_fast(x - highest);
-            sum[n][e] += x;
-            if constexpr (kScaled) x *= value_scale[i];
-          }
-          rescale[n][e] = decay * rescaling;
-          changes = changes || rescale[n][e] != 1.0f;
-        }
+        float highest = maximum[n];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          weights[n][i] =
-              transposed(rounded_pair<Multiplied<V>>(logits[n][2 * i], logits[n][2 * i + 1]));
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = logits[n][i][e];
+            x *= factors[n];
+            if constexpr (kScaled) x *= key_scale[i][e];
+            if (args_.cap > 0.0f) x = capped(x);
+            if (is_edge && !is_seen(first_key + 8 * i + 2 * q_ + e, end[n])) x = -INFINITY;
+            highest = fmaxf(highest, x);
+          }
         }
+        highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
+        const float decay = exp2_fast(maximum[n] - highest);
+        maximum[n] = highest;
+        sum[n] *= decay;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = logits[n][i][e];
+            x = exp2_fast(x - highest);
+            sum[n] += x;
+            if constexpr (kScaled) x *= value_scale[i][e];
+          }
+          weights[n][i] = rounded_pair<Multiplied<V>>(logits[n][i][0], logits[n][i][1]);
+        }
+        rescale[n] = decay * rescaling;
+        changes = changes || rescale[n] != 1.0f;
       }
       if (__any_sync(kAllLanes, changes)) output.scale(rescale);
       output.add(weights, values);
@@ -358,16 +434,14 @@ class Unit {
     const float unit = kScaled ? __uint_as_float(unit_bits) : 1.0f;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
+      sum[n] += __shfl_xor_sync(kAllLanes, sum[n], 1);
+      sum[n] += __shfl_xor_sync(kAllLanes, sum[n], 2);
+      const int own = 8 * n + g_;
+      if (q_ == 0 && first_row_ + own < args_.rows()) sums[own] = {maximum[n], sum[n]};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) {
-          sum[n][e] += __shfl_xor_sync(kAllLanes, sum[n][e], lanes);
-        }
         const int row = 8 * n + 2 * q_ + e;
-        if (first_row_ + row >= args_.rows()) continue;
-        output.store(n, e, outputs + row * kHead, unit);
-        if (g_ == 0) sums[row] = {maximum[n][e], sum[n][e]};
+        if (first_row_ + row < args_.rows()) output.store(n, e, outputs + row * kHead, unit);
       }
     }
   }
@@ -422,7 +496,7 @@ class Unit {
                             static_cast<uint32_t>(place.within[group]) * place_stride_;
     }
     if constexpr (kScaled) {
-      const bool is_second = q_ % 2 == 1;
+      const bool is_second = lane_ / 8 % 2 == 1;
       const uint32_t page = page_of(is_second ? place.page[1] : place.page[0]);
       const uint32_t within = is_second ? place.within[1] : place.within[0];
       offsets.scale = page * static_cast<uint32_t>(args_.scale_strides.page) +
@@ -480,10 +554,9 @@ class Unit {
     with_whole(left, load_each);
   }
 
-  // Loads one scale per lane: of keys g and g + 8 in lanes 4 g and 4 g + 1, of the values of these
-  // keys in lanes 4 g + 2 and 4 g + 3.
+  // Loads one scale per lane: of the tile's keys in lanes 0 to 15, of its values in the others.
   __device__ __forceinline__ float load_scale(const TileOffsets& offsets, int left) const {
-    return 8 * (q_ % 2) + g_ < left ? __ldg(scale_ + offsets.scale) : 0.0f;
+    return lane_ % kTileKeys < left ? __ldg(scale_ + offsets.scale) : 0.0f;
   }
 
   const CacheArgs& args_;

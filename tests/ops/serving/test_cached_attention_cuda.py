@@ -198,6 +198,36 @@ def test_a_cache_is_read_in_place(ampere, name):
     np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["float16", "int8", "float8_e4m3fn"])
+def test_numbers_are_those_of_float64(ampere, kept):
+    """The queries, of unequal sizes, lose nothing that float16 would keep in the output."""
+    batch, length, heads, size = 2, 300, 8, 128
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(batch, 1, heads, size)) * np.exp(rng.normal(size=(heads, 1)))
+    query = put(3 * query, jnp.float16)
+    cache = KVCache.zeros(batch=batch, length=length, key_heads=1, head_size=size, dtype=kept)
+    key, value = (drawn(i, batch, length, 1, size, dtype=jnp.float16) for i in (1, 2))
+    cache = cache.append(key, value, implementation="xla")
+    cache = dataclasses.replace(cache, lengths=put(np.full(batch, length - 1, np.int32)))
+    attend = jax.jit(lambda cache, query: cache.attend(query, implementation="cuda"))
+    actual = np.asarray(attend(cache, query), np.float64)
+
+    def kept_in_float64(numbers, scale):
+        numbers = numbers if scale is None else jax.lax.bitcast_convert_type(numbers, cache.dtype)
+        numbers = np.asarray(numbers, np.float64)[:, :, 0]
+        return numbers if scale is None else numbers * np.asarray(scale, np.float64)
+
+    key, value = map(
+        kept_in_float64, (cache.key, cache.value), (cache.key_scale, cache.value_scale)
+    )
+    logits = np.einsum("bqh,bsh->bqs", np.asarray(query, np.float64)[:, 0], key) / np.sqrt(size)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    expected = np.einsum("bqs,bsh->bqh", weights, value)[:, None]
+    assert np.sqrt(np.mean((actual - expected) ** 2)) < 4e-4 * np.sqrt(np.mean(expected**2))
+
+
 def pages_of(kept, page_size, layout, lengths, key_heads=2, size=64):
     """Returns pools of keys and values in any order, and a table with ids of no page behind the last."""
     rng = np.random.default_rng(5)
