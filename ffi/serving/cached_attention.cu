@@ -533,7 +533,7 @@ class Unit {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         const uint8_t* const from = at(key_, offsets.rows[group]);
-        keys.template load<!is_whole()>(group, from, 8 * group + g_ < left);
+        keys.template load<!decltype(is_whole)::value>(group, from, 8 * group + g_ < left);
       }
     };
     with_whole(left, load_each);
@@ -547,7 +547,8 @@ class Unit {
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
           const uint8_t* const from = at(value_, offsets.rows[group] + which * place_stride_);
-          values.template load<!is_whole()>(group, which, from, 8 * group + 2 * q_ + which < left);
+          values.template load<!decltype(is_whole)::value>(group, which, from,
+                                                           8 * group + 2 * q_ + which < left);
         }
       }
     };

@@ -201,7 +201,7 @@ def test_a_cache_is_read_in_place(ampere, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kept", ["float16", "int8", "float8_e4m3fn"])
 def test_numbers_are_those_of_float64(ampere, kept):
-    """The queries, of unequal sizes, lose nothing that float16 would keep in the output."""
+    """The error is below what rounding to float16 makes of such queries, whose logits reach 40."""
     batch, length, heads, size = 2, 300, 8, 128
     rng = np.random.default_rng(0)
     query = rng.normal(size=(batch, 1, heads, size)) * np.exp(rng.normal(size=(heads, 1)))
@@ -225,7 +225,7 @@ def test_numbers_are_those_of_float64(ampere, kept):
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     expected = np.einsum("bqs,bsh->bqh", weights, value)[:, None]
-    assert np.sqrt(np.mean((actual - expected) ** 2)) < 4e-4 * np.sqrt(np.mean(expected**2))
+    assert np.sqrt(np.mean((actual - expected) ** 2)) < 6e-4 * np.sqrt(np.mean(expected**2))
 
 
 def pages_of(kept, page_size, layout, lengths, key_heads=2, size=64):
