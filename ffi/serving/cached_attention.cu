@@ -44,7 +44,6 @@ struct CacheArgs {
   int page_size;
   int page_shift;  // log2 of page_size, or -1 if that is no power of two
   int most_pages;
-  int tokens;
   int key_heads;
   int group;      // query heads that share a key head
   int row_tiles;  // units (tiles of query rows) of a key head
@@ -56,11 +55,11 @@ struct CacheArgs {
   bool is_half;  // whether query and output are float16, not bfloat16
 
   __host__ __device__ __forceinline__ int units() const { return key_heads * row_tiles; }
-  __device__ __forceinline__ int rows() const { return tokens * group; }
+  __device__ __forceinline__ int rows() const { return sequences.tokens * group; }
   // Index in query and output of a key head's row: token row / group, query head row % group.
   __device__ __forceinline__ int64_t place_of(int sequence, int head, int row) const {
     const int token = row / group;
-    return (static_cast<int64_t>(sequence * tokens + token) * key_heads + head) * group +
+    return (static_cast<int64_t>(sequence * sequences.tokens + token) * key_heads + head) * group +
            row % group;
   }
 };
@@ -314,7 +313,7 @@ class Unit {
   __device__ __forceinline__ void part(int sequence, int begin, int stop, float* outputs,
                                        float2* sums) {
     sequence_ = sequence;
-    length_ = args_.sequences.lengths[sequence];
+    length_ = args_.sequences.length(sequence);
     Queries<V, kHead, kTiles> queries;
     float factors[kTiles];
     queries.load(args_, sequence, head_, first_row_, factors);
@@ -839,8 +838,8 @@ struct Clusters {
   int warps = 0;
 
   Clusters(const CacheArgs& args, const Device& device, int most_warps) {
-    const int window = args.sequences.window, capacity = args.most_pages * args.page_size;
-    const int keys = window == 0 ? capacity : std::min(capacity, window + args.tokens);
+    const int window = args.sequences.window, capacity = args.sequences.capacity;
+    const int keys = window == 0 ? capacity : std::min(capacity, window + args.sequences.tokens);
     const int tiles = divide_up(keys, kTileKeys);
     const int64_t units = int64_t{args.sequences.batch} * args.units();
     while (blocks < kMostBlocks && 2 * blocks * units <= device.multiprocessors &&
@@ -881,7 +880,7 @@ ffi::Error launch(CacheArgs args, int most_slots, cudaStream_t stream) {
 
 template <typename V, int kHead>
 ffi::Error launch_with_rows(const CacheArgs& args, int most_slots, cudaStream_t stream) {
-  if (args.tokens * args.group <= 8) return launch<V, kHead, 1>(args, most_slots, stream);
+  if (args.sequences.tokens * args.group <= 8) return launch<V, kHead, 1>(args, most_slots, stream);
   return launch<V, kHead, 2>(args, most_slots, stream);
 }
 
@@ -948,7 +947,7 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   int64_t most_pages = 0;
   RETURN_IF_ERROR(check_table(table, batch, &most_pages));
   args.table = data_or_null<int>(table);
-  RETURN_IF_ERROR(check_integers("lengths", lengths, {batch}));
+  if (!is_absent(lengths)) RETURN_IF_ERROR(check_integers("lengths", lengths, {batch}));
   RETURN_IF_ERROR(check_integers("offsets", offsets, {batch}));
   if (!is_absent(counts)) RETURN_IF_ERROR(check_integers("counts", counts, {batch}));
   if (!is_absent(layer)) RETURN_IF_ERROR(check_integers("layer", layer, {1}));
@@ -984,10 +983,12 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   args.parts = static_cast<float*>(parts->untyped_data());
   args.sums = static_cast<float2*>(sums->untyped_data());
   args.output = output->untyped_data();
-  args.sequences = {static_cast<const int*>(lengths.untyped_data()),
+  args.sequences = {data_or_null<int>(lengths),
                     static_cast<const int*>(offsets.untyped_data()),
                     data_or_null<int>(counts),
                     static_cast<int>(batch),
+                    static_cast<int>(tokens),
+                    static_cast<int>(most_pages * page_size),
                     window,
                     1};
   args.strides = strides_of(pool, heads_first);
@@ -999,7 +1000,6 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   args.layers = static_cast<int>(pages / layer_pages);
   args.page_size = static_cast<int>(page_size);
   args.most_pages = static_cast<int>(most_pages);
-  args.tokens = static_cast<int>(tokens);
   args.key_heads = static_cast<int>(heads);
   args.group = static_cast<int>(group);
   args.row_tiles = static_cast<int>(row_tiles);
