@@ -40,10 +40,11 @@ struct CacheArgs {
   int page_shift;  // log2 of page_size, or -1 if that is no power of two
   int most_pages;
   int key_heads;
-  int group;      // query heads that share a key head
-  int row_tiles;  // units (tiles of query rows) of a key head
-  int unit_rows;  // rows of a unit that have a place in `parts` and `sums`
-  int cluster;    // blocks that share a unit of a sequence, in `attend_in_clusters`
+  int group;          // query heads that share a key head
+  int row_tiles;      // units (tiles of query rows) of a key head
+  int unit_rows;      // rows of a unit that have a place in `parts` and `sums`
+  int cluster;        // blocks of a cluster, which share a unit of a sequence; 0 for no clusters
+  int cluster_warps;  // warps of a block of a cluster
   float scale;
   float cap;  // soft cap of the logits, 0 for none
   float inverse_cap;

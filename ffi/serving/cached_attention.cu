@@ -164,13 +164,12 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   merged.template store<kHead>(args, sequence, head, row, lane * kColumns);
 }
 
-// Of the kernel below: most warps of a block, limited by the registers that a warp needs, fewer if
-// there are more blocks than SMs, most blocks of a cluster, and most tiles of a warp.
+// Of the kernel below: most warps of a block, limited by the registers that a warp needs, and most
+// blocks of a cluster. More than kPortableBlocks must be allowed.
 template <int kTiles>
 constexpr int kSharedWarps = kTiles == 1 ? 12 : 8;
-constexpr int kFewWarps = 4;
-constexpr int kMostBlocks = 8;
-constexpr int kMostWarpTiles = 8;
+constexpr int kMostBlocks = 16;
+constexpr int kPortableBlocks = 8;
 
 // Attends to caches of short sequences. A cluster has the keys of one unit of a sequence, each of
 // its warps as many consecutive tiles, and merges their outputs in shared memory: first those of a
@@ -268,40 +267,28 @@ ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream
   return launch(merge_cached_parts<kHead, 32>, 32);
 }
 
-// Blocks of each cluster and warps of each block of `attend_in_clusters`: as few blocks as leave no
-// SM without one. `warps` is 0 if sequences have too many keys for them.
-struct Clusters {
-  int blocks = 1;
-  int warps = 0;
-
-  Clusters(const CacheArgs& args, const Device& device, int most_warps) {
-    const int window = args.sequences.window, capacity = args.sequences.capacity;
-    const int keys = window == 0 ? capacity : std::min(capacity, window + args.sequences.tokens);
-    const int tiles = divide_up(keys, kTileKeys);
-    const int64_t units = int64_t{args.sequences.batch} * args.units();
-    while (blocks < kMostBlocks && 2 * blocks * units <= device.multiprocessors &&
-           most_warps * blocks < tiles) {
-      blocks *= 2;
-    }
-    if (blocks * units > device.multiprocessors) most_warps = kFewWarps;
-    if (device.clusters && tiles <= kMostWarpTiles * blocks * most_warps) warps = most_warps;
-  }
-};
-
 template <typename V, int kHead, int kTiles>
 ffi::Error launch(CacheArgs args, int most_slots, cudaStream_t stream) {
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  const Clusters clusters(args, device, kSharedWarps<kTiles>);
-  if (clusters.warps > 0) {
-    args.cluster = clusters.blocks;
-    const int64_t blocks = int64_t{args.sequences.batch} * args.units() * args.cluster;
+  if (args.cluster > 0) {
     const auto kernel = attend_in_clusters<V, kHead, kTiles, kKeptBytes<V> == 1>;
-    const int bytes = clusters.warps * args.unit_rows * kHead * static_cast<int>(sizeof(float));
+    if (!device.clusters || args.cluster_warps > kSharedWarps<kTiles>) {
+      return ffi::Error::InvalidArgument("the GPU or the kernel has no such clusters");
+    }
     RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+    if (args.cluster > kPortableBlocks) {
+      RETURN_IF_ERROR(
+          check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                          cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+                     "cudaFuncSetAttribute"));
+    }
+    const int64_t blocks = int64_t{args.sequences.batch} * args.units() * args.cluster;
+    const int bytes = args.cluster_warps * args.unit_rows * kHead * static_cast<int>(sizeof(float));
     return launch_kernel(
         kernel, args,
-        {dim3(static_cast<unsigned>(blocks)), 32 * clusters.warps, bytes, args.cluster}, stream);
+        {dim3(static_cast<unsigned>(blocks)), 32 * args.cluster_warps, bytes, args.cluster},
+        stream);
   }
   constexpr int kBlockWarps = kWarps<V, kTiles>;
   const int units = args.key_heads * args.row_tiles;
@@ -335,7 +322,8 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
                             ffi::AnyBuffer sinks, ffi::AnyBuffer layer,
                             ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> parts,
                             ffi::Result<ffi::AnyBuffer> sums, bool heads_first, int32_t kind,
-                            int32_t layer_pages, int32_t window, float scale, float cap) {
+                            int32_t layer_pages, int32_t window, int32_t cluster,
+                            int32_t cluster_warps, float scale, float cap) {
   const auto shape = query.dimensions();
   if (shape.size() != 5 || key.dimensions().size() != 4 || is_absent(query) || is_absent(key)) {
     return ffi::Error::InvalidArgument("query must have 5 axes and key 4, and neither be empty");
@@ -392,8 +380,10 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   if ((head_size != 64 && head_size != 128) || (most_pages > 1 && page_size % 8 != 0) ||
       most_pages * page_size > INT32_MAX / 2 || pages > INT32_MAX || layer_pages < 1 ||
       pages % layer_pages != 0 || (args.table == nullptr && batch > layer_pages) || window < 0 ||
-      batch * tokens > INT32_MAX / 2 || rows > INT32_MAX / kRows ||
-      key.size_bytes() / kUnitBytes > UINT32_MAX || key_scale.element_count() > UINT32_MAX) {
+      cluster < 0 || cluster > kMostBlocks || (cluster & (cluster - 1)) != 0 ||
+      (cluster > 0 && cluster_warps < 1) || batch * tokens > INT32_MAX / 2 ||
+      rows > INT32_MAX / kRows || key.size_bytes() / kUnitBytes > UINT32_MAX ||
+      key_scale.element_count() > UINT32_MAX) {
     return ffi::Error::InvalidArgument("sizes that the kernel does not have: query " +
                                        to_string(shape) + ", key " + to_string(pool));
   }
@@ -433,6 +423,8 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
     args.value += head_size * 2;
     args.strides.head *= 2;
   }
+  args.cluster = cluster;
+  args.cluster_warps = cluster_warps;
   args.layer_pages = layer_pages;
   args.layers = static_cast<int>(pages / layer_pages);
   args.page_size = static_cast<int>(page_size);
@@ -487,6 +479,8 @@ DEFINE_HANDLER(jaxfused_cached_attention, cached_attention,
                    .Attr<int32_t>("kind")
                    .Attr<int32_t>("layer_pages")
                    .Attr<int32_t>("window")
+                   .Attr<int32_t>("cluster")
+                   .Attr<int32_t>("cluster_warps")
                    .Attr<float>("scale")
                    .Attr<float>("cap"),
                {ffi::Traits::kCmdBufferCompatible});

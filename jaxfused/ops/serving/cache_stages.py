@@ -212,7 +212,7 @@ class InCache:
             window=options.window,
             scale=options.scale,
             soft_cap=options.soft_cap,
-            multiprocessors=device.multiprocessors,
+            device=device,
         )
         return (output,)
 
