@@ -33,7 +33,6 @@ State = tuple[Any, Any, Any]
 """Tuple (parameters, state of the optimizer, running averages of batch norms)."""
 Batch = tuple[jax.Array, jax.Array]
 """Pair (images, labels)."""
-"""Function of (parameters, batch) that returns a scalar."""
 
 OPTIMIZER: dict[str, Any] = dict(learning_rate=1e-3, weight_decay=0.05)
 MAX_NORM = 1.0

@@ -137,16 +137,17 @@ def _packed(parts: Parts, args: Config) -> Build:
 
 def _is_of_tensor(parts: Parts, args: Config, name: str, stack: tuple[int, ...]) -> bool:
     """Returns whether a tensor is one number for each matrix, which has no axis of outputs."""
-    return args.get("strategy") == "tensor" and parts.arrays[name].shape in (stack, (*stack, 1))
+    array = parts.get(name)
+    is_one = array is not None and array.shape in (stack, (*stack, 1))
+    return is_one and args.get("strategy") == "tensor"
 
 
 def _scale(parts: Parts, args: Config, shape: tuple[int, ...]) -> np.ndarray:
     """Returns scales [..., F, groups], or [..., 1, groups] where all outputs share them."""
     *stack, columns, groups = shape
-    scale = parts.scales("weight_scale", FLOATS)
     if _is_of_tensor(parts, args, "weight_scale", tuple(stack)):
-        return scale.reshape(*stack, 1, 1)
-    parts.take("weight_scale", FLOATS, (*stack, None, groups))
+        return parts.scales("weight_scale", FLOATS).reshape(*stack, 1, 1)
+    scale = parts.scales("weight_scale", FLOATS, (*stack, None, groups))
     if scale.shape[-2] not in (1, columns):
         parts.fail(f"weight_scale has shape {scale.shape}, but there are {columns} outputs.")
     return scale
