@@ -208,7 +208,7 @@ def _config(architecture: Any, fields: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def _scaling(own: Mapping[str, Any]) -> dict[str, Any] | None:
-    # As in llama.cpp, where a factor without a type is linear, and 0 stands for 1.
+    # A factor without a type is linear, and 0 stands for 1, as in llama.cpp.
     kind = own.get("rope.scaling.type", "linear" if own.get("rope.scaling.factor") else "none")
     if kind == "none":
         return None

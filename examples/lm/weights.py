@@ -102,7 +102,7 @@ def assemble(
     param_dtype = dtype if param_dtype is None else param_dtype
     arrays, layers = _text_only(arrays), _text_only(layers)
     if config.is_tied and _HEAD in arrays:
-        # As in transformers: a head that is not the embedding counts, whatever config.json says.
+        # A head that is not the embedding counts, whatever config.json says, as in transformers.
         embedding = arrays.setdefault(_EMBEDDING, arrays[_HEAD])
         if not np.array_equal(arrays[_HEAD](), embedding()):
             config = dataclasses.replace(config, is_tied=False)

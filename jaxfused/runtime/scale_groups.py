@@ -1,4 +1,4 @@
-"""Which values of a quantised array share a scale: by groups along an axis, or by blocks of a matrix."""
+"""Values of a quantised array that share a scale: groups along an axis, or blocks of a matrix."""
 
 import jax
 import jax.numpy as jnp

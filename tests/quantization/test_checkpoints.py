@@ -139,7 +139,7 @@ def test_one_layer_of_tensors():
 @pytest.mark.parametrize("zero", [None, -3])
 @pytest.mark.parametrize("form", ["pack-quantized", "int-quantized"])
 def test_one_scale_and_zero_point_for_a_whole_matrix(form, zero):
-    """As compressed-tensors 0.18.0 writes the strategy "tensor": neither has an axis of outputs."""
+    """The two have no axis of outputs in the strategy "tensor" of compressed-tensors 0.18.0."""
     codes = np.random.default_rng(0).integers(-8, 8, (5, 24)).astype(np.int8)
     parts = dict(weight_scale=np.array([0.5], np.float32), weight=codes)
     if zero is not None:

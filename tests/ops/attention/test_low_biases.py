@@ -101,7 +101,7 @@ def test_a_row_of_low_biases(interpreted_hopper, monkeypatch, low, queries, keys
 
 @parametrize("keys", [300, 40, 80], quick=(1,))
 def test_biases_of_a_single_query(interpreted_hopper, monkeypatch, keys):
-    """What its forward saves has one number, and is no value that all queries share."""
+    """The saved rest of its log-sum-exp, of one number, is no value that all queries share."""
     mosaic_interpreter.complete(monkeypatch)
     assert_right("pallas", LOW[0], 1, keys)
 

@@ -304,7 +304,7 @@ def test_a_long_cache_of_floats_is_read_in_place(
     ("batch", "stage"), [(512, "KVCache.attend forward"), (64, "dot_product_attention forward")]
 )
 def test_the_sequences_of_one_device_count(monkeypatch, batch, stage):
-    """Of 512 sequences on 8 devices, a device has 64, and of 64 it has 8."""
+    """A device has 64 of 512 sequences on 8 devices, and 8 of 64."""
     have_library(monkeypatch)
     monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
