@@ -1,478 +1,18 @@
 // Attention of a few new tokens of each sequence to a contiguous or paged cache of keys and values,
 // of 16 or 8 bits.
 //
-// A warp loads tiles of 16 keys of a head from global memory into the operand registers of the
-// tensor cores, the next tile while it multiplies the current one. It uses neither shared memory
-// nor barriers, so pages may have any size, and 8-bit values are widened in registers. A second
-// kernel merges the partial outputs of each sequence in a fixed order.
-#include <cfloat>
+// A warp attends to some of a sequence's keys, and partial outputs are merged in a fixed order: by
+// a second kernel where the tiles of all sequences are divided among warps together, or, if
+// sequences are short, within the cluster of thread blocks that has all keys of a sequence and
+// head.
 #include <cstdint>
 #include <string>
 
 #include "common/handler.h"
 #include "common/operands.h"
-#include "serving/decode_work.cuh"
-#include "serving/kept_values.cuh"
-#include "serving/pages.h"
+#include "serving/cache_unit.cuh"
 
 namespace {
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLowest = -1e30f;  // maximum of a row before its first key
-constexpr int kRows = 16;          // most rows of a unit: the queries of one key head in a warp
-constexpr int kUnitBytes = 64;     // every row of a cache starts at a multiple of these bytes
-
-struct CacheArgs {
-  const void* query;   // [batch, tokens, key heads, group, head size]
-  const uint8_t* key;  // pages; the values have the same strides
-  const uint8_t* value;
-  const float* key_scale;  // nullptr for a cache of 16 bits
-  const float* value_scale;
-  const int* table;  // page table [batch, most_pages]; nullptr: sequence b has page b
-  const int* layer;  // index of the layer, [1]; nullptr for 0
-  const float* sinks;
-  float* parts;  // partial outputs before division, [slots + batch, units, unit_rows, head size]
-  float2* sums;  // [slots + batch, units, unit_rows]: maximum and sum of exponentials, base 2
-  void* output;  // like the query
-  Sequences sequences;
-  Strides strides;
-  Strides scale_strides;
-  int layer_pages;
-  int layers;
-  int page_size;
-  int page_shift;  // log2 of page_size, or -1 if that is no power of two
-  int most_pages;
-  int tokens;
-  int key_heads;
-  int group;      // query heads that share a key head
-  int row_tiles;  // units (tiles of query rows) of a key head
-  int unit_rows;  // rows of a unit that have a place in `parts` and `sums`
-  float scale;
-  float cap;  // soft cap of the logits, 0 for none
-  float inverse_cap;
-  bool is_half;  // whether query and output are float16, not bfloat16
-
-  __device__ __forceinline__ int units() const { return key_heads * row_tiles; }
-  __device__ __forceinline__ int rows() const { return tokens * group; }
-  // Index in query and output of a key head's row: token row / group, query head row % group.
-  __device__ __forceinline__ int64_t place_of(int sequence, int head, int row) const {
-    const int token = row / group;
-    return (static_cast<int64_t>(sequence * tokens + token) * key_heads + head) * group +
-           row % group;
-  }
-};
-
-__device__ __forceinline__ float2 pair_of(uint32_t bits, bool is_half) {
-  if (is_half) return __half22float2(reinterpret_cast<const __half2&>(bits));
-  return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
-}
-
-// Returns 2^exponent.
-__device__ __forceinline__ float power_of_two(int exponent) {
-  return __int_as_float((exponent + 127) << 23);
-}
-
-// Queries of a unit in tiles of 8 rows, as B operands of the tensor cores.
-template <typename V, int kHead, int kTiles>
-struct Queries {
-  using Tile = KeyTile<V, kHead>;
-  static constexpr int kSteps = Tile::kChunks * Tile::kSteps;
-
-  uint32_t operands[kTiles][kSteps][2];
-
-  // Loads the rows. Sets `factors` to the multipliers of the logits of rows 2 q and 2 q + 1 of each
-  // tile, with q = lane % 4.
-  __device__ __forceinline__ void load(const CacheArgs& args, int sequence, int head, int first,
-                                       float (&factors)[kTiles][2]) {
-    constexpr bool kWidens = kKeptBytes<V> == 1;
-    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int row = first + 8 * n + g;
-      const bool exists = row < args.rows();
-      const auto* from = static_cast<const uint16_t*>(args.query) +
-                         args.place_of(sequence, head, exists ? row : 0) * kHead;
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const int column = Tile::column(i / Tile::kSteps, i % Tile::kSteps, q);
-        uint2 word = {};
-        if (exists) word = *reinterpret_cast<const uint2*>(from + column);
-        operands[n][i][0] = word.x;
-        operands[n][i][1] = word.y;
-      }
-      float factor = args.scale * kLog2e;
-      if constexpr (kWidens) {
-        // The query row is divided by a power of two, because bfloat16 may overflow float16.
-        float most = 0.0f;
-#pragma unroll
-        for (const auto& step : operands[n]) {
-#pragma unroll
-          for (const uint32_t bits : step) {
-            const float2 x = pair_of(bits, args.is_half);
-            most = fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y)));
-          }
-        }
-        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-        const int biased = __float_as_int(most) >> 23;
-        const int exponent = biased > 0 && biased < 255 ? min(max(biased - 127, -100), 100) : 0;
-        factor *= power_of_two(exponent);
-        const float down = power_of_two(-exponent);
-#pragma unroll
-        for (auto& step : operands[n]) {
-#pragma unroll
-          for (uint32_t& bits : step) {
-            const float2 x = pair_of(bits, args.is_half);
-            bits = rounded_pair<__half>(x.x * down, x.y * down);
-          }
-        }
-      }
-      factors[n][0] = __shfl_sync(kAllLanes, factor, 8 * q);
-      factors[n][1] = __shfl_sync(kAllLanes, factor, 8 * q + 4);
-    }
-  }
-};
-
-// The output of a unit's rows, transposed and not yet divided by the sums of exponentials.
-template <typename V, int kHead, int kTiles>
-struct Output {
-  using Tile = ValueTile<V, kHead>;
-
-  float columns[kTiles][kHead / 16][4] = {};
-
-  __device__ __forceinline__ void scale(const float (&by)[kTiles][2]) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (auto& column : columns[n]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) column[i] *= by[n][i % 2];
-      }
-    }
-  }
-
-  __device__ __forceinline__ void add(const uint32_t (&weights)[kTiles][2], const Tile& tile) {
-    tile.for_each([&](int product, const uint32_t (&a)[4]) {
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        multiply_add<Multiplied<V>>(columns[n][product], a, weights[n][0], weights[n][1]);
-      }
-    });
-  }
-
-  // Stores the lane's columns of one row of a tile; the row is 2 (lane % 4) + e.
-  __device__ __forceinline__ void store(int n, int e, float* row, float factor) const {
-    const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int c = 0; c < Tile::kChunks; ++c) {
-      float* const to = row + Tile::column(c, g);
-#pragma unroll
-      for (int i = 0; i < Tile::kValues; i += 4) {
-        const auto& two = columns[n][(c * Tile::kValues + i) / 2];
-        const auto& next = columns[n][(c * Tile::kValues + i) / 2 + 1];
-        *reinterpret_cast<float4*>(to + i) = {two[e] * factor, two[2 + e] * factor,
-                                              next[e] * factor, next[2 + e] * factor};
-      }
-    }
-  }
-};
-
-// Page, and index in the page, of the first key of each group of 8 keys of a tile. The 8 keys of a
-// group are always in one page.
-struct TilePlace {
-  int page[2];
-  int within[2];
-};
-
-template <typename V, int kHead, int kTiles, bool kScaled>
-class Unit {
- public:
-  __device__ __forceinline__ Unit(const CacheArgs& args, int unit)
-      : args_(args),
-        unit_(unit),
-        head_(unit / args.row_tiles),
-        first_row_(unit % args.row_tiles * 8 * kTiles),
-        lane_(threadIdx.x % 32),
-        g_(lane_ / 4),
-        q_(lane_ % 4),
-        first_page_(max(first_page(args.layer, args.layer_pages, args.layers), 0)),
-        page_stride_(static_cast<uint32_t>(args.strides.page * kKeptBytes<V> / kUnitBytes)),
-        place_stride_(static_cast<uint32_t>(args.strides.place * kKeptBytes<V> / kUnitBytes)) {
-    const int64_t head = head_ * args.strides.head * kKeptBytes<V>;
-    const int64_t place_bytes = args.strides.place * kKeptBytes<V>;
-    key_ = args.key + head + g_ * place_bytes + q_ * 16;
-    value_ = args.value + head + 2 * q_ * place_bytes + g_ * ValueTile<V, kHead>::kChunkBytes;
-    if constexpr (kScaled) {
-      scale_ = (q_ < 2 ? args.key_scale : args.value_scale) + head_ * args.scale_strides.head +
-               g_ * args.scale_strides.place;
-    }
-  }
-
-  // Computes partial output `number`: attention of a sequence's queries in this unit to the key
-  // tiles from `begin` to `stop`.
-  __device__ __forceinline__ void part(int sequence, int begin, int stop, int number) {
-    sequence_ = sequence;
-    length_ = args_.sequences.lengths[sequence];
-    Queries<V, kHead, kTiles> queries;
-    float factors[kTiles][2];
-    queries.load(args_, sequence, head_, first_row_, factors);
-    Output<V, kHead, kTiles> output;
-    float maximum[kTiles][2], sum[kTiles][2];
-    int end[kTiles][2];  // end (exclusive) of the keys that a row attends to
-    const int offset = args_.sequences.offsets[sequence];
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        maximum[n][e] = kLowest;
-        sum[n][e] = 0.0f;
-        const int row = min(first_row_ + 8 * n + 2 * q_ + e, args_.rows() - 1);
-        end[n][e] = offset + row / args_.group + 1;
-      }
-    }
-    uint32_t unit_bits = 0x0d800000u;  // 2^-100; the output is in units of this power of two
-
-    // Every query row of the unit attends to all keys from safe_start to safe_end, so tiles of
-    // these keys need no mask.
-    const int safe_end = min(offset + first_row_ / args_.group + 1, length_);
-    const int window = args_.sequences.window,
-              last = min(first_row_ + 8 * kTiles, args_.rows()) - 1;
-    const int safe_start = window == 0 ? 0 : offset + last / args_.group + 1 - window;
-
-    KeyTile<V, kHead> keys;
-    ValueTile<V, kHead> values;
-    TilePlace next = place_of(begin);
-    uint32_t rows[2];
-    set_rows(next, rows);
-    load(keys, rows, begin);
-    load(values, rows, begin);
-    float scale = 0.0f, next_scale = 0.0f;
-    if constexpr (kScaled) scale = load_scale(next, begin);
-    if (begin + 1 < stop) next = place_of(begin + 1);
-    for (int tile = begin; tile < stop; ++tile) {
-      const bool has_next = tile + 1 < stop;
-      // Products of keys g and g + 8 with rows 2 q and 2 q + 1 of each tile (g = lane / 4, q = lane
-      // % 4), in two accumulators that do not wait for each other.
-      float logits[kTiles][4] = {}, others[kTiles][4] = {};
-#pragma unroll
-      for (int c = 0; c < KeyTile<V, kHead>::kChunks; ++c) {
-#pragma unroll
-        for (int s = 0; s < KeyTile<V, kHead>::kSteps; ++s) {
-          uint32_t a[4];
-          keys.operands(c, s, a);
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            const auto& b = queries.operands[n][c * KeyTile<V, kHead>::kSteps + s];
-            multiply_add<Multiplied<V>>(s % 2 == 0 ? logits[n] : others[n], a, b[0], b[1]);
-          }
-        }
-      }
-      if (has_next) {
-        set_rows(next, rows);
-        load(keys, rows, tile + 1);
-        if constexpr (kScaled) next_scale = load_scale(next, tile + 1);
-        if (tile + 2 < stop) next = place_of(tile + 2);
-      }
-
-      float rescaling = 1.0f, key_scale[2], value_scale[2];
-      if constexpr (kScaled) {
-        // The output's unit, a power of two, is at least the largest scale of the tile's values,
-        // which lanes with q >= 2 hold.
-        const uint32_t own = q_ < 2 ? 0u : __float_as_uint(scale) & 0x7fffffffu;
-        const uint32_t most = __reduce_max_sync(kAllLanes, own);
-        const uint32_t bits = min((most + 0x7fffffu) & 0x7f800000u, 0x7e800000u);
-        if (bits > unit_bits) {
-          rescaling = __uint_as_float(unit_bits) * inverse(bits);
-          unit_bits = bits;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          key_scale[i] = __shfl_sync(kAllLanes, scale, 4 * g_ + i);
-          value_scale[i] = __shfl_sync(kAllLanes, scale, 4 * g_ + 2 + i) * inverse(unit_bits);
-        }
-      }
-      const int first_key = tile * kTileKeys;
-      const bool is_edge = first_key + kTileKeys > safe_end || first_key < safe_start;
-      float rescale[kTiles][2];
-      uint32_t weights[kTiles][2];
-      bool changes = false;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float highest = maximum[n][e];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = logits[n][2 * i + e];
-            x = (x + others[n][2 * i + e]) * factors[n][e];
-            if constexpr (kScaled) x *= key_scale[i];
-            if (args_.cap > 0.0f) x = capped(x);
-            if (is_edge && !is_seen(first_key + 8 * i + g_, end[n][e])) x = -INFINITY;
-            highest = fmaxf(highest, x);
-          }
-#pragma unroll
-          for (int lanes = 4; lanes < 32; lanes *= 2) {
-            highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, lanes));
-          }
-          const float decay = exp2_fast(maximum[n][e] - highest);
-          maximum[n][e] = highest;
-          sum[n][e] *= decay;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = logits[n][2 * i + e];
-            x = exp2_fast(x - highest);
-            sum[n][e] += x;
-            if constexpr (kScaled) x *= value_scale[i];
-          }
-          rescale[n][e] = decay * rescaling;
-          changes = changes || rescale[n][e] != 1.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          weights[n][i] =
-              transposed(rounded_pair<Multiplied<V>>(logits[n][2 * i], logits[n][2 * i + 1]));
-        }
-      }
-      if (__any_sync(kAllLanes, changes)) output.scale(rescale);
-      output.add(weights, values);
-      if (has_next) load(values, rows, tile + 1);
-      scale = next_scale;
-    }
-
-    const float unit = kScaled ? __uint_as_float(unit_bits) : 1.0f;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) {
-          sum[n][e] += __shfl_xor_sync(kAllLanes, sum[n][e], lanes);
-        }
-        const int row = 8 * n + 2 * q_ + e;
-        if (first_row_ + row >= args_.rows()) continue;
-        const int64_t index =
-            (static_cast<int64_t>(number) * args_.units() + unit_) * args_.unit_rows + row;
-        output.store(n, e, args_.parts + index * kHead, unit);
-        if (g_ == 0) args_.sums[index] = {maximum[n][e], sum[n][e]};
-      }
-    }
-  }
-
- private:
-  static __device__ __forceinline__ float inverse(uint32_t power_bits) {
-    return __uint_as_float((254u << 23) - power_bits);
-  }
-
-  // Whether a row attends to `key`; `end` is one past the row's position.
-  __device__ __forceinline__ bool is_seen(int key, int end) const {
-    const int window = args_.sequences.window;
-    return key < min(end, length_) && (window == 0 || key >= end - window);
-  }
-
-  // Returns cap * tanh(x / cap) of a logit in base 2.
-  __device__ __forceinline__ float capped(float x) const {
-    const float e = exp2_fast(2.0f * x * args_.inverse_cap);
-    return args_.cap * kLog2e * (1.0f - __fdividef(2.0f, e + 1.0f));
-  }
-
-  // Returns the pages of a tile's keys. For keys past the last page the result is arbitrary, but
-  // such keys are not loaded.
-  __device__ __forceinline__ TilePlace place_of(int tile) const {
-    TilePlace place;
-    const int key = tile * kTileKeys;
-    if (args_.most_pages == 1) {
-      const int page = args_.table == nullptr ? sequence_ : args_.table[sequence_];
-      return {{page, page}, {key, key + 8}};
-    }
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      const int own = key + 8 * group;
-      const int slot = args_.page_shift < 0 ? own / args_.page_size : own >> args_.page_shift;
-      place.within[group] = own - slot * args_.page_size;
-      place.page[group] =
-          args_.table[sequence_ * args_.most_pages + min(slot, args_.most_pages - 1)];
-    }
-    return place;
-  }
-
-  // Returns the index of a page in the pool, clipped to the pages of the layer.
-  __device__ __forceinline__ uint32_t page_of(int page) const {
-    return first_page_ + min(max(page, 0), args_.layer_pages - 1);
-  }
-
-  // Computes the offset of each group of 8 keys, in units of kUnitBytes.
-  __device__ __forceinline__ void set_rows(const TilePlace& place, uint32_t (&rows)[2]) const {
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      rows[group] = page_of(place.page[group]) * page_stride_ +
-                    static_cast<uint32_t>(place.within[group]) * place_stride_;
-    }
-  }
-
-  static __device__ __forceinline__ const uint8_t* at(const uint8_t* first, uint32_t row) {
-    return first + static_cast<uint64_t>(row) * kUnitBytes;
-  }
-
-  __device__ __forceinline__ void load(KeyTile<V, kHead>& keys, const uint32_t (&rows)[2],
-                                       int tile) const {
-    const int left = length_ - tile * kTileKeys;
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      if (left >= kTileKeys) {
-        keys.template load<false>(group, at(key_, rows[group]), true);
-      } else {
-        keys.template load<true>(group, at(key_, rows[group]), 8 * group + g_ < left);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load(ValueTile<V, kHead>& values, const uint32_t (&rows)[2],
-                                       int tile) const {
-    const int left = length_ - tile * kTileKeys;
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        const uint8_t* const from = at(value_, rows[group] + which * place_stride_);
-        if (left >= kTileKeys) {
-          values.template load<false>(group, which, from, true);
-        } else {
-          values.template load<true>(group, which, from, 8 * group + 2 * q_ + which < left);
-        }
-      }
-    }
-  }
-
-  // Loads one scale per lane: of keys g and g + 8 in lanes 4 g and 4 g + 1, of the values of these
-  // keys in lanes 4 g + 2 and 4 g + 3.
-  __device__ __forceinline__ float load_scale(const TilePlace& place, int tile) const {
-    const int group = q_ % 2;
-    const uint32_t page = page_of(group == 0 ? place.page[0] : place.page[1]);
-    const uint32_t within = group == 0 ? place.within[0] : place.within[1];
-    const uint32_t from = page * static_cast<uint32_t>(args_.scale_strides.page) +
-                          within * static_cast<uint32_t>(args_.scale_strides.place);
-    const bool exists = tile * kTileKeys + 8 * group + g_ < length_;
-    return exists ? __ldg(scale_ + from) : 0.0f;
-  }
-
-  const CacheArgs& args_;
-  int unit_;
-  int head_;
-  int first_row_;
-  int lane_;
-  int g_;
-  int q_;
-  int first_page_;
-  uint32_t page_stride_;  // in units of kUnitBytes, as is place_stride_
-  uint32_t place_stride_;
-  // Addresses in page 0, for a group of keys at index 0: of the lane's first chunk of keys and of
-  // values, and of its scale.
-  const uint8_t* key_;
-  const uint8_t* value_;
-  const float* scale_ = nullptr;
-  int sequence_ = 0;
-  int length_ = 0;
-};
 
 // Warps of a block, and resident blocks of an SM, limited by the registers that a warp needs.
 template <typename V, int kTiles>
@@ -493,13 +33,16 @@ __global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
     if (tile >= stop) return;
     const int2 found = list.find(args.sequences, tile);
     int sequence = found.x, before = found.y;
-    Unit<V, kHead, kTiles, kScaled> unit(args, warp % args.units());
+    const int number = warp % args.units();
+    Unit<V, kHead, kTiles, kScaled> unit(args, number);
     for (; tile < stop; ++sequence) {
       const int tiles = args.sequences.tiles(sequence);
       if (tiles == 0) continue;
       const int first = args.sequences.first_tile(sequence) - before;
       const int end = min(stop, before + tiles);
-      unit.part(sequence, first + tile, first + end, slot + sequence);
+      const int64_t row =
+          (static_cast<int64_t>(slot + sequence) * args.units() + number) * args.unit_rows;
+      unit.part(sequence, first + tile, first + end, args.parts + row * kHead, args.sums + row);
       before += tiles;
       tile = end;
     }
@@ -512,11 +55,9 @@ constexpr int kMergeThreads = 256;
 template <int kRowWarps>
 constexpr int kTogether = kRowWarps == 1 ? 16 : 4;
 
-// Output that a warp has merged; a lane holds kHead / 32 columns of it.
-template <int kHead>
+// Columns of a row's output, merged from partial outputs.
+template <int kColumns>
 struct Merged {
-  static constexpr int kColumns = kHead / 32;
-
   float maximum = kLowest;
   float sum = 0.0f;
   float out[kColumns] = {};
@@ -528,6 +69,31 @@ struct Merged {
     sum = fmaf(sums.y, weight, sum * decay);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) out[i] = fmaf(columns[i], weight, out[i] * decay);
+  }
+
+  // Adds the row's sink, divides by the sum and stores the columns from `first` on.
+  template <int kHead>
+  __device__ __forceinline__ void store(const CacheArgs& args, int sequence, int head, int row,
+                                        int first) {
+    if (args.sinks != nullptr) {
+      const float none[kColumns] = {};
+      add({args.sinks[head * args.group + row % args.group] * kLog2e, 1.0f}, none);
+    }
+    const int token = row / args.group;
+    const bool is_real =
+        args.sequences.counts == nullptr || token < args.sequences.counts[sequence];
+    // A query beyond the count may be NaN, which a factor of 0 would not cancel.
+    if (!is_real) *this = {};
+    // The sum is 0 for a row that attends to no key.
+    const float inverse = sum != 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+    const int64_t place = args.place_of(sequence, head, row) * kHead + first;
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 2) {
+      const float low = out[i] * inverse, high = out[i + 1] * inverse;
+      uint16_t* const to = static_cast<uint16_t*>(args.output) + place + i;
+      *reinterpret_cast<uint32_t*>(to) =
+          args.is_half ? rounded_pair<__half>(low, high) : rounded_pair<__nv_bfloat16>(low, high);
+    }
   }
 };
 
@@ -541,7 +107,7 @@ __device__ __forceinline__ void load_columns(const float* from, float (&columns)
 template <int kHead, int kRowWarps>
 __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 32 : kMergeThreads)
     merge_cached_parts(const __grid_constant__ CacheArgs args) {
-  constexpr int kColumns = Merged<kHead>::kColumns;
+  constexpr int kColumns = kHead / 32;  // of a lane
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kRowWarps;
   const int64_t number =
       blockIdx.x * static_cast<int64_t>(blockDim.x / 32 / kRowWarps) + threadIdx.x / 32 / kRowWarps;
@@ -562,7 +128,7 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
 
   const int64_t stride = static_cast<int64_t>(args.units()) * args.unit_rows;
   const int64_t index = (first + sequence) * stride + unit * args.unit_rows + row_of_unit;
-  Merged<kHead> merged;
+  Merged<kColumns> merged;
   constexpr int kLoads = kTogether<kRowWarps>;
   for (int start = warp; start < count; start += kLoads * kRowWarps) {
     float2 sums[kLoads];
@@ -595,23 +161,94 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
       merged.add(sums[w], columns);
     }
   }
-  if (args.sinks != nullptr) {
-    const float none[kColumns] = {};
-    merged.add({args.sinks[head * args.group + row % args.group] * kLog2e, 1.0f}, none);
-  }
-  const int token = row / args.group;
-  const bool is_real = args.sequences.counts == nullptr || token < args.sequences.counts[sequence];
-  // A query beyond the count may be NaN, which a factor of 0 would not cancel.
-  if (!is_real) merged = {};
-  // The sum is 0 for a row that attends to no key.
-  const float inverse = merged.sum != 0.0f ? __fdividef(1.0f, merged.sum) : 0.0f;
-  const int64_t place = args.place_of(sequence, head, row) * kHead + lane * kColumns;
+  merged.template store<kHead>(args, sequence, head, row, lane * kColumns);
+}
+
+// Of the kernel below: most warps of a block, limited by the registers that a warp needs, and most
+// blocks of a cluster. More than kPortableBlocks must be allowed.
+template <int kTiles>
+constexpr int kSharedWarps = kTiles == 1 ? 12 : 8;
+constexpr int kMostBlocks = 16;
+constexpr int kPortableBlocks = 8;
+
+// Attends to caches of short sequences. A cluster has the keys of one unit of a sequence, each of
+// its warps as many consecutive tiles, and merges their outputs in shared memory: first those of a
+// block's warps, then those of its blocks.
+template <typename V, int kHead, int kTiles, bool kScaled>
+__global__ void __launch_bounds__(32 * kSharedWarps<kTiles>)
+    attend_in_clusters(const __grid_constant__ CacheArgs args) {
+  if constexpr (kHasBulkCopies) {
+    constexpr int kColumns = 2;
+    using Pair = Merged<kColumns>;
+    extern __shared__ __align__(16) float outputs[];  // [warps, unit_rows, kHead]
+    __shared__ float2 sums[kSharedWarps<kTiles>][8 * kTiles];
+    __shared__ float2 block_sums[8 * kTiles];
+    const int rank = static_cast<int>(blockIdx.x) % args.cluster;
+    const int number = static_cast<int>(blockIdx.x) / args.cluster;
+    const int sequence = number / args.units(), of_unit = number % args.units();
+    const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const int all_warps = warps * args.cluster, own = rank * warps + warp;
+    const int size = args.unit_rows * kHead;  // of a warp's output
+    const int first = args.sequences.first_tile(sequence);
+    const int64_t tiles = args.sequences.tiles(sequence);
+    const int begin = static_cast<int>(tiles * own / all_warps);
+    const int stop = static_cast<int>(tiles * (own + 1) / all_warps);
+    if (begin < stop) {
+      Unit<V, kHead, kTiles, kScaled> unit(args, of_unit);
+      unit.part(sequence, first + begin, first + stop, outputs + warp * size, sums[warp]);
+    } else if (threadIdx.x % 32 < 8 * kTiles) {
+      sums[warp][threadIdx.x % 32] = {kLowest, 0.0f};
+    }
+    __syncthreads();
+
+    const int head = of_unit / args.row_tiles;
+    const int first_row = of_unit % args.row_tiles * args.unit_rows;
+    const int pairs = min(args.unit_rows, args.rows() - first_row) * kHead / kColumns;
+    for (int i = static_cast<int>(threadIdx.x); i < pairs; i += static_cast<int>(blockDim.x)) {
+      const int row = i * kColumns / kHead, column = i * kColumns % kHead;
+      Pair merged;
+      for (int w = 0; w < warps; ++w) {
+        // A warp without keys has written no output.
+        const float2 sum = sums[w][row];
+        if (sum.y == 0.0f) continue;
+        float columns[kColumns];
+        load_columns(outputs + w * size + i * kColumns, columns);
+        merged.add(sum, columns);
+      }
+      if (args.cluster == 1) {
+        merged.template store<kHead>(args, sequence, head, first_row + row, column);
+        continue;
+      }
+      // This thread alone has read this pair of the first warp's output.
+      outputs[i * kColumns] = merged.out[0];
+      outputs[i * kColumns + 1] = merged.out[1];
+      if (column == 0) block_sums[row] = {merged.maximum, merged.sum};
+    }
+    if (args.cluster == 1) return;
+    cluster_sync();
+    const int stop_pair = pairs * (rank + 1) / args.cluster;
+    for (int i = pairs * rank / args.cluster + static_cast<int>(threadIdx.x); i < stop_pair;
+         i += static_cast<int>(blockDim.x)) {
+      const int row = i * kColumns / kHead, column = i * kColumns % kHead;
+      float2 block_sum[kMostBlocks];
+      float columns[kMostBlocks][kColumns];
 #pragma unroll
-  for (int i = 0; i < kColumns; i += 2) {
-    const float low = merged.out[i] * inverse, high = merged.out[i + 1] * inverse;
-    uint16_t* const to = static_cast<uint16_t*>(args.output) + place + i;
-    *reinterpret_cast<uint32_t*>(to) =
-        args.is_half ? rounded_pair<__half>(low, high) : rounded_pair<__nv_bfloat16>(low, high);
+      for (int b = 0; b < kMostBlocks; ++b) {
+        if (b == args.cluster) break;
+        const uint32_t of_sum = cluster_address(&block_sums[row], b);
+        const uint32_t of_pair = cluster_address(outputs + i * kColumns, b);
+        block_sum[b] = {cluster_load(of_sum), cluster_load(of_sum + 4)};
+        columns[b][0] = cluster_load(of_pair);
+        columns[b][1] = cluster_load(of_pair + 4);
+      }
+      Pair merged;
+#pragma unroll
+      for (int b = 0; b < kMostBlocks; ++b) {
+        if (b < args.cluster) merged.add(block_sum[b], columns[b]);
+      }
+      merged.template store<kHead>(args, sequence, head, first_row + row, column);
+    }
+    cluster_sync();  // A block's shared memory lasts until the others have read it.
   }
 }
 
@@ -634,6 +271,25 @@ template <typename V, int kHead, int kTiles>
 ffi::Error launch(CacheArgs args, int most_slots, cudaStream_t stream) {
   Device device;
   RETURN_IF_ERROR(current_device(&device));
+  if (args.cluster > 0) {
+    const auto kernel = attend_in_clusters<V, kHead, kTiles, kKeptBytes<V> == 1>;
+    if (!device.clusters || args.cluster_warps > kSharedWarps<kTiles>) {
+      return ffi::Error::InvalidArgument("the GPU or the kernel has no such clusters");
+    }
+    RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+    if (args.cluster > kPortableBlocks) {
+      RETURN_IF_ERROR(
+          check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                          cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+                     "cudaFuncSetAttribute"));
+    }
+    const int64_t blocks = int64_t{args.sequences.batch} * args.units() * args.cluster;
+    const int bytes = args.cluster_warps * args.unit_rows * kHead * static_cast<int>(sizeof(float));
+    return launch_kernel(
+        kernel, args,
+        {dim3(static_cast<unsigned>(blocks)), 32 * args.cluster_warps, bytes, args.cluster},
+        stream);
+  }
   constexpr int kBlockWarps = kWarps<V, kTiles>;
   const int units = args.key_heads * args.row_tiles;
   const int warps = device.multiprocessors * kBlocks<V, kTiles> * kBlockWarps;
@@ -648,7 +304,7 @@ ffi::Error launch(CacheArgs args, int most_slots, cudaStream_t stream) {
 
 template <typename V, int kHead>
 ffi::Error launch_with_rows(const CacheArgs& args, int most_slots, cudaStream_t stream) {
-  if (args.tokens * args.group <= 8) return launch<V, kHead, 1>(args, most_slots, stream);
+  if (args.sequences.tokens * args.group <= 8) return launch<V, kHead, 1>(args, most_slots, stream);
   return launch<V, kHead, 2>(args, most_slots, stream);
 }
 
@@ -666,7 +322,8 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
                             ffi::AnyBuffer sinks, ffi::AnyBuffer layer,
                             ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> parts,
                             ffi::Result<ffi::AnyBuffer> sums, bool heads_first, int32_t kind,
-                            int32_t layer_pages, int32_t window, float scale, float cap) {
+                            int32_t layer_pages, int32_t window, int32_t cluster,
+                            int32_t cluster_warps, float scale, float cap) {
   const auto shape = query.dimensions();
   if (shape.size() != 5 || key.dimensions().size() != 4 || is_absent(query) || is_absent(key)) {
     return ffi::Error::InvalidArgument("query must have 5 axes and key 4, and neither be empty");
@@ -715,7 +372,7 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   int64_t most_pages = 0;
   RETURN_IF_ERROR(check_table(table, batch, &most_pages));
   args.table = data_or_null<int>(table);
-  RETURN_IF_ERROR(check_integers("lengths", lengths, {batch}));
+  if (!is_absent(lengths)) RETURN_IF_ERROR(check_integers("lengths", lengths, {batch}));
   RETURN_IF_ERROR(check_integers("offsets", offsets, {batch}));
   if (!is_absent(counts)) RETURN_IF_ERROR(check_integers("counts", counts, {batch}));
   if (!is_absent(layer)) RETURN_IF_ERROR(check_integers("layer", layer, {1}));
@@ -723,8 +380,10 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   if ((head_size != 64 && head_size != 128) || (most_pages > 1 && page_size % 8 != 0) ||
       most_pages * page_size > INT32_MAX / 2 || pages > INT32_MAX || layer_pages < 1 ||
       pages % layer_pages != 0 || (args.table == nullptr && batch > layer_pages) || window < 0 ||
-      batch * tokens > INT32_MAX / 2 || rows > INT32_MAX / kRows ||
-      key.size_bytes() / kUnitBytes > UINT32_MAX || key_scale.element_count() > UINT32_MAX) {
+      cluster < 0 || cluster > kMostBlocks || (cluster & (cluster - 1)) != 0 ||
+      (cluster > 0 && cluster_warps < 1) || batch * tokens > INT32_MAX / 2 ||
+      rows > INT32_MAX / kRows || key.size_bytes() / kUnitBytes > UINT32_MAX ||
+      key_scale.element_count() > UINT32_MAX) {
     return ffi::Error::InvalidArgument("sizes that the kernel does not have: query " +
                                        to_string(shape) + ", key " + to_string(pool));
   }
@@ -751,10 +410,12 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   args.parts = static_cast<float*>(parts->untyped_data());
   args.sums = static_cast<float2*>(sums->untyped_data());
   args.output = output->untyped_data();
-  args.sequences = {static_cast<const int*>(lengths.untyped_data()),
+  args.sequences = {data_or_null<int>(lengths),
                     static_cast<const int*>(offsets.untyped_data()),
                     data_or_null<int>(counts),
                     static_cast<int>(batch),
+                    static_cast<int>(tokens),
+                    static_cast<int>(most_pages * page_size),
                     window,
                     1};
   args.strides = strides_of(pool, heads_first);
@@ -762,11 +423,12 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
     args.value += head_size * 2;
     args.strides.head *= 2;
   }
+  args.cluster = cluster;
+  args.cluster_warps = cluster_warps;
   args.layer_pages = layer_pages;
   args.layers = static_cast<int>(pages / layer_pages);
   args.page_size = static_cast<int>(page_size);
   args.most_pages = static_cast<int>(most_pages);
-  args.tokens = static_cast<int>(tokens);
   args.key_heads = static_cast<int>(heads);
   args.group = static_cast<int>(group);
   args.row_tiles = static_cast<int>(row_tiles);
@@ -817,6 +479,8 @@ DEFINE_HANDLER(jaxfused_cached_attention, cached_attention,
                    .Attr<int32_t>("kind")
                    .Attr<int32_t>("layer_pages")
                    .Attr<int32_t>("window")
+                   .Attr<int32_t>("cluster")
+                   .Attr<int32_t>("cluster_warps")
                    .Attr<float>("scale")
                    .Attr<float>("cap"),
                {ffi::Traits::kCmdBufferCompatible});

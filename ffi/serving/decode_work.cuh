@@ -16,12 +16,20 @@ constexpr int kLeastTiles = 2;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Sequences {
-  const int* lengths;  // keys of each sequence, [batch]
+  const int* lengths;  // keys of each sequence, [batch], or nullptr for those up to its last query
   const int* offsets;  // position of the first query among the keys, [batch]
   const int* counts;   // queries of each sequence, [batch], or nullptr for all
   int batch;
-  int window;  // keys that a query attends to, including its own; 0 for all
-  int slots;   // number of slots (runs of tiles), of which the last may be empty
+  int tokens;    // queries of a sequence without counts
+  int capacity;  // most keys of a sequence
+  int window;    // keys that a query attends to, including its own; 0 for all
+  int slots;     // number of slots (runs of tiles), of which the last may be empty
+
+  __device__ __forceinline__ int length(int sequence) const {
+    const int added = counts == nullptr ? tokens : counts[sequence];
+    const int keys = lengths == nullptr ? offsets[sequence] + added : lengths[sequence];
+    return min(max(keys, 0), capacity);
+  }
 
   // Returns the first tile of a sequence with a key that one of its queries attends to.
   __device__ __forceinline__ int first_tile(int sequence) const {
@@ -29,7 +37,7 @@ struct Sequences {
   }
 
   __device__ __forceinline__ int tiles(int sequence) const {
-    const int end = (max(lengths[sequence], 0) + kTileKeys - 1) / kTileKeys;
+    const int end = (length(sequence) + kTileKeys - 1) / kTileKeys;
     return max(end - first_tile(sequence), 0);
   }
 };

@@ -17,6 +17,11 @@
 template <typename V>
 constexpr int kKeptBytes = std::is_same_v<V, __half> || std::is_same_v<V, __nv_bfloat16> ? 2 : 1;
 
+// Whether tensor cores multiply cached keys as they are, by queries in two bytes. Values, whose
+// weights have a wider range, are widened.
+template <typename V>
+constexpr bool kKeysStayBytes = std::is_same_v<V, int8_t>;
+
 // The type to which cached values are widened and that tensor cores multiply.
 template <typename V>
 using Multiplied = std::conditional_t<kKeptBytes<V> == 2, V, __half>;
@@ -79,13 +84,16 @@ template <typename V, int kHead>
 struct KeyTile {
   static constexpr int kChunks = kHead * kKeptBytes<V> / 64;
   static constexpr int kValues = 16 / kKeptBytes<V>;  // values of a chunk
-  static constexpr int kSteps = kValues / 4;          // products over 16 columns that read a chunk
+  // Columns that the lane has in a step, which is a product over four times as many columns, and
+  // steps that read a chunk.
+  static constexpr int kStepValues = kKeysStayBytes<V> ? 8 : 4;
+  static constexpr int kSteps = kValues / kStepValues;
 
   uint32_t rows[2][kChunks * 4];
 
-  // The first of the four columns that the lane has in a step.
+  // The first column that the lane has in a step.
   static __device__ __forceinline__ int column(int chunk, int step, int q) {
-    return chunk * 4 * kValues + q * kValues + 4 * step;
+    return chunk * 4 * kValues + q * kValues + kStepValues * step;
   }
 
   // Loads the lane's chunks of a row of a group of keys; `from` is the first chunk.
@@ -97,18 +105,12 @@ struct KeyTile {
     }
   }
 
-  // Returns the keys as operand A of a product over 16 columns.
-  __device__ __forceinline__ void operands(int chunk, int step, uint32_t (&a)[4]) const {
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      if constexpr (kKeptBytes<V> == 2) {
-        a[group] = rows[group][chunk * 4 + 2 * step];
-        a[2 + group] = rows[group][chunk * 4 + 2 * step + 1];
-      } else {
-        const uint2 pairs = widened<V>(rows[group][chunk * 4 + step]);
-        a[group] = pairs.x;
-        a[2 + group] = pairs.y;
-      }
+  // Returns the keys of a group as operand B of a step.
+  __device__ __forceinline__ uint2 operand(int group, int chunk, int step) const {
+    if constexpr (kKeptBytes<V> == 2 || kKeysStayBytes<V>) {
+      return {rows[group][chunk * 4 + 2 * step], rows[group][chunk * 4 + 2 * step + 1]};
+    } else {
+      return widened<V>(rows[group][chunk * 4 + step]);
     }
   }
 };

@@ -50,7 +50,8 @@ class Arrays(NamedTuple):
     """Scales of an 8-bit cache, float32: per token and head, like `key` without H, or per head [K]."""
     value_scale: Any
     lengths: Any
-    """Number of keys of each sequence, int32 [B]; a query sees those up to itself."""
+    """Number of keys of each sequence, int32 [B]; a query sees those up to itself. None if a sequence's
+    last valid query is its last key, as where new tokens have just been appended."""
     offset: Any
     """Position of the first query among the keys, int32 [B]."""
     counts: Any
@@ -61,6 +62,13 @@ class Arrays(NamedTuple):
     """Index in the cache of each sequence, int32 [B]; None for all in order."""
     layer: Any
     """Index of the layer in a stack, int32 []; None for one layer."""
+
+    def with_lengths(self) -> "Arrays":
+        """Returns the operands with the lengths that None stands for."""
+        if self.lengths is not None:
+            return self
+        counts = self.query.shape[1] if self.counts is None else self.counts
+        return self._replace(lengths=self.offset + counts)
 
     def are_plain(self) -> bool:
         """Returns whether the cache is one layer of floats, and sequence b has entry b."""
@@ -96,6 +104,7 @@ class Options:
 
     def copied(self, arrays: Arrays, implementation: Any = None) -> jax.Array:
         """Returns the output [B, T, K, G, V] of attention to a float copy of keys and values."""
+        arrays = arrays.with_lengths()
         pairs = (arrays.key, arrays.key_scale), (arrays.value, arrays.value_scale)
         key, value = (self._read(*pair, arrays) for pair in pairs)
         return attention_to_copy.attend(arrays, self, key, value, implementation)
@@ -193,7 +202,7 @@ class InCache:
                 sequences,
                 arrays.layer,
             ),
-            lengths=jnp.minimum(arrays.lengths, arrays.key.shape[-3]),
+            lengths=arrays.lengths,
             offsets=arrays.offset,
             counts=arrays.counts,
             sinks=arrays.sinks,
@@ -203,7 +212,7 @@ class InCache:
             window=options.window,
             scale=options.scale,
             soft_cap=options.soft_cap,
-            multiprocessors=device.multiprocessors,
+            device=device,
         )
         return (output,)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused import dispatch
 from jaxfused.ops.serving.append_cuda import KINDS
 from jaxfused.runtime import cuda_library
 
@@ -14,8 +15,27 @@ MOST_ROWS = 64
 """Largest number of queries of a key head, over its query heads, that the kernel takes."""
 ROWS_OF_A_READ = 16
 """Largest number of queries of a key head for which a warp reads the keys once."""
+_TILE_KEYS = 16
+"""Keys of a warp's tile."""
+_MOST_BLOCKS = 8
+"""Largest number of blocks of a cluster."""
+_MOST_BLOCK_WARPS, _MOST_BLOCK_WARPS_OF_16_ROWS = 12, 8
+"""Largest numbers of warps of a cluster's block, for up to 8 and 16 queries of a key head."""
+_WARPS_OF_SEVERAL_BLOCKS = 4
+"""Warps of a cluster's block where an SM has several of them."""
+_MOST_WARP_TILES = 8
+"""Largest number of tiles that a warp of a cluster attends to."""
 _WARPS = 16
 """Largest number of the kernel's warps on an SM at a time."""
+
+
+class Clusters(NamedTuple):
+    """How one kernel attends to short sequences, without a second one that merges partial outputs."""
+
+    blocks: int
+    """Thread blocks of a cluster, which share a sequence's keys of a head."""
+    warps: int
+    """Warps of a block."""
 
 
 class Cache(NamedTuple):
@@ -82,11 +102,44 @@ def why_unsupported(
     return cuda_library.why_not_built_from((8, 0), compute_capability)
 
 
+def clusters(
+    shape: tuple[int, ...], places: int, window: int | None, device: dispatch.Device
+) -> Clusters | None:
+    """Returns clusters for queries of shape [B, T, K, G, H], or None if sequences are too long for them.
+
+    A cluster has as few blocks as leave no SM without one, as the keys of a sequence are divided evenly
+    among its warps: a sequence that is longer than the others would keep its cluster busy alone.
+
+    Args:
+      shape: of the queries.
+      places: largest number of keys of a sequence.
+      window: keys that a query sees, or None for all.
+      device: the GPU.
+    """
+    if device.compute_capability is None or device.compute_capability < (9, 0):
+        return None
+    batch, tokens, key_heads, group, _ = shape
+    rows = tokens * group
+    tiles = -(-min(places, places if window is None else window + tokens) // _TILE_KEYS)
+    units = batch * key_heads * -(-rows // ROWS_OF_A_READ)
+    warps = _MOST_BLOCK_WARPS if rows <= ROWS_OF_A_READ // 2 else _MOST_BLOCK_WARPS_OF_16_ROWS
+    blocks = 1
+    while (
+        blocks < _MOST_BLOCKS
+        and 2 * blocks * units <= device.multiprocessors
+        and blocks * warps < tiles
+    ):
+        blocks *= 2
+    if blocks * units > device.multiprocessors:
+        warps = _WARPS_OF_SEVERAL_BLOCKS
+    return Clusters(blocks, warps) if tiles <= _MOST_WARP_TILES * blocks * warps else None
+
+
 def forward(
     query: jax.Array,
     cache: Cache,
     *,
-    lengths: jax.Array,
+    lengths: jax.Array | None,
     offsets: jax.Array,
     counts: jax.Array | None,
     sinks: jax.Array | None,
@@ -96,7 +149,7 @@ def forward(
     window: int | None,
     scale: float,
     soft_cap: float | None,
-    multiprocessors: int,
+    device: dispatch.Device,
 ) -> jax.Array:
     """Returns the attention output, of the shape and dtype of the queries [B, T, K, G, H].
 
@@ -108,7 +161,10 @@ def forward(
     rows = tokens * group
     units, unit_rows = key_heads * -(-rows // ROWS_OF_A_READ), min(rows, ROWS_OF_A_READ)
     pages = cache.key.shape[1 if heads_first else 0]
-    slots = max(1, multiprocessors * _WARPS // units)
+    places = cache.key.shape[-2 if heads_first else -3]
+    places *= 1 if cache.table is None else cache.table.shape[1]
+    shared = clusters(query.shape, places, window, device) or Clusters(0, 0)
+    slots = 1 if shared.blocks else max(1, device.multiprocessors * _WARPS // units)
     results = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((slots + batch, units, unit_rows, size), jnp.float32),
@@ -127,7 +183,7 @@ def forward(
         operand(cache.key_scale, jnp.float32),
         operand(cache.value_scale, jnp.float32),
         operand(cache.table, jnp.int32),
-        lengths,
+        operand(lengths, jnp.int32),
         offsets,
         operand(counts, jnp.int32),
         operand(sinks, jnp.float32),
@@ -136,6 +192,8 @@ def forward(
         kind=np.int32(KINDS.get(jnp.dtype(kept).name, 0)),
         layer_pages=np.int32(pages if layer_pages is None else layer_pages),
         window=np.int32(0 if window is None else window),
+        cluster=np.int32(shared.blocks),
+        cluster_warps=np.int32(shared.warps),
         scale=np.float32(scale),
         cap=np.float32(0.0 if soft_cap is None else soft_cap),
     )

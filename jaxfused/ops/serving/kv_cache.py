@@ -419,7 +419,8 @@ class KVCache:
         if device.platform != "gpu" or not fits:
             return None
         grouped = (key_heads, heads // key_heads)
-        lengths = options["key_value_seq_lengths"]
+        offset = options.get("query_offset")
+        lengths = options["key_value_seq_lengths"] if offset is None else None
         arrays = cache_stages.Arrays(
             split_axis(query, 2, *grouped),
             self.key,
@@ -427,7 +428,7 @@ class KVCache:
             *self._scales(layer),
             lengths,
             # In a ring, whose places are in no order, a single query sees all that hold tokens.
-            options.get("query_offset", lengths - 1),
+            lengths - 1 if offset is None else offset,
             options.get("query_seq_lengths"),
             None if sinks is None else jnp.asarray(sinks).astype(jnp.float32).reshape(grouped),
             None if batch_index is None else _integers("batch_index", batch_index),

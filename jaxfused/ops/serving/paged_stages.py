@@ -196,7 +196,7 @@ class InPages:
         if implementation == "xla":
             return (options.gathered(arrays, implementation="xla"),)
         if implementation == "cuda":
-            return (self._by_cuda(arrays, device.multiprocessors),)
+            return (self._by_cuda(arrays, device),)
         batch, tokens, key_heads, group, size = arrays.query.shape
         pages = arrays.pages()
         sizes = pages.sizes(options.layout)
@@ -227,7 +227,7 @@ class InPages:
         )
         return (output.reshape(batch, tokens, key_heads, group, -1),)
 
-    def _by_cuda(self, arrays: Arrays, multiprocessors: int) -> jax.Array:
+    def _by_cuda(self, arrays: Arrays, device: dispatch.Device) -> jax.Array:
         options, heads_first = self.options, self.options.layout == "KPSH"
 
         def scales(array: Any) -> Any:
@@ -252,7 +252,7 @@ class InPages:
             window=options.window,
             scale=options.scale,
             soft_cap=options.soft_cap,
-            multiprocessors=multiprocessors,
+            device=device,
         )
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:

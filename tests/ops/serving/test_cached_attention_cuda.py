@@ -19,7 +19,7 @@ from tests.support.grids import parametrize
 from tests.support.lowering import kernels
 
 APPEND, ATTEND = "jaxfused_append", "jaxfused_cached_attention"
-LENGTHS = np.array([0, 33, 70], np.int32)
+LENGTHS, LONG = np.array([0, 33, 70], np.int32), np.array([5, 650], np.int32)
 
 
 def cache_of(dtype="int8", lengths=LENGTHS, **options):
@@ -140,13 +140,30 @@ READS = {
     "counts": (cache_of(), 4, 4, dict(counts=put([4, 0, 2]))),
     "ring": (cache_of(length=40, window=40), 1, 4, {}),
     "scales of heads": (cache_of(**per_head(2)), 2, 12, {}),
+    # With so many places the keys of all sequences are divided among the GPU's warps together.
+    "many places": (cache_of("bfloat16", length=13000), 3, 8, dict(sinks=np.linspace(-1, 1, 8))),
+    "many places of int8": (cache_of(length=13000), 1, 4, {}),
+    # Several blocks of a cluster share the keys of a sequence, here on a GPU of four SMs too.
+    "cluster": (cache_of("bfloat16", LONG, length=700, key_heads=1), 1, 4, {}),
+    "cluster of 16 queries": (
+        cache_of("float8_e4m3fn", LONG, length=700, key_heads=1, head_size=128),
+        4,
+        4,
+        dict(sinks=np.linspace(-1, 1, 4), counts=put([4, 3])),
+    ),
+    "cluster of a window": (
+        cache_of("bfloat16", LONG, length=700, key_heads=1),
+        2,
+        20,
+        dict(local_window_size=300),
+    ),
 }
 
 
 def filled(cache, layer):
     """Returns the cache with drawn tokens up to 4 beyond its lengths."""
     batch, capacity, heads, size = cache.key.shape[-4:]
-    tokens = min(int(LENGTHS.max()) + 4, capacity)
+    tokens = min(int(cache.lengths.max()) + 4, capacity)
     key, value = drawn(2, batch, tokens, heads, size), drawn(3, batch, tokens, heads, size)
     empty = dataclasses.replace(cache, lengths=jnp.zeros_like(cache.lengths))
     full = empty.append(key, value, implementation="xla", **layer)
@@ -165,7 +182,7 @@ def ampere():
 def test_a_cache_is_read_in_place(ampere, name):
     cache, tokens, heads, options = READS[name]
     cache = filled(cache, {k: v for k, v in options.items() if k == "layer"})
-    batch = len(options.get("batch_index", LENGTHS))
+    batch = len(options.get("batch_index", cache.lengths))
     query = drawn(4, batch, tokens, heads, cache.key.shape[-1])
     if "counts" in options:
         is_query = np.arange(tokens) < np.asarray(options["counts"])[:, None]
@@ -179,6 +196,36 @@ def test_a_cache_is_read_in_place(ampere, name):
     np.testing.assert_array_equal(actual, again)
     actual, expected = (np.asarray(a, np.float32) for a in (actual, expected))
     np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["float16", "int8", "float8_e4m3fn"])
+def test_numbers_are_those_of_float64(ampere, kept):
+    """The error is below what rounding to float16 makes of such queries, whose logits reach 40."""
+    batch, length, heads, size = 2, 300, 8, 128
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(batch, 1, heads, size)) * np.exp(rng.normal(size=(heads, 1)))
+    query = put(3 * query, jnp.float16)
+    cache = KVCache.zeros(batch=batch, length=length, key_heads=1, head_size=size, dtype=kept)
+    key, value = (drawn(i, batch, length, 1, size, dtype=jnp.float16) for i in (1, 2))
+    cache = cache.append(key, value, implementation="xla")
+    cache = dataclasses.replace(cache, lengths=put(np.full(batch, length - 1, np.int32)))
+    attend = jax.jit(lambda cache, query: cache.attend(query, implementation="cuda"))
+    actual = np.asarray(attend(cache, query), np.float64)
+
+    def kept_in_float64(numbers, scale):
+        numbers = numbers if scale is None else jax.lax.bitcast_convert_type(numbers, cache.dtype)
+        numbers = np.asarray(numbers, np.float64)[:, :, 0]
+        return numbers if scale is None else numbers * np.asarray(scale, np.float64)
+
+    key, value = map(
+        kept_in_float64, (cache.key, cache.value), (cache.key_scale, cache.value_scale)
+    )
+    logits = np.einsum("bqh,bsh->bqs", np.asarray(query, np.float64)[:, 0], key) / np.sqrt(size)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    expected = np.einsum("bqs,bsh->bqh", weights, value)[:, None]
+    assert np.sqrt(np.mean((actual - expected) ** 2)) < 6e-4 * np.sqrt(np.mean(expected**2))
 
 
 def pages_of(kept, page_size, layout, lengths, key_heads=2, size=64):
