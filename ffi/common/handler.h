@@ -48,14 +48,19 @@ inline ffi::Error current_device(Device* device) {
   return ffi::Error::Success();
 }
 
-// Raises the limit on a block's shared memory for `kernel` to that of the device. The limit is the
-// same in every call, so that calls from several threads do not disturb each other.
+// Raises the limit on a block's dynamic shared memory for `kernel` to `bytes`, which are the same
+// in every call, so that calls from several threads do not disturb each other.
+template <typename Args>
+ffi::Error allow_shared_memory(void (*kernel)(Args), int bytes) {
+  return check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                         cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                    "cudaFuncSetAttribute");
+}
+
+// The same for all shared memory of the device, for a kernel without static shared memory.
 template <typename Args>
 ffi::Error allow_shared_memory(void (*kernel)(Args), const Device& device) {
-  return check_cuda(
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes),
-      "cudaFuncSetAttribute");
+  return allow_shared_memory(kernel, device.shared_bytes);
 }
 
 struct Launch {

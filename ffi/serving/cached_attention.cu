@@ -109,17 +109,16 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
     merge_cached_parts(const __grid_constant__ CacheArgs args) {
   constexpr int kColumns = kHead / 32;  // of a lane
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kRowWarps;
-  const int64_t number =
-      blockIdx.x * static_cast<int64_t>(blockDim.x / 32 / kRowWarps) + threadIdx.x / 32 / kRowWarps;
+  // Numbers of rows have 31 bits; division of 64 bits takes a few hundred cycles.
+  const unsigned number = blockIdx.x * (blockDim.x / 32 / kRowWarps) + threadIdx.x / 32 / kRowWarps;
   const int row_of_unit = static_cast<int>(number % args.unit_rows);
-  const int64_t of_unit = number / args.unit_rows;
+  const unsigned of_unit = number / args.unit_rows;
   const int unit = static_cast<int>(of_unit % args.units());
-  const int64_t of_batch = of_unit / args.units();
+  const int sequence = static_cast<int>(of_unit / args.units());
   const int row = unit % args.row_tiles * args.unit_rows + row_of_unit;
   const int head = unit / args.row_tiles;
   // If several warps share a row, the block has no other row, so all its threads return here.
-  if (of_batch >= args.sequences.batch || row >= args.rows()) return;
-  const int sequence = static_cast<int>(of_batch);
+  if (sequence >= args.sequences.batch || row >= args.rows()) return;
   const TileList list(args.sequences);
   const int before = list.before(args.sequences, sequence);
   const int tiles = args.sequences.tiles(sequence);
@@ -153,23 +152,31 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
     if (lane == 0) sums[warp] = {merged.maximum, merged.sum};
     __syncthreads();
     if (warp > 0) return;
+    // A lane has the sums of one warp, so that their maximum takes no chain of kRowWarps steps.
+    const float2 own = lane < kRowWarps ? sums[lane] : float2{kLowest, 0.0f};
     merged = {};
+    merged.maximum = max_of_lanes(own.x);
+    const float weight = exp2_fast(own.x - merged.maximum);
+    merged.sum = sum_of_lanes(own.y * weight);
 #pragma unroll
     for (int w = 0; w < kRowWarps; ++w) {
+      const float of_warp = __shfl_sync(kAllLanes, weight, w);
       float columns[kColumns];
       load_columns(&outs[w][lane * kColumns], columns);
-      merged.add(sums[w], columns);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        merged.out[i] = fmaf(columns[i], of_warp, merged.out[i]);
+      }
     }
   }
   merged.template store<kHead>(args, sequence, head, row, lane * kColumns);
 }
 
 // Of the kernel below: most warps of a block, limited by the registers that a warp needs, and most
-// blocks of a cluster. More than kPortableBlocks must be allowed.
+// blocks of a cluster.
 template <int kTiles>
 constexpr int kSharedWarps = kTiles == 1 ? 12 : 8;
-constexpr int kMostBlocks = 16;
-constexpr int kPortableBlocks = 8;
+constexpr int kMostBlocks = 8;
 
 // Attends to caches of short sequences. A cluster has the keys of one unit of a sequence, each of
 // its warps as many consecutive tiles, and merges their outputs in shared memory: first those of a
@@ -276,15 +283,10 @@ ffi::Error launch(CacheArgs args, int most_slots, cudaStream_t stream) {
     if (!device.clusters || args.cluster_warps > kSharedWarps<kTiles>) {
       return ffi::Error::InvalidArgument("the GPU or the kernel has no such clusters");
     }
-    RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-    if (args.cluster > kPortableBlocks) {
-      RETURN_IF_ERROR(
-          check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                          cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-                     "cudaFuncSetAttribute"));
-    }
+    constexpr int kRowBytes = kHead * static_cast<int>(sizeof(float));
+    RETURN_IF_ERROR(allow_shared_memory(kernel, kSharedWarps<kTiles> * 8 * kTiles * kRowBytes));
     const int64_t blocks = int64_t{args.sequences.batch} * args.units() * args.cluster;
-    const int bytes = args.cluster_warps * args.unit_rows * kHead * static_cast<int>(sizeof(float));
+    const int bytes = args.cluster_warps * args.unit_rows * kRowBytes;
     return launch_kernel(
         kernel, args,
         {dim3(static_cast<unsigned>(blocks)), 32 * args.cluster_warps, bytes, args.cluster},

@@ -107,8 +107,8 @@ def clusters(
 ) -> Clusters | None:
     """Returns clusters for queries of shape [B, T, K, G, H], or None if sequences are too long for them.
 
-    A cluster has as few blocks as leave no SM without one, as the keys of a sequence are divided evenly
-    among its warps: a sequence that is longer than the others would keep its cluster busy alone.
+    Clusters of several blocks fill half of the SMs at most: a group of SMs that share a cluster has some
+    that no whole cluster fits, and a second wave would take as long as the first.
 
     Args:
       shape: of the queries.
@@ -126,7 +126,7 @@ def clusters(
     blocks = 1
     while (
         blocks < _MOST_BLOCKS
-        and 2 * blocks * units <= device.multiprocessors
+        and 4 * blocks * units <= device.multiprocessors
         and blocks * warps < tiles
     ):
         blocks *= 2
