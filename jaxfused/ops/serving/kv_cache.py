@@ -419,14 +419,13 @@ class KVCache:
         if device.platform != "gpu" or not fits:
             return None
         grouped = (key_heads, heads // key_heads)
-        offset = options.get("query_offset")
-        lengths = options["key_value_seq_lengths"] if offset is None else None
+        offset, lengths = options.get("query_offset"), options["key_value_seq_lengths"]
         arrays = cache_stages.Arrays(
             split_axis(query, 2, *grouped),
             self.key,
             self.value,
             *self._scales(layer),
-            lengths,
+            lengths if offset is None else None,
             # In a ring, whose places are in no order, a single query sees all that hold tokens.
             lengths - 1 if offset is None else offset,
             options.get("query_seq_lengths"),

@@ -322,7 +322,7 @@ H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
     ("device", "batch", "places", "tokens", "in_place"),
     [
         (H200, 64, 32768, 1, True),
-        (H200, 64, 512, 1, False),
+        (H200, 64, 256, 1, False),
         (A100, 1, 1024, 1, True),
         (H200, 1, 32768, 1, True),
         (H200, 1, 32767, 1, False),
