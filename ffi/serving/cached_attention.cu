@@ -50,10 +50,7 @@ __global__ void __launch_bounds__(32 * kWarps<V, kTiles>, kBlocks<V, kTiles>)
 }
 
 constexpr int kMergeThreads = 256;
-// Number of partial outputs that a warp loads at a time. A warp that has a row for itself has many
-// of them where a sequence is much longer than the others.
-template <int kRowWarps>
-constexpr int kTogether = kRowWarps == 1 ? 16 : 4;
+constexpr int kTogether = 16;  // partial outputs that a warp loads at a time
 
 // Columns of a row's output, merged from partial outputs.
 template <int kColumns>
@@ -69,6 +66,24 @@ struct Merged {
     sum = fmaf(sums.y, weight, sum * decay);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) out[i] = fmaf(columns[i], weight, out[i] * decay);
+  }
+
+  // Adds several partial outputs, whose exponentials do not wait for each other.
+  template <int kCount>
+  __device__ __forceinline__ void add_all(const float2 (&sums)[kCount],
+                                          const float (&columns)[kCount][kColumns]) {
+    float highest = sums[0].x;
+#pragma unroll
+    for (int p = 1; p < kCount; ++p) highest = fmaxf(highest, sums[p].x);
+    Merged all = {highest};
+#pragma unroll
+    for (int p = 0; p < kCount; ++p) {
+      const float weight = exp2_fast(sums[p].x - highest);
+      all.sum = fmaf(sums[p].y, weight, all.sum);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) all.out[i] = fmaf(columns[p][i], weight, all.out[i]);
+    }
+    add({highest, all.sum}, all.out);
   }
 
   // Adds the row's sink, divides by the sum and stores the columns from `first` on.
@@ -128,21 +143,19 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
   const int64_t stride = static_cast<int64_t>(args.units()) * args.unit_rows;
   const int64_t index = (first + sequence) * stride + unit * args.unit_rows + row_of_unit;
   Merged<kColumns> merged;
-  constexpr int kLoads = kTogether<kRowWarps>;
-  for (int start = warp; start < count; start += kLoads * kRowWarps) {
-    float2 sums[kLoads];
-    float columns[kLoads][kColumns];
+  for (int start = warp; start < count; start += kTogether * kRowWarps) {
+    float2 sums[kTogether];
+    float columns[kTogether][kColumns] = {};
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (start + i * kRowWarps >= count) break;
-      const int64_t part = index + (start + i * kRowWarps) * stride;
+    for (int i = 0; i < kTogether; ++i) {
+      const int own = start + i * kRowWarps;
+      sums[i] = {kLowest, 0.0f};
+      if (own >= count) continue;
+      const int64_t part = index + own * stride;
       sums[i] = args.sums[part];
       load_columns(args.parts + part * kHead + lane * kColumns, columns[i]);
     }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (start + i * kRowWarps < count) merged.add(sums[i], columns[i]);
-    }
+    merged.add_all(sums, columns);
   }
   if constexpr (kRowWarps > 1) {
     __shared__ float outs[kRowWarps][kHead];
@@ -152,22 +165,15 @@ __global__ void __launch_bounds__(kRowWarps * 32 > kMergeThreads ? kRowWarps * 3
     if (lane == 0) sums[warp] = {merged.maximum, merged.sum};
     __syncthreads();
     if (warp > 0) return;
-    // A lane has the sums of one warp, so that their maximum takes no chain of kRowWarps steps.
-    const float2 own = lane < kRowWarps ? sums[lane] : float2{kLowest, 0.0f};
-    merged = {};
-    merged.maximum = max_of_lanes(own.x);
-    const float weight = exp2_fast(own.x - merged.maximum);
-    merged.sum = sum_of_lanes(own.y * weight);
+    float2 of_warps[kRowWarps];
+    float columns[kRowWarps][kColumns];
 #pragma unroll
     for (int w = 0; w < kRowWarps; ++w) {
-      const float of_warp = __shfl_sync(kAllLanes, weight, w);
-      float columns[kColumns];
-      load_columns(&outs[w][lane * kColumns], columns);
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        merged.out[i] = fmaf(columns[i], of_warp, merged.out[i]);
-      }
+      of_warps[w] = sums[w];
+      load_columns(&outs[w][lane * kColumns], columns[w]);
     }
+    merged = {};
+    merged.add_all(of_warps, columns);
   }
   merged.template store<kHead>(args, sequence, head, row, lane * kColumns);
 }
@@ -259,7 +265,7 @@ __global__ void __launch_bounds__(32 * kSharedWarps<kTiles>)
   }
 }
 
-// Launches the merge with 1, 8 or 32 warps for each row, chosen by the number of partial outputs
+// Launches the merge with 1, 8 or 16 warps for each row, chosen by the number of partial outputs
 // that a sequence has if all sequences are equally long.
 template <int kHead>
 ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream) {
@@ -269,9 +275,9 @@ ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream
     const int64_t blocks = divide_up(rows * warps, threads / 32);
     return launch_kernel(kernel, args, {dim3(static_cast<unsigned>(blocks)), threads, 0}, stream);
   };
-  if (parts <= 8) return launch(merge_cached_parts<kHead, 1>, 1);
-  if (parts <= 64) return launch(merge_cached_parts<kHead, 8>, 8);
-  return launch(merge_cached_parts<kHead, 32>, 32);
+  if (parts <= kTogether) return launch(merge_cached_parts<kHead, 1>, 1);
+  if (parts <= 8 * kTogether) return launch(merge_cached_parts<kHead, 8>, 8);
+  return launch(merge_cached_parts<kHead, 16>, 16);
 }
 
 template <typename V, int kHead, int kTiles>

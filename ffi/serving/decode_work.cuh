@@ -42,16 +42,9 @@ struct Sequences {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ T sum_of_lanes(T x) {
+__device__ __forceinline__ int sum_of_lanes(int x) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
-  return x;
-}
-
-__device__ __forceinline__ float max_of_lanes(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, lanes));
   return x;
 }
 
