@@ -324,7 +324,7 @@ _MADE_OF: dict[str, set[str]] = {
 
 The values of the two gelus differ by less than rounding their constants to 16 bits changes them.
 """
-_TELLING = frozenset({"tanh", "erf", "erfc", "logistic", "expm1", "log1p"} | _CORNERED)
+_TELLING = frozenset({"tanh", "erf", "erfc", "logistic", "expm1", "log1p", "abs"} | _CORNERED)
 """Operations that only occur in activations, including activations that no operator takes."""
 
 

@@ -108,6 +108,18 @@ def scalar(value: Value) -> float | None:
     return float(array.reshape(()))
 
 
+def times_number(node: Node) -> tuple[Value, float] | None:
+    """Returns (operand, number) of an operation that multiplies the operand by a number, or None.
+
+    A division by a number multiplies by its reciprocal. The number is finite, and not 0.
+    """
+    for i in {"mul": (0, 1), "div": (0,)}.get(node.name, ()):
+        number = scalar(node.ins[1 - i])
+        if number is not None and 0 < abs(number) < np.inf:
+            return node.ins[i], number if node.name == "mul" else 1 / number
+    return None
+
+
 def evaluate(value: Value, *, scalars_only: bool = False) -> np.ndarray | None:
     """Returns the value as a NumPy array, with broadcast axes of length 1; None if it is not constant.
 

@@ -78,9 +78,8 @@ class Book:
         if leak is not None:
             reader = "the program's results"
             if leak.uses:
-                reader = "line " + line_of(
-                    next((n for n in leak.uses if n not in site.covered), leak.uses[0])
-                )
+                node = next((n for n in leak.uses if n not in site.covered), leak.uses[0])
+                reader = f"{node.name} at line {line_of(node)}"
             self.miss(site.operator, site.anchor, f"an intermediate result is used by {reader} too")
             return False
         label = f"{site.operator}#{self.counts.get(site.operator, 0)}"

@@ -384,9 +384,51 @@ def test_logits_are_scaled_after_a_mask(lengths):
         mask = jnp.where(of_padding(lengths)[:, None, None], 0.0, -1e36)
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax((logits + mask) * 0.3), v)
 
-    for g in (f, added):
+    for g in (f, partial(f, number=-1e9), added):
         assert_fuses(g, *qkv("float32"), into={"dot_product_attention": 1})
-    assert_left_alone(partial(f, number=-1e9), *qkv("float32"), because="may come near")
+
+    def near(q, k, v):
+        logits = jnp.where(causal(), jnp.einsum("bthd,bshd->bhts", q, k), -1e9) * 1e-3
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    assert_left_alone(near, *qkv("float32"), because="may come near")
+
+
+def cosine(q, k, v, factor, bias):
+    """Attention of Swin v2, whose logits are multiplied by a learned number of each head."""
+    q, k = (x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6) for x in (q, k))
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) * jnp.exp(factor)[:, None, None]
+    logits = jnp.where(causal(), logits + bias, -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+
+def by_temperatures(q, k, v, temperature):
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) / (1 + temperature**2)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(6.0 * jnp.tanh(logits / 6.0)), v)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_multiplied_by_an_array(dtype):
+    into = {"dot_product_attention": 1}
+    factor, bias = normal(3, N, dtype=dtype), normal(4, N, T, S, dtype=dtype)
+    assert_fuses(cosine, *qkv(dtype), factor, bias, into=into)
+    for shape in ((), (T, 1), (B, 1, 1, 1)):
+        assert_fuses(by_temperatures, *qkv(dtype), normal(3, *shape, dtype=dtype), into=into)
+
+
+def test_an_array_that_cannot_multiply_the_queries_is_left_alone():
+    def masked_before(q, k, v, factor):
+        logits = jnp.where(causal(), jnp.einsum("bthd,bshd->bhts", q, k), -1e9) * factor
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    def of_wide_logits(q, k, v, factor):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type="float32") * factor
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits).astype(q.dtype), v)
+
+    factor, of_keys = normal(3, 1, 1), normal(3, S)
+    assert_left_alone(by_temperatures, *qkv("float32"), of_keys, because="from key to key")
+    assert_left_alone(masked_before, *qkv("float32"), factor, because="after a mask")
+    assert_left_alone(of_wide_logits, *qkv("bfloat16"), factor, because="bfloat16 queries")
 
 
 @pytest.mark.parametrize("is_shifted", [False, True])

@@ -96,7 +96,22 @@ def test_logits_that_are_used_elsewhere_are_kept():
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels), logits.argmax(-1)
 
     x, w, _ = args("float32")
-    assert_left_alone(f, x, w, LABELS, because="an intermediate result is used")
+    assert_left_alone(f, x, w, LABELS, because="an intermediate result is used by argmax at line")
+
+
+@pytest.mark.parametrize(
+    ("changed", "by"),
+    [
+        (lambda z, b: jnp.log(jax.nn.softmax(z) + 1e-8), "div"),
+        (lambda z, b: jax.nn.log_softmax(jnp.where(jnp.arange(20) < 18, z, -1e9)), "select_n"),
+        (lambda z, b: jax.nn.log_softmax(z * jnp.exp(b[0])), "mul"),
+    ],
+)
+def test_an_operation_that_is_none_of_a_loss_is_named(changed, by):
+    def f(x, w, b):
+        return picked_of(changed(x @ w, b), LABELS.clip(0, 17))
+
+    assert_left_alone(f, *args("float32"), because=f"{by} at line")
 
 
 # --- more than a label's log-probability -------------------------------------------------------------

@@ -362,11 +362,12 @@ def test_a_modulation_by_image_follows_the_norm(dtype):
 # --- what is left alone ---------------------------------------------------------------------------
 
 
-def test_another_axis_is_left_alone():
-    def channels_first(x):
-        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-6)
+@pytest.mark.parametrize("axes", [1, (1, 2)])
+def test_other_axes_are_left_alone(axes):
+    def f(x):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=axes, keepdims=True) + 1e-6)
 
-    assert_left_alone(channels_first, inputs("float32")[0], because="takes the last one")
+    assert_left_alone(f, normal(0, 3, 4, 8), because="no rms_norm at")
 
 
 def test_statistics_that_are_returned_are_left_alone():

@@ -407,6 +407,7 @@ def test_a_maximum_is_no_relu_where_it_bends():
         (lambda x: jnp.maximum(x, 0.2 * x), "jax.nn.leaky_relu"),
         (lambda x: jnp.where(x > 1e-4, x, 0), "none of"),
         (lambda x: jnp.where(x > -1e-6, x, 0), "none of"),
+        (jax.nn.soft_sign, "none of"),
     ],
     ids=[
         "clip",
@@ -420,6 +421,7 @@ def test_a_maximum_is_no_relu_where_it_bends():
         "leak of 0.2",
         "above",
         "below",
+        "soft sign",
     ],
 )
 def test_an_activation_whose_corner_is_another_is_left_alone(activation, because):

@@ -18,7 +18,7 @@ from jaxfused.fusion.algebra import (
     is_transparent,
     passed_on,
 )
-from jaxfused.fusion.constants import evaluate, scalar
+from jaxfused.fusion.constants import evaluate, scalar, times_number
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.attention_logits import (
     Axes,
@@ -48,12 +48,9 @@ def find(book: Book) -> None:
         if value_product is None:
             continue
         try:
-            site = _site(book, node, softmax, value_product)
+            book.add(_site(book, node, softmax, value_product))
         except NoAttention as reason:
             book.miss("dot_product_attention", node, str(reason))
-            continue
-        if site is not None:
-            book.add(site)
     for node in book.graph.nodes:
         if node.name == "exp" and node not in of_softmax and _is_nearly_attention(node):
             why = "what meets the values is not exponentials divided by their sum alone"
@@ -64,13 +61,17 @@ def _is_nearly_attention(node: Node) -> bool:
     """Returns whether exponentials of a product are summed over an axis and lead to another product."""
     readers = [*node.out.uses]
     readers += [
-        after for reader in readers if reader.name in _DROPPING for after in reader.out.uses
+        after
+        for reader in readers
+        if reader.name in _CHANGING or passed_on(reader) is not None
+        for after in reader.out.uses
     ]
     is_summed = any(r.name == "reduce_sum" and len(r.params["axes"]) == 1 for r in readers)
     return is_summed and _product_after(node.out) is not None and walk(node.ins[0]) is not None
 
 
-_DROPPING = frozenset({"mul", "div", "select_n", "slice"})
+_CHANGING = frozenset({"mul", "div", "add", "sub", "integer_pow", "select_n", "slice"})
+"""Operations that may change probabilities before they meet the values, as dropout does."""
 
 
 def _product_after(value: Value) -> Node | None:
@@ -83,7 +84,7 @@ def _product_after(value: Value) -> Node | None:
                 return node
             if _by_ones(node) is not None and steps < 8:
                 pending.append((node.out, steps + 1))
-            is_step = node.name in _DROPPING or moves(node) or passed_on(node) is not None
+            is_step = node.name in _CHANGING or moves(node) or passed_on(node) is not None
             if steps < 8 and is_step:
                 pending.append((node.out, steps + 1))
     return None
@@ -137,11 +138,13 @@ def _atoms_of_product(node: Node) -> tuple[Axes, Axes, Axes, dict[str, int]]:
 # --- the site -------------------------------------------------------------------------------------
 
 
-def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
+def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site:
     softmax, sink = without_sink(softmax)
     walked = walk(softmax.logits)
     if walked is None:
-        return None
+        raise NoAttention(
+            "its logits are no product that is only scaled, capped, biased and masked"
+        )
     logits_product, path = walked
     q_axes, k_axes, axes, sizes = _atoms_of_product(logits_product)
     while True:
@@ -336,7 +339,7 @@ def _written_order(query: Value, axes: Axes) -> Axes:
             if moved is None:
                 break
             axes = moved
-        elif not (is_transparent(node) or (node.name in ("mul", "div") and _by_number(node))):
+        elif not is_transparent(node) and times_number(node) is None:
             break
         query = node.ins[0] if scalar(node.ins[0]) is None else node.ins[1]
     return axes
@@ -354,29 +357,15 @@ def _without_ones(axes: Axes, shape: Sequence[int], before: Sequence[int]) -> Ax
     return tuple(moved)
 
 
-def _by_number(node: Node) -> bool:
-    return scalar(node.ins[1]) is not None or (
-        node.name == "mul" and scalar(node.ins[0]) is not None
-    )
-
-
 def _unscaled(value: Value) -> tuple[Value, float]:
     """Returns the value before it is multiplied by numbers, and the product of these numbers."""
     factor = 1.0
     while True:
-        inner = core(value)
-        node = inner.node
-        if node is None or node.name not in ("mul", "div") or not _by_number(node):
+        node = core(value).node
+        scaled = None if node is None else times_number(node)
+        if scaled is None:
             return value, factor
-        number = scalar(node.ins[1])
-        if number == 0.0:
-            return value, factor
-        if number is not None:
-            factor *= number if node.name == "mul" else 1 / number
-            value = node.ins[0]
-        else:
-            factor *= scalar(node.ins[0]) or 0.0
-            value = node.ins[1]
+        value, factor = scaled[0], factor * scaled[1]
 
 
 _LOWEST = (None, jax.lax.Precision.DEFAULT)

@@ -12,7 +12,7 @@ from jaxfused.fusion.algebra import (
     passed_on,
     view,
 )
-from jaxfused.fusion.constants import evaluate, rounded, scalar
+from jaxfused.fusion.constants import evaluate, rounded, scalar, times_number
 from jaxfused.fusion.graph import Node, Value
 
 Axes = tuple[tuple[str, ...], ...]
@@ -62,6 +62,8 @@ class Logits:
     """Names of the axes of the softmax's argument."""
     scale: float = 1.0
     soft_cap: float | None = None
+    factors: list[tuple[View, Axes, float]] = field(default_factory=list)
+    """Arrays by which the logits are multiplied (1) or divided (-1), such as learned temperatures."""
     shift: float = 0.0
     """Number added to all logits: it changes no probability, but a later cap or mask depends on it."""
     masks: list[Masking] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Logits:
     is_biased_last: bool = False
     """True if a bias is added after a mask."""
     added: list[Value] = field(default_factory=list)
-    """Masks and biases as the program applies them; other attentions may read the same arrays."""
+    """Factors, masks and biases as the program applies them; other attentions may read them too."""
 
 
 def regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
@@ -188,13 +190,15 @@ def read_logits(node: Node, path: Sequence[Node], axes: Axes, sizes: dict[str, i
 
 
 def _scale(found: Logits, step: Node, value: Value, capped: bool) -> None:
-    other = step.ins[1] if step.ins[0] is value else step.ins[0]
-    number = scalar(other)
-    if number is None or not 0 < number < np.inf:
-        raise NoAttention("the logits are scaled by an array, or not by a number above 0")
+    scaled = times_number(step)
+    if scaled is None:
+        _scale_by_array(found, step, value, capped)
+        return
+    factor = scaled[1]
+    if factor < 0:
+        raise NoAttention(f"the logits are scaled by {factor:g}, which is not above 0")
     if capped and (found.masks or found.biases or found.soft_cap is not None):
         raise NoAttention("the logits are scaled after a cap")
-    factor = number if step.name == "mul" else 1 / number
     found.biases = [_times(bias, factor) for bias in found.biases]
     found.masks = [
         replace(
@@ -204,9 +208,24 @@ def _scale(found: Logits, step: Node, value: Value, capped: bool) -> None:
         )
         for masking in found.masks
     ]
-    if any(masking.number - found.shift * factor > mask.BIG for masking in found.masks):
+    if any(masking.number - found.shift * factor > _BIG_SCALED for masking in found.masks):
         raise NoAttention("masked logits are scaled to numbers that others may come near")
     found.scale, found.shift = found.scale * factor, found.shift * factor
+
+
+_BIG_SCALED = mask.BIG / 256
+"""Largest logit that counts as masked where the scale, such as 1 / sqrt(H), comes after the mask."""
+
+
+def _scale_by_array(found: Logits, step: Node, value: Value, capped: bool) -> None:
+    other = step.ins[1] if step.ins[0] is value else step.ins[0]
+    if scalar(other) is not None:
+        raise NoAttention(f"the logits are scaled by {scalar(other):g}")
+    if capped or found.masks or found.biases or found.shift:
+        raise NoAttention("the logits are scaled by an array after a mask, a bias or a cap")
+    found.added.append(other)
+    axes = tuple(i if size != 1 else None for i, size in enumerate(other.shape))
+    found.factors.append((view(other, axes), found.axes, 1.0 if step.name == "mul" else -1.0))
 
 
 def _times(bias: tuple[View, Axes, float], factor: float) -> tuple[View, Axes, float]:

@@ -54,6 +54,7 @@ def make_site(
         key, value, of_keys = shared
     root, arrays = _root(after, (query[0], key[0], value[0]))
     parts = [part for masking in logits.masks for part in masking.parts]
+    _check_factors(layout, logits, root)
     constant = mask.known(layout, parts)
     dynamic = [part for part in parts if part.constant is None]
     sinks = None if sink is None else _sinks(sink, layout, logits)
@@ -69,7 +70,8 @@ def make_site(
     always, is_nan = _without_keys(logits, always, of_none)
     _check_biases(logits)
     has_gradient = any(masking.is_added for masking in logits.masks)
-    inputs: list[Value] = [*arrays, *(part.seen.base for part in dynamic)]
+    inputs: list[Value] = [*arrays, *(seen.base for seen, _, _ in logits.factors)]
+    inputs += [part.seen.base for part in dynamic]
     inputs += [seen.base for seen, _, _ in logits.biases]
     inputs += [] if sinks is None else [sinks.base]
     heads = layout.heads
@@ -87,6 +89,7 @@ def make_site(
             for array, order in zip(operands, orders, strict=False)
         )
         rest = iter(operands[3:])
+        q = _times_factors(q, layout, logits.factors, rest)
         explicit = _explicit_mask(layout, dynamic, rest)
         bias = _sum_of_biases(layout, logits.biases, rest)
         given = explicit
@@ -119,7 +122,12 @@ def make_site(
 
     cap = [] if logits.soft_cap is None else [f"cap {logits.soft_cap:g}"]
     words = [f"scale {scale:.4g}", *cap, *constant.words()]
-    words += ["mask"] * bool(dynamic) + ["bias"] * len(logits.biases) + ["sinks"] * bool(sinks)
+    words += (
+        ["array of scales"] * len(logits.factors)
+        + ["mask"] * bool(dynamic)
+        + ["bias"] * len(logits.biases)
+        + ["sinks"] * bool(sinks)
+    )
     leaves = {leaf for array in inputs for leaf in stages(array)} | set(logits.added)
     leaves |= set() if sink is None else {sink}
     return Site(
@@ -132,6 +140,34 @@ def make_site(
         f"dot_product_attention({', '.join(words)}) of {arrays[0].aval.str_short()}"
         f" and {arrays[1].aval.str_short()}",
     )
+
+
+def _check_factors(layout: mask.Layout, logits: Logits, root: Value) -> None:
+    """Raises `NoAttention` where queries cannot be multiplied by the logits' factors."""
+    for seen, axes, _ in logits.factors:
+        if any(layout.key in axes[axis] for axis in seen.axes if axis is not None):
+            raise NoAttention("the logits are scaled by an array that differs from key to key")
+        # Queries would be rounded after the product with the factor, and logits are not.
+        if logits.product.out.dtype.itemsize > root.dtype.itemsize or root.dtype == np.float16:
+            raise NoAttention(
+                f"{logits.product.out.dtype} logits are scaled by an array, which the operator would"
+                f" multiply by the {root.dtype} queries"
+            )
+
+
+def _times_factors(
+    query: jax.Array,
+    layout: mask.Layout,
+    factors: Sequence[tuple[View, Axes, float]],
+    arrays: Iterator[jax.Array],
+) -> jax.Array:
+    """Returns the queries [B, T, N, H] times the logits' factors, whose arrays `arrays` yields."""
+    product = query
+    for seen, axes, power in factors:
+        product = product.astype(accumulator_dtype(query.dtype))
+        factor = layout.spread(next(arrays), seen.axes, axes).swapaxes(1, 2).astype(product.dtype)
+        product = product * factor if power > 0 else product / factor
+    return product.astype(query.dtype)
 
 
 def _sinks(sink: Value, layout: mask.Layout, logits: Logits) -> View:

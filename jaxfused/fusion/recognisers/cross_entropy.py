@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.fusion.algebra import between
-from jaxfused.fusion.constants import scalar
-from jaxfused.fusion.graph import Node, Value, cuts
+from jaxfused.fusion.constants import times_number
+from jaxfused.fusion.graph import Node, cuts
 from jaxfused.fusion.recognisers.logit_rows import (
     ALWAYS,
     LOG_SUM,
@@ -26,6 +26,7 @@ from jaxfused.fusion.recognisers.logit_rows import (
     Reading,
     Row,
     Total,
+    operations_after,
     read,
 )
 from jaxfused.fusion.recognisers.product import (
@@ -36,6 +37,7 @@ from jaxfused.fusion.recognisers.product import (
     projections,
 )
 from jaxfused.fusion.site import Book, Site
+from jaxfused.fusion.source import line_of
 from jaxfused.ops.loss.linear_cross_entropy import (
     linear_softmax_cross_entropy,
     linear_softmax_statistics,
@@ -58,10 +60,13 @@ def find(book: Book) -> None:
         if not book.is_free(p.covered | affine.covered):
             continue
         reading, factor = read(affine.value), 1.0
-        scaled = _scaled(affine.value)
+        logits = last_of(affine.value)
+        # Logits may be multiplied by a number, such as 1 / temperature.
+        scaled = times_number(logits.uses[0]) if logits.used_once else None
         if not reading.has_logarithm and scaled is not None:
-            reading, factor = read(scaled[0]), scaled[1]
+            reading, factor = read(logits.uses[0].out), scaled[1]
         if not reading.has_logarithm:
+            _miss(book, p, reading)
             continue
         reason = _why_not(p, affine, reading)
         if reason is None:
@@ -70,17 +75,19 @@ def find(book: Book) -> None:
             book.miss("linear_softmax_cross_entropy", p.node, reason)
 
 
-def _scaled(value: Value) -> tuple[Value, float] | None:
-    """Returns logits times a number, such as 1 / temperature, that alone are read, and it; or None."""
-    value = last_of(value)
-    node = value.uses[0] if value.used_once else None
-    if node is None or node.name not in ("mul", "div"):
-        return None
-    is_first = node.ins[0] is value
-    number = scalar(node.ins[1] if is_first else node.ins[0])
-    if number is None or not 0 < abs(number) < np.inf or (node.name == "div" and not is_first):
-        return None
-    return node.out, number if node.name == "mul" else 1 / number
+def _miss(book: Book, p: Projection, reading: Reading) -> None:
+    """Records the first operation after many logits that is unknown here and leads to a logarithm."""
+    if math.prod(reading.start.shape) < FEWEST_LOGITS:
+        return
+    read = reading.consumed
+    readers = {node for value in reading.states for node in value.uses if node not in read}
+    for node in sorted(readers, key=lambda node: node.order):
+        after = operations_after(node)
+        if any(n.name == "log" for n in after) and any(n.name == "exp" for n in after | read):
+            line = line_of(node)
+            reason = f"{node.name} at line {line} is no step from logits to a loss of labels"
+            book.miss("linear_softmax_cross_entropy", p.node, reason)
+            return
 
 
 def _why_not(p: Projection, affine: Biased, reading: Reading) -> str | None:

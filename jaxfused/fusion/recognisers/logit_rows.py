@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxfused.fusion.algebra import between, core, is_reshape, passed_on, view
-from jaxfused.fusion.constants import evaluate, scalar
+from jaxfused.fusion.constants import evaluate, scalar, times_number
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.softmax import stands_at_rows
 
@@ -156,6 +156,18 @@ def read(start: Value) -> Reading:
     return reading
 
 
+def operations_after(node: Node, limit: int = 48) -> set[Node]:
+    """Returns operations that follow from one, itself among them, up to products and convolutions."""
+    found: set[Node] = set()
+    pending = [node]
+    while pending and len(found) < limit:
+        node = pending.pop(0)
+        if node not in found and node.name not in ("dot_general", "conv_general_dilated"):
+            found.add(node)
+            pending += [reader for value in node.outs for reader in value.uses]
+    return found
+
+
 def _after(reading: Reading, node: Node) -> State | None:
     """Returns what an operation computes from values that are read already, or None."""
     operand = passed_on(node)
@@ -267,13 +279,12 @@ def _of_two(reading: Reading, node: Node, known: list[State | None]) -> State | 
 
 def _scaled(reading: Reading, node: Node, known: list[State | None]) -> State | None:
     """Returns the result of a product with a number or with the labels' weights."""
+    scaled = times_number(node)
+    if scaled is not None:
+        state = known[node.ins.index(scaled[0])]
+        return None if state is None else _times(reading, state, scaled[1])
     for state, other in zip(known, node.ins[::-1], strict=True):
-        number = scalar(other)
-        if state is None or (node.name == "div" and other is not node.ins[1]):
-            continue
-        if number is not None and 0 < abs(number) < np.inf:
-            return _times(reading, state, number if node.name == "mul" else 1 / number)
-        if number is None and isinstance(state, Array) and node.name == "mul":
+        if isinstance(state, Array) and node.name == "mul":
             return _weighted(reading, state, other)
     return None
 
@@ -320,21 +331,21 @@ def _weights(value: Value) -> tuple[Value, float, float] | None:
         labels = _labels_that_equal(node.ins[0])
         off, on = (scalar(v) for v in node.ins[1:])
         return None if labels is None or off is None or on is None else (labels, on, off)
-    if node.name not in ("mul", "div", "add", "sub"):
+    scaled = times_number(node)
+    if scaled is not None:
+        found = _weights(scaled[0])
+        return None if found is None else (found[0], found[1] * scaled[1], found[2] * scaled[1])
+    if node.name not in ("add", "sub"):
         return None
     for weights, other in (node.ins, node.ins[::-1]):
         number = scalar(other)
-        if number is None or (node.name in ("div", "sub") and other is not node.ins[1]):
+        if number is None or (node.name == "sub" and other is not node.ins[1]):
             continue
         found = _weights(weights)
-        if found is None:
-            continue
-        labels, on, off = found
-        if node.name in ("add", "sub"):
+        if found is not None:
+            labels, on, off = found
             number = number if node.name == "add" else -number
             return labels, on + number, off + number
-        number = number if node.name == "mul" else 1 / number
-        return labels, on * number, off * number
     return None
 
 

@@ -70,8 +70,8 @@ def _find_at(book: Book, root: Node) -> None:
             )
             book.miss("rms_norm", root, reason)
         return
-    if isinstance(found, Mean):
-        _miss_axes(book, root, found)
+    if isinstance(found, tuple):
+        _miss_axes(book, root, *found)
         return
     best = _last_match(_made_of(root.out), found)
     if not isinstance(best, _Match):
@@ -105,8 +105,8 @@ def _last_match(values: Iterable[Value], found: Statistics) -> "_Match | str":
 # --- the root -------------------------------------------------------------------------------------
 
 
-def statistics(root: Node) -> Statistics | Mean | None:
-    """Returns the statistics under a square root; a Mean if over other axes than the last; or None."""
+def statistics(root: Node) -> Statistics | tuple[str, Mean] | None:
+    """Returns a square root's statistics; (operator, mean) if over other axes than the last; or None."""
     argument = view(root.ins[0])
     parts = total(root.ins[0])
     if len(parts.terms) == 1:
@@ -129,7 +129,7 @@ def statistics(root: Node) -> Statistics | Mean | None:
     if not moment.argument.is_floating:
         return None
     if moment.axes != (moment.argument.ndim - 1,):
-        return moment
+        return found
     return Statistics(operator, core(moment.argument), moment.argument, parts.constant, argument)
 
 
@@ -196,15 +196,15 @@ def _is_length(root: Node) -> bool:
     )
 
 
-def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
+def _miss_axes(book: Book, root: Node, operator: str, moment: Mean) -> None:
     rank = moment.argument.ndim
-    if (rank - 1 in moment.axes) != (0 in moment.axes):
+    if operator == "layer_norm" and (rank - 1 in moment.axes) != (0 in moment.axes):
         # Means over channel groups or the batch are left to group_norm and batch_norm.
         return
     reason = (
         f"the mean is taken over axes {moment.axes} of {rank}, and the operator takes the last one"
     )
-    book.miss("layer_norm", root, reason)
+    book.miss(operator, root, reason)
 
 
 # --- the normalised result ------------------------------------------------------------------------
