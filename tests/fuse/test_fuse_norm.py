@@ -370,6 +370,21 @@ def test_other_axes_are_left_alone(axes):
     assert_left_alone(f, normal(0, 3, 4, 8), because="no rms_norm at")
 
 
+@pytest.mark.parametrize(
+    "root",
+    [
+        lambda x: x.std(-1, keepdims=True, ddof=1) + 1e-6,
+        lambda x: jnp.sqrt(jnp.maximum(x.var(-1, keepdims=True), 1e-6)),
+    ],
+    ids=["of a sample", "clamped"],
+)
+def test_a_norm_by_another_deviation_is_left_with_a_reason(root):
+    def f(x):
+        return (x - x.mean(-1, keepdims=True)) / root(x)
+
+    assert_left_alone(f, inputs("float32")[0], because="its root is of a sum of squares")
+
+
 def test_statistics_that_are_returned_are_left_alone():
     def f(x):
         rstd = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -181,6 +181,9 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
 def _is_length(root: Node) -> bool:
     """Returns whether a root is the length of an array's rows, which is divided by something."""
     terms = total(root.ins[0]).terms
+    if len(terms) == 1 and terms[0].view.base.made_by == "max":
+        assert terms[0].view.base.node is not None
+        terms = total(terms[0].view.base.node.ins[0]).terms
     node = terms[0].view.base.node if len(terms) == 1 else None
     if node is None or node.name not in ("reduce_sum", "dot_general"):
         return False
@@ -191,8 +194,9 @@ def _is_length(root: Node) -> bool:
     rank = array.ndim
     axes = node.params.get("axes", (rank - 1,))
     is_rows = rank > 1 and tuple(axes) == (rank - 1,) and node.out.ndim == rank - 1
-    return is_rows and any(
-        n.name in ("mul", "div") and n.out is not node.ins[0] for n in array.uses
+    return is_rows and (
+        _deviation(of) is not None
+        or any(n.name in ("mul", "div") and n.out is not node.ins[0] for n in array.uses)
     )
 
 
