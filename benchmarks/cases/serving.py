@@ -171,9 +171,10 @@ def _eight_bit_case(sizes: Sizes) -> Case:
 
 
 def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
-    """Returns (query, key, value, lengths), and with pages (keys, values, table, keys, values).
+    """Returns (query, key, value, lengths, held), and with pages (keys, values, table, keys, values).
 
-    The first pages are [K, P, S, H], and the last are the same as [P, S, K, H].
+    `held` are the lengths without the new tokens, as a cache has them before a step. The first pages
+    are [K, P, S, H], and the last are the same as [P, S, K, H].
     """
     batch, length, heads, key_heads, head_size, page, value_size, _, tokens = sizes
     keys = jax.random.split(key, 4)
@@ -184,24 +185,25 @@ def _make_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
         for k, size in zip(keys[1:3], columns, strict=True)
     )
     lengths = jnp.full(batch, length, jnp.int32)
+    held = lengths - tokens
     if not page:
-        return query, key, value, lengths
+        return query, key, value, lengths, held
     number = -(-length // page)
     place = jax.random.permutation(keys[3], batch * number).astype(jnp.int32)
     order = jnp.argsort(place)
 
     pages = [a.reshape(batch * number, page, key_heads, -1)[order] for a in (key, value)]
     pools = [a.transpose(2, 0, 1, 3) for a in pages]
-    return query, key, value, lengths, *pools, place.reshape(batch, number), *pages
+    return query, key, value, lengths, held, *pools, place.reshape(batch, number), *pages
 
 
 def _make_eight_bit_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
-    """Returns (query, lengths, key, value, their scales), and another key and value in bfloat16.
+    """Returns (query, held, key, value, their scales), and another key and value in bfloat16.
 
     Float8 numbers are their bits, uint8, as in the cache.
     """
     draws = jax.random.split(key, 5)
-    query, wide_key, wide_value, lengths = _make_inputs(sizes, draws[0])
+    query, wide_key, wide_value, _, held = _make_inputs(sizes, draws[0])
 
     def kept(key: jax.Array) -> jax.Array:
         numbers = (32 * jax.random.normal(key, wide_key.shape)).clip(-127, 127).astype(sizes.kept)
@@ -211,13 +213,14 @@ def _make_eight_bit_inputs(sizes: Sizes, key: jax.Array) -> Arrays:
     scales = [
         jax.random.uniform(k, wide_key.shape[:-1], minval=1 / 64, maxval=1 / 32) for k in draws[3:]
     ]
-    return query, lengths, kept(draws[1]), kept(draws[2]), *scales, wide_key, wide_value
+    return query, held, kept(draws[1]), kept(draws[2]), *scales, wide_key, wide_value
 
 
 # --- ours and the peers ---------------------------------------------------------------------------
 
 
-def _ours(query, key, value, lengths, *, implementation):
+def _ours(query, key, value, lengths, held, *, implementation):
+    del lengths
     batch, length, key_heads, head_size = key.shape
     empty = jax.eval_shape(
         lambda: jaxfused.KVCache.zeros(
@@ -229,26 +232,26 @@ def _ours(query, key, value, lengths, *, implementation):
             dtype=key.dtype,
         )
     )
-    cache = replace(empty, key=key, value=value, lengths=lengths - query.shape[1])
+    cache = replace(empty, key=key, value=value, lengths=held)
     return cache.attend(query, implementation=implementation)
 
 
-def _contiguous(query, key, value, lengths, *pages):
-    return _ours(query, key, value, lengths, implementation=None)
+def _contiguous(query, key, value, lengths, held, *pages):
+    return _ours(query, key, value, lengths, held, implementation=None)
 
 
-def _ours_of_eight_bits(query, lengths, key, value, *arrays, implementation):
+def _ours_of_eight_bits(query, held, key, value, *arrays, implementation):
     float8 = None if key.dtype == jnp.int8 else "float8_e4m3fn"
-    cache = jaxfused.KVCache(key, value, lengths - 1, None, *arrays[:2], float8=float8)
+    cache = jaxfused.KVCache(key, value, held, None, *arrays[:2], float8=float8)
     return cache.attend(query, implementation=implementation)
 
 
-def _of_float_cache(query, lengths, *arrays):
-    return _contiguous(query, *arrays[-2:], lengths)
+def _of_float_cache(query, held, *arrays):
+    return _ours(query, *arrays[-2:], None, held, implementation=None)
 
 
-def _ours_in_pages(query, key, value, lengths, *pages, implementation):
-    del key, value
+def _ours_in_pages(query, key, value, lengths, held, *pages, implementation):
+    del key, value, held
     key_pages, value_pages, table, *_ = pages
     scale = query.shape[-1] ** -0.5
     return jaxfused.paged_attention(
@@ -256,7 +259,7 @@ def _ours_in_pages(query, key, value, lengths, *pages, implementation):
     )
 
 
-def _jax_nn(implementation, query, key, value, lengths, *pages):
+def _jax_nn(implementation, query, key, value, lengths, held, *pages):
     options: dict[str, Any] = dict(key_value_seq_lengths=lengths)
     if (tokens := query.shape[1]) > 1:
         # jax.nn's causal mask counts from the first key.
@@ -265,7 +268,7 @@ def _jax_nn(implementation, query, key, value, lengths, *pages):
     return jax.nn.dot_product_attention(query, key, value, **options, implementation=implementation)
 
 
-def _jax_pages(query, key, value, lengths, *pages):
+def _jax_pages(query, key, value, lengths, held, *pages):
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     key_pages, value_pages, table, *_ = pages
@@ -273,7 +276,7 @@ def _jax_pages(query, key, value, lengths, *pages):
     return paged_attention(query, key_pages, value_pages, table, lengths)[:, None]
 
 
-def _flash_attn3(query, key, value, lengths, *pages):
+def _flash_attn3(query, key, value, lengths, held, *pages):
     from flash_attn3_jax import flash_mha_with_kvcache
 
     # flash_attn3 does not split a head's keys by default; with this many splits CTAs fill 132 SMs.
@@ -287,6 +290,6 @@ def _flash_attn3(query, key, value, lengths, *pages):
     return flash_mha_with_kvcache(query, key, value, **options)
 
 
-def _torch(backend, query, key, value, lengths, *pages):
+def _torch(backend, query, key, value, lengths, held, *pages):
     # All sequences have their full length, so no mask is needed.
     return in_torch(query, key, value, backend=backend, is_causal=False)

@@ -275,7 +275,7 @@ ffi::Error launch_merge(const CacheArgs& args, int64_t rows, cudaStream_t stream
     const int64_t blocks = divide_up(rows * warps, threads / 32);
     return launch_kernel(kernel, args, {dim3(static_cast<unsigned>(blocks)), threads, 0}, stream);
   };
-  if (parts <= kTogether) return launch(merge_cached_parts<kHead, 1>, 1);
+  if (parts <= 2 * kTogether) return launch(merge_cached_parts<kHead, 1>, 1);
   if (parts <= 8 * kTogether) return launch(merge_cached_parts<kHead, 8>, 8);
   return launch(merge_cached_parts<kHead, 16>, 16);
 }

@@ -19,11 +19,16 @@ from jaxfused.runtime.kernel_gradient import gradients_in_xla, kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.runner import Axes, Results, Runner
 from pallas_kernels import hopper
+from pallas_kernels.attention.attention import forward_candidates
+from pallas_kernels.attention.logits import Logits
+from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.split_keys import SplitForwardConfig
 
-_LONG_BYTES = 1 << 27
-"""Bytes of keys and values from which the CUDA C kernel reads a plain cache in place of `split_keys`.
-It divides the keys by the sequences' lengths, on the device, where `split_keys` goes by shapes alone.
-"""
+_UNEVEN_KEYS = 16384
+"""Number of keys for each CTA of `split_keys` from which the CUDA C kernel reads a plain cache instead.
+It divides the keys by the sequences' lengths, on the device, where `split_keys` goes by shapes alone:
+77 us and 445 for one sequence of 32,768 keys beside 63 of 512 on an H200."""
 NO_PALLAS = (
     "there is no Pallas kernel that reads a cache in 8 bits or a layer of a stack in place, or divides a"
     " cache by the lengths of its sequences"
@@ -69,9 +74,21 @@ class Arrays(NamedTuple):
         """Returns whether the cache is one layer of floats, and sequence b has entry b."""
         return all(x is None for x in (self.key_scale, self.sequences, self.layer))
 
-    def is_long(self) -> bool:
-        """Returns whether the keys and values take `_LONG_BYTES` or more."""
-        return sum(x.size * x.dtype.itemsize for x in (self.key, self.value)) >= _LONG_BYTES
+    def may_be_uneven(self, multiprocessors: int) -> bool:
+        """Returns whether one long sequence may take much longer than the others in `split_keys`.
+
+        It has as many CTAs for each sequence, whatever the sequences' lengths.
+        """
+        batch, tokens, key_heads, group, size = self.query.shape
+        places, value_size = self.key.shape[-3], self.value.shape[-1]
+        shape = Shape(batch, tokens, places, key_heads * group, key_heads, size, value_size)
+        logits = Logits(1.0, BlockMask(tokens, places, has_key_lengths=True))
+        config, *_ = forward_candidates(
+            shape, self.query.dtype, logits=logits, multiprocessors=multiprocessors
+        )
+        if batch == 1 or not isinstance(config, SplitForwardConfig):
+            return False
+        return places >= _UNEVEN_KEYS * config.splits
 
 
 @dataclass(frozen=True)
@@ -223,7 +240,11 @@ def reads_in_place(arrays: Arrays, options: Options, implementation: str | None)
         return True
     spelt = stage.axes(*arrays)
     of_device = sharding.shards(arrays, operand_axes=spelt.operands, whole=spelt.whole)
-    return Arrays(*of_device).is_long()
+    shard = Arrays(*of_device)
+    if shard.may_be_uneven(device.multiprocessors):
+        return True
+    shape, places = shard.query.shape, shard.key.shape[-3]
+    return cached_attention_cuda.clusters_win(shape, places, options.window, device)
 
 
 def attend(arrays: Arrays, options: Options, implementation: str | None) -> jax.Array:

@@ -322,15 +322,18 @@ H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
     ("device", "batch", "places", "tokens", "in_place"),
     [
         (H200, 64, 32768, 1, True),
-        (H200, 64, 256, 1, False),
+        (H200, 64, 8192, 1, False),
         (A100, 1, 1024, 1, True),
-        (H200, 1, 32768, 1, True),
-        (H200, 1, 32767, 1, False),
+        (H200, 1, 65536, 1, False),
+        (H200, 1, 1024, 1, False),
+        (H200, 1, 4096, 1, True),
+        (H200, 8, 512, 1, True),
+        (H200, 8, 512, 4, False),
         (H200, 64, 32768, 512, False),
     ],
     quick=slice(3),
 )
-def test_a_long_cache_of_floats_is_read_in_place(
+def test_which_caches_of_floats_are_read_in_place(
     monkeypatch, device, batch, places, tokens, in_place
 ):
     have_library(monkeypatch)
@@ -361,7 +364,7 @@ def test_the_sequences_of_one_device_count(monkeypatch, batch, stage):
     def arrays(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
 
-    kept, query = arrays(batch, 2048, 8, 128), arrays(batch, 1, 32, 128)
+    kept, query = arrays(batch, 32768, 8, 128), arrays(batch, 1, 32, 128)
     with dispatch.assume(H200), jax.sharding.use_abstract_mesh(mesh):
         explanation = jaxfused.explain(
             lambda query, *cache: KVCache(*cache).attend(query),
