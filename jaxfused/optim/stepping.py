@@ -155,7 +155,7 @@ def step(
     step = _keeping_step
     if is_outside_of_traces():
         step = _donating_step
-        _check_donated(grads, (params, state))
+        check_donated(grads, (params, state))
     return step(tx, grads, params, state, max_norm, skip_nonfinite, chosen, _Reasons(why))
 
 
@@ -536,7 +536,7 @@ def _check_state(tx: optax.GradientTransformation, state: Any, params: optax.Par
         )
 
 
-def _check_donated(grads: optax.Updates, donated: Any) -> None:
+def check_donated(grads: optax.Updates, donated: Any) -> None:
     """Checks that no array occurs twice where its buffer is to become a result's."""
     leaves, read = jax.tree.leaves(donated), list(map(id, jax.tree.leaves(grads)))
 

@@ -1,5 +1,6 @@
 """fsdp_layer: a layer whose parameters are split over devices, and gathered while the layer runs."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import linear_call
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfused.parallel.shard_axis import axis_to_share
@@ -114,7 +116,7 @@ def fsdp_layer(
     in_specs = (rows,) * len(arrays) if in_specs is None else tuple(in_specs)
     operands, operand_specs = (leaves, *arrays), (specs, *in_specs)
     if mesh.explicit_axes:
-        operands = tuple(map(_resharded, operands, operand_specs))
+        operands = tuple(map(functools.partial(_resharded, mesh), operands, operand_specs))
     return jax.shard_map(
         run,
         mesh=mesh,
@@ -123,10 +125,9 @@ def fsdp_layer(
     )(*operands)
 
 
-def _resharded(tree: Any, spec: Any) -> Any:
-    if isinstance(spec, P):
-        return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, spec), tree)
-    return jax.tree.map(jax.sharding.reshard, tree, spec)
+def _resharded(mesh: Any, tree: Any, spec: Any) -> Any:
+    shardings = jax.tree.broadcast(jax.tree.map(functools.partial(NamedSharding, mesh), spec), tree)
+    return jax.tree.map(jax.sharding.reshard, tree, shardings)
 
 
 def saved_unless_gathered(shapes: Sequence[tuple[int, ...]]) -> Callable[..., bool]:

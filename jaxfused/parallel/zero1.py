@@ -1,5 +1,6 @@
 """zero1: an optimizer split over devices: each has a part of the state and updates its parameters."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -115,6 +116,8 @@ class ShardedTransformation(FusedTransformation):
         options = dict(
             max_norm=max_norm, skip_nonfinite=skip_nonfinite, implementation=implementation
         )
+        if stepping.is_outside_of_traces():
+            stepping.check_donated(grads, (params, state))
         return self.placed.run(self.inner.step, options, grads, state, params, donates=True)
 
     def init_step(
@@ -204,8 +207,9 @@ class _Placed:
         if len(trees) != 2:
             self.see(like)
         leaves = jax.tree.leaves(like)
-        explicit = sharding.mesh_of(*leaves).explicit_axes
-        placed = replace(self, mesh=self._mesh(leaves), param_specs=self._param_specs(like))
+        mesh = self._mesh(leaves)
+        placed = replace(self, mesh=mesh, param_specs=self._param_specs(like))
+        explicit = mesh.explicit_axes
         call = functools.partial(f, **options)
         donated = (
             placed._donated(like, *trees) if donates and stepping.is_outside_of_traces() else ()
@@ -217,7 +221,7 @@ class _Placed:
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in every)
         structure = jax.tree.structure(trees)
         given = tuple((name, type(value), value) for name, value in options.items())
-        key = (f, given, structure, shapes, explicit, donated, placed.mesh, *placed.param_specs)
+        key = (f, given, structure, shapes, explicit, donated, mesh, *placed.param_specs)
         try:
             known = self.compiled.get(key)
         except TypeError:  # An option such as an array has no hash.
@@ -227,7 +231,10 @@ class _Placed:
             if len(self.compiled) >= _MOST_COMPILED:
                 self.compiled.pop(next(iter(self.compiled)))
             self.compiled[key] = known
-        return known(*trees)
+        # Arrays that lie on no mesh, and results that depend on no array, have this one's devices.
+        alone = explicit and jax.sharding.get_abstract_mesh().empty
+        with jax.set_mesh(mesh) if alone else contextlib.nullcontext():
+            return known(*trees)
 
     def _jitted(
         self,

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxfused import dispatch
 from jaxfused.runtime import table as tables
@@ -71,7 +72,8 @@ class _Call:
 
     def __call__(self, *operands: Any) -> Any:
         if self.mesh.explicit_axes:
-            operands = jax.tree.map(jax.sharding.reshard, operands, self.in_specs)
+            shardings = jax.tree.map(functools.partial(NamedSharding, self.mesh), self.in_specs)
+            operands = jax.tree.map(jax.sharding.reshard, operands, shardings)
         return jax.shard_map(
             functools.partial(self.f, *self.static),
             mesh=self.mesh,

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -118,6 +119,23 @@ def test_one_device_is_a_mesh_too():
         with no_compilation():
             second = both(f, args)
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_a_mesh_of_explicit_axes_that_is_given_need_not_be_set(is_placed):
+    """The mesh comes with the arrays, or as an argument; `jax.make_mesh` makes such axes."""
+    mesh, (x, w) = one_device(AxisType.Explicit), arrays("rows")
+    expected = x @ w
+    if is_placed:
+        x, w = (jax.device_put(a, NamedSharding(mesh, P())) for a in (x, w))
+        y = parallel.linear(x, w, axis_name="m", split="rows")
+        np.testing.assert_allclose(y, expected, rtol=1e-5)
+    y = parallel.fsdp_layer(jnp.matmul, x, w, axis_name="m", in_specs=(P(),), mesh=mesh)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+    opt, updated = parallel.zero1(optax.sgd(0.5, 0.9), axis_name="m", mesh=mesh), w / 2
+    with pytest.raises(ValueError, match="step: one array has two places"):
+        opt.step(w, opt.init(w), w)
+    np.testing.assert_allclose(opt.step(w + 0, opt.init(w), w)[0], updated)
 
 
 @pytest.mark.exhaustive
