@@ -63,7 +63,7 @@ def _quantized(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _quantized_conv(x: jax.Array, w: jax.Array) -> jax.Array:
     images = jaxfused.quantize(x, axis=-1, per_tensor=True)
-    weights = jaxfused.quantize(w.reshape(-1, w.shape[-1]))
+    weights = jaxfused.quantize(w.reshape(-1, w.shape[-1]), layout="rows")
     return jaxfused.quantized_conv(images, weights, kernel_size=w.shape[:-2], out_dtype=x.dtype)
 
 

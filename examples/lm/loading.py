@@ -100,8 +100,6 @@ def quantized(model: LanguageModel, form: str, group_size: int = 32) -> Language
             f"^blocks/.*{pattern}",
             dtype,
             group_size=group_size if form == "int4" and inputs % group_size == 0 else None,
-            # Kernels read the layout "columns", which for int4 needs a multiple of 128 inputs.
-            layout="columns" if form != "int4" or inputs % 128 == 0 else "rows",
         )
         for pattern, inputs in features.items()
     ]

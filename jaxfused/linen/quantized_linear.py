@@ -38,7 +38,7 @@ class QuantizedDense(linen.Module):
       bias_init: initialises the bias.
       activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
-      layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
+      layout: "rows", "columns", or None for what `jaxfused.quantize` chooses.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -62,7 +62,7 @@ class QuantizedDense(linen.Module):
     bias_init: Initializer = linen.initializers.zeros
     activation: str | None = None
     implementation: Implementation | None = None
-    layout: Layout = "rows"
+    layout: Layout | None = None
 
     @linen.compact
     def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:

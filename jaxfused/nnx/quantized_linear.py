@@ -33,7 +33,7 @@ class QuantizedLinear(nnx.Module):
       group_size: input features that share a scale; by default all of them. A pair is of the sides of
         a block of the kernel: input and output features.
       symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
-      layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
+      layout: "rows", "columns", or None for what `jaxfused.quantize` chooses.
       input_dtype: to which x is quantised, row by row: "int8", "float8_e4m3fn" or "float8_e5m2";
         None leaves it as it is. No gradient goes to an x that is quantised.
       use_bias: whether there is a bias [F].
@@ -67,7 +67,7 @@ class QuantizedLinear(nnx.Module):
         kernel_dtype: str = "int8",
         group_size: int | tuple[int, int] | None = None,
         symmetric: bool = True,
-        layout: Layout = "rows",
+        layout: Layout | None = None,
         input_dtype: str | None = None,
         use_bias: bool = True,
         dtype: Dtype | None = None,

@@ -158,7 +158,7 @@ def calibrate(
             return None
         if inputs[name].flat[0] is None:
             return QuantizedKernel(
-                plain_array(name, kernel, chosen[name]), chosen[name].input_dtype
+                plain_array(name, kernel, chosen[name], taps), chosen[name].input_dtype
             )
         stack, leading = [], kernel.shape[:-2]
         for index in np.ndindex(leading):
@@ -228,12 +228,11 @@ def _choose(
     paths: dict[str, Path] = {}
 
     def note(path: Path, kernel: jax.Array, taps: int) -> None:
-        del taps
         rule = choose(path)
         if rule is not None:
             name = name_of(path)
             chosen[name], paths[name] = rule, path
-            jax.eval_shape(lambda w: plain_array(name, w, rule), kernel)
+            jax.eval_shape(lambda w: plain_array(name, w, rule, taps), kernel)
 
     replace_kernels(op, module_or_params, note, choose.leave_out)
     choose.check_all_used()

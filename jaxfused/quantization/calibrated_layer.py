@@ -23,8 +23,11 @@ def rounding_of(rule: QuantizationRule) -> str:
     return "gptq" if rule.dtype in ("int8", "int4") else "nearest"
 
 
-def plain_array(name: str, kernel: jax.Array, rule: QuantizationRule) -> QuantizedArray:
+def plain_array(name: str, kernel: jax.Array, rule: QuantizationRule, taps: int) -> QuantizedArray:
     """Returns the kernel of the layer `name` in the rule's format, rounded to nearest.
+
+    A convolution's kernel, of `taps` positions, lies in rows unless the rule says otherwise: that is
+    how convolutions read it, and columns would be transposed in each call.
 
     Raises:
       ValueError: the kernel does not fit the rule.
@@ -36,7 +39,7 @@ def plain_array(name: str, kernel: jax.Array, rule: QuantizationRule) -> Quantiz
             rule.dtype,
             group_size=rule.group_size,
             symmetric=rule.symmetric,
-            layout=rule.layout,
+            layout=rule.layout or ("rows" if taps > 1 else None),
         )
     except ValueError as error:
         raise ValueError(
@@ -79,7 +82,7 @@ class CalibratedLayer:
             None if self.divisor is None or self.is_folded else jnp.asarray(self.divisor),
             self._input_scale(divided_rows, s),
         )
-        plain = QuantizedKernel(plain_array(self.name, truth, self.rule), self.rule.input_dtype)
+        plain = QuantizedKernel(self._plain(truth), self.rule.input_dtype)
         weights = kernel.array.dequantize()
         weights = weights if s is None else weights / s[:, None]
         expected = _exact_product(rows, truth)
@@ -92,8 +95,11 @@ class CalibratedLayer:
         )
         return kernel, error
 
+    def _plain(self, w: jax.Array) -> QuantizedArray:
+        return plain_array(self.name, w, self.rule, self.taps)
+
     def _array(self, w: jax.Array, s: np.ndarray | None) -> QuantizedArray:
-        plain = plain_array(self.name, w, self.rule)
+        plain = self._plain(w)
         if rounding_of(self.rule) == "nearest":
             return plain
         gram = self.inputs.gram

@@ -68,7 +68,6 @@ def quantize_params(
     choose = Chooser(as_rules(rules))
 
     def quantized(path: Path, kernel: jax.Array, taps: int) -> QuantizedKernel | None:
-        del taps
         rule = choose(path)
         if rule is None:
             return None
@@ -77,7 +76,8 @@ def quantize_params(
                 f"quantize_params: the rule for {rule.pattern!r} has {rule.needs_calibration}, which"
                 " takes inputs of the layers to choose by; pass calibration=batches, or leave it out."
             )
-        return QuantizedKernel(plain_array(name_of(path), kernel, rule), rule.input_dtype)
+        array = plain_array(name_of(path), kernel, rule, taps)
+        return QuantizedKernel(array, rule.input_dtype)
 
     result = replace_kernels("quantize_params", module_or_params, quantized, choose.leave_out)
     choose.check_all_used()

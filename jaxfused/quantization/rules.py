@@ -25,7 +25,8 @@ class QuantizationRule:
       symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
       input_dtype: to which the layer's inputs are quantised, row by row: "int8", "float8_e4m3fn" or
         "float8_e5m2"; None leaves them as they are.
-      layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
+      layout: "rows" or "columns", as `jaxfused.quantize` has them. None is "rows" for convolutions over
+        several positions, and what `jaxfused.quantize` chooses for products.
       rounding: "nearest", or "gptq", where input features that are rounded later compensate for the
         errors of earlier ones. By default "gptq" of int8 and int4 where there is a
         calibration, else "nearest".
@@ -47,7 +48,7 @@ class QuantizationRule:
     group_size: int | tuple[int, int] | None = None
     symmetric: bool = True
     input_dtype: str | None = None
-    layout: Layout = "rows"
+    layout: Layout | None = None
     rounding: Rounding | None = None
     smoothing: float | None = None
     input_percentile: float | None = None

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.runtime.packing import WORD_BLOCK, pack_codes, pack_int4, pack_words
-from jaxfused.runtime.quantized_array import CODEBOOKS, Layout, QuantizedArray
+from jaxfused.runtime.packing import pack_codes, pack_int4, pack_words
+from jaxfused.runtime.quantized_array import CODEBOOKS, Layout, QuantizedArray, layout_of
 
 _QWIX = ("qvalue", "scale", "zero_point", "qtype")
 _AQT = ("qvalue", "scale", "scale_t", "bias", "tiling_state")
@@ -76,14 +76,13 @@ def _of_aqt(op: str, array: Any) -> tuple[jax.Array, jax.Array | None]:
 
 def _packed(values: jax.Array, axis: int) -> tuple[jax.Array, Layout]:
     """Returns unpacked values as a `QuantizedArray` stores them, and the name of their layout."""
-    is_even = values.shape[axis] % 2 == 0
-    if values.dtype == jnp.uint4:
-        codes = values.astype(jnp.uint8)
-        return (pack_codes(codes, axis, 4) if is_even else values), "rows"
-    of_matrix = axis == -2 and values.ndim > 1
-    if values.dtype != jnp.int4:
-        return (values.mT, "columns") if of_matrix else (values, "rows")
-    wide = values.astype(jnp.int8)
-    if of_matrix and values.shape[axis] % WORD_BLOCK == 0:
-        return pack_words(wide.mT), "columns"
-    return (pack_int4(wide, axis) if is_even else values), "rows"
+    layout = layout_of(str(values.dtype), values.shape, axis)
+    if layout == "columns":
+        values, axis = values.mT, -1
+    packs = values.shape[axis] % 2 == 0
+    if values.dtype == jnp.uint4 and packs:
+        values = pack_codes(values.astype(jnp.uint8), axis, 4)
+    elif values.dtype == jnp.int4 and packs:
+        wide = values.astype(jnp.int8)
+        values = pack_words(wide) if layout == "columns" else pack_int4(wide, axis)
+    return values, layout

@@ -26,6 +26,7 @@ the codebook that the stored code names.
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -101,6 +102,17 @@ whose fourth code is 2, as BitNet's files have it."""
 
 Layout = Literal["rows", "columns"]
 LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
+
+
+def layout_of(dtype: str, shape: Sequence[int], axis: int) -> Layout:
+    """Returns the layout of an array that is quantised without a word on its layout.
+
+    Weights [..., D, F] of axis -2 lie as the kernels of products read them, if their int4 fill whole
+    blocks; everything else lies as it came. `axis` counts from the last.
+    """
+    is_weight = axis == -2 and len(shape) > 1
+    fits = dtype != "int4" or shape[-2] % WORD_BLOCK == 0
+    return "columns" if is_weight and fits else "rows"
 
 
 @serializable_quantized

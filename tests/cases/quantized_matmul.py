@@ -85,10 +85,10 @@ class Layer:
 
 CASES = (
     Case((5,), 17, 3, "int8"),
-    Case((2, 3), 64, 5, "int8", {"group_size": 32, "symmetric": False}, "silu", True, True),
+    Case((2, 3), 64, 5, "int8", {"group_size": 32, "layout": "rows"}, "silu", True, True),
     Case((2, 7), 128, 9, "int4", {"group_size": 64}, "gelu_tanh", bias=True),
     Case((4,), 6, 5, "int4", {"symmetric": False}, residual=True),
-    Case((3,), 9, 7, "float8_e4m3fn", {"per_tensor": True}, "relu", True),
+    Case((3,), 9, 7, "float8_e4m3fn", {"per_tensor": True, "layout": "rows"}, "relu", True),
     Case((), 5, 4, "float8_e5m2"),
     Case((6,), 64, 12, "float8_e4m3fn", {"group_size": (32, 4)}, bias=True),
     Case((6,), 24, 12, "int8", {"group_size": (24, 3), "symmetric": False}),

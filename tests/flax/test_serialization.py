@@ -126,7 +126,7 @@ def test_what_is_read_is_what_is_used():
 
 
 def test_targets_that_are_made_otherwise():
-    state = flax.serialization.to_state_dict(quantised(dtype="int8"))
+    state = flax.serialization.to_state_dict(quantised(dtype="int8", layout="rows"))
     for options, words in (
         (dict(dtype="int4"), r"values is int8\[256, 128\], but the target's is uint8"),
         (dict(dtype="int8", group_size=64), "state's scale is"),
@@ -134,7 +134,7 @@ def test_targets_that_are_made_otherwise():
         (dict(dtype="int8", symmetric=False), "zero_point is None, but the target's is int8"),
     ):
         with pytest.raises(ValueError, match=f"QuantizedArray: .*{words}.*; pass a target"):
-            flax.serialization.from_state_dict(quantised(**options), state)
+            flax.serialization.from_state_dict(quantised(**{"layout": "rows", **options}), state)
     state = flax.serialization.to_state_dict(TREES["step"]())
     del state["ema"]
     with pytest.raises(ValueError, match="StepState: the state has no ema"):

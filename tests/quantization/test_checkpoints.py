@@ -500,7 +500,7 @@ def test_what_is_mapped_from_a_folder_is_written_to_it_again(tmp_path):
 
 
 def test_what_has_no_format_is_not_written(tmp_path):
-    q = jaxfused.quantize(jnp.ones((64, 4)), group_size=32)
+    q = jaxfused.quantize(jnp.ones((64, 4)), group_size=32, layout="rows")
     offset = jaxfused.QuantizedArray(q.values, q.scale, None, -2, offset=q.scale)
     for array, words in (
         (offset, "it has offsets"),

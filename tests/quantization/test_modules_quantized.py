@@ -45,6 +45,7 @@ def test_layers_are_the_product_with_the_dequantised_kernel(kernel_dtype):
     y = nnx(x, residual=residual)
     kernel = params["kernel"].array
     assert kernel.dtype == kernel_dtype and kernel.groups == D // 8
+    assert kernel.layout == ("rows" if kernel_dtype == "int4" else "columns")
     expected = jax.nn.silu(x @ kernel.dequantize() + params["bias"]) + residual
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(linen.apply({"params": params}, x, residual=residual), y)
@@ -217,6 +218,7 @@ def test_quantised_convolutions(size, options, input_dtype):
     assert jnp.linalg.norm(y - expected) < 0.02 * jnp.linalg.norm(expected)
     array = quantised.kernel.get_value().array
     assert array.shape == (np.prod(conv.kernel.shape[:-1]), 16) and array.dtype == "int8"
+    assert array.layout == ("rows" if np.prod(size) > 1 else "columns")
     plain = flax.nnx.Conv(8, 16, size, rngs=flax.nnx.Rngs(0), **options)
     of_flax = jaxfused.quantize_params(plain, rules)
     np.testing.assert_array_equal(jax.nn.relu(run(of_flax, x)), y)

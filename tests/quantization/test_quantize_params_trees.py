@@ -155,7 +155,7 @@ def test_partitioned_stacks_and_windows():
     model = stacked(Layer, metadata_params={nn.PARTITION_NAME: "layers"})()
     tree = assert_quantised(model, (normal(0, *X), None), 1)
     specs = nn.get_partition_spec(tree)["params"]["Dense_0"]["kernel"].array
-    assert specs.values == PartitionSpec("layers", "data", "model")
+    assert specs.values == PartitionSpec("layers", "model", "data")
     conv = ours.Conv(16, (3, 3), kernel_init=boxed(None, None, "data", "model"))
     tree = assert_quantised(conv, (normal(0, 2, 5, 5, 8),), 1)
     specs = nn.get_partition_spec(tree)["params"]["kernel"].array

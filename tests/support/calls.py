@@ -84,7 +84,7 @@ def _quantized(x, w):
 
 def _quantized_conv(x, w):
     images = jaxfused.quantize(x, axis=-1, per_tensor=True)
-    weights = jaxfused.quantize(w.reshape(-1, w.shape[-1]))
+    weights = jaxfused.quantize(w.reshape(-1, w.shape[-1]), layout="rows")
     return jaxfused.quantized_conv(images, weights, kernel_size=w.shape[:-2], out_dtype=x.dtype)
 
 

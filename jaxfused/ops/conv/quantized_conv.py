@@ -69,7 +69,8 @@ def quantized_conv(
       x: [B, *spatial, I], float32, bfloat16 or float16; or a `QuantizedArray` of that shape and axis -1,
         with a scale [1, ..., 1] or [B, 1, ..., 1]: the kernels read int8 with one scale.
       w: a `QuantizedArray` of shape [weights of the window * I / feature_group_count, O] with axis -2,
-        as `quantize(kernel.reshape(-1, O))` makes it of Flax's [*kernel, I / groups, O].
+        as `quantize(kernel.reshape(-1, O), layout="rows")` makes it of Flax's [*kernel, I / groups,
+        O]. Layout "columns" is transposed in each call.
       bias: [O], of any float dtype, as is residual.
       kernel_size: of each spatial axis, or of all.
       out_dtype: of y; by default x's, else float32.
@@ -249,7 +250,8 @@ def _operands(
         )
         raise ValueError(
             f"{op}: w has to be a QuantizedArray of shape [weights of the window * channels, features]"
-            f" and axis -2, but it has {given}; pass jaxfused.quantize(kernel.reshape(-1, features))."
+            f" and axis -2, but it has {given}; pass"
+            " jaxfused.quantize(kernel.reshape(-1, features), layout='rows')."
         )
     w = as_operand(op, "w", w)
     if isinstance(x, QuantizedArray):

@@ -12,7 +12,7 @@ from jaxfused.ops.quantize.quantize_codes import CODE_FORMATS, quantize_codes
 from jaxfused.runtime import resharding, rounding
 from jaxfused.runtime.checks import check_floating, check_shape, python_numbers
 from jaxfused.runtime.packing import WORD_BLOCK
-from jaxfused.runtime.quantized_array import FORMATS, LAYOUTS, Layout, QuantizedArray
+from jaxfused.runtime.quantized_array import FORMATS, LAYOUTS, Layout, QuantizedArray, layout_of
 from jaxfused.runtime.scale_groups import blocks_that_fit_too, is_group_size, scale_fits
 
 
@@ -27,7 +27,7 @@ def quantize(
     symmetric: bool = True,
     scale: jax.Array | float | None = None,
     zero_point: jax.Array | int | None = None,
-    layout: Layout = "rows",
+    layout: Layout | None = None,
 ) -> QuantizedArray:
     r"""Rounds an array to 8 or 4 bits, with one scale for each channel, group or tensor.
 
@@ -65,8 +65,9 @@ def quantize(
       zero_point: with `scale`, for int8 and int4; an integer in the dtype's range, of the scale's
         shape or a scalar.
       layout: order of the numbers in memory: "rows" as x has them; "columns" with the summed axis
-        contiguous, as the kernels of `quantized_matmul` read weights [..., D, F] of axis -2; for int4
-        128 must then divide D.
+        contiguous, as the kernels of products read weights [..., D, F] of axis -2; for int4 128 must
+        then divide D. None is "columns" where it can be, else "rows". The kernels of `quantized_conv`
+        read "rows".
 
     Returns:
       A `QuantizedArray`.
@@ -77,12 +78,14 @@ def quantize(
     Example:
       >>> import jax.numpy as jnp, jaxfused
       >>> q = jaxfused.quantize(jnp.array([[0.5, 1.0], [-1.0, 127.0]]))
-      >>> q.values
+      >>> q.unpacked()
       Array([[  64,    1],
              [-127,  127]], dtype=int8)
+      >>> q.layout, q.values.tolist()  # The columns are contiguous.
+      ('columns', [[64, -127], [1, 127]])
       >>> jaxfused.quantize(jnp.ones((256, 8)), "int4", group_size=64).scale.shape
       (4, 8)
-      >>> jaxfused.quantize(jnp.ones((256, 8)), "mxfp4", layout="columns").scale.dtype
+      >>> jaxfused.quantize(jnp.ones((256, 8)), "mxfp4").scale.dtype
       dtype(float8_e8m0fnu)
       >>> jaxfused.quantize(jnp.ones((256, 512)), "float8_e4m3fn", group_size=(128, 128)).scale.shape
       (2, 4)
@@ -94,6 +97,8 @@ def quantize(
     op = "quantize"
     x = jax.lax.stop_gradient(jnp.asarray(x))
     name = _check_array(op, x, dtype, axis, CODE_FORMATS)
+    if layout is None:
+        layout = layout_of(name, x.shape, _from_the_end(axis, x))
     _check_layout(op, layout, x, name, axis)
     if name in CODE_FORMATS:
         _check_scales_are_chosen(op, name, per_tensor, symmetric, scale, zero_point)

@@ -18,7 +18,8 @@ from jaxfused.runtime.checks import as_arrays, check_activation, check_floating,
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.other_arrays import converted, is_of_qwix
-from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, as_operand
+from jaxfused.runtime.packing import WORD_BLOCK
+from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, as_operand, layout_of
 from jaxfused.runtime.runner import Runner
 from jaxfused.runtime.scale_groups import of_each_column
 from pallas_kernels.gemm import quantized as pallas_quantized
@@ -52,11 +53,11 @@ def quantized_matmul(
     kernel runs, forward- and reverse-mode gradients of any order exist. With implementation "pallas" no
     float copy of the weights is written, except in the gradient of x for codes and groups of 32.
 
-    The kernels read weights of layout "columns": integers, float8, and codes of 16 numbers, two in a
-    uint8, with scales in float32 or float8_e8m0fnu. They run with float x of 16 bits, and with quantised
-    x of more than 64 rows. Results or a residual in float32 are left to XLA from 129 rows on, which
-    copies the weights in x's dtype, unless `implementation="pallas"` is passed. `implementation="cuda"`
-    takes any number of rows, on GPUs from Turing on.
+    The kernels read weights of layout "columns", as `quantize` makes them: integers, float8, and codes
+    of 16 numbers, two in a uint8, with scales in float32 or float8_e8m0fnu. They run with float x of 16
+    bits, and with quantised x of more than 64 rows. Results or a residual in float32 are left to XLA
+    from 129 rows on, which copies the weights in x's dtype, unless `implementation="pallas"` is passed.
+    `implementation="cuda"` takes any number of rows, on GPUs from Turing on.
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
@@ -201,10 +202,11 @@ _OF_8_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
 def why_no_kernel_reads(w: QuantizedArray) -> str | None:
     """Returns why no kernel reads these weights, or None."""
     if w.layout != "columns":
+        fits = layout_of(w.dtype, w.shape, w.axis) == "columns"
         return (
             "its kernels read weights whose columns are contiguous: pass"
             " jaxfused.quantize(w, layout='columns')"
-        )
+        ) + ("" if fits else f", with w and x padded to a multiple of {WORD_BLOCK} inputs")
     if w.offset is not None:
         return "its kernels read no offsets, which w has"
     if w.codebook is not None:

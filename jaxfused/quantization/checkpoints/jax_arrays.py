@@ -11,8 +11,7 @@ from jaxfused.runtime.other_arrays import converted, is_of_aqt, is_of_qwix
 def from_qwix(tree: Any, *, axis: int = -2) -> Any:
     """Returns a tree in which every array of qwix is a `jaxfused.QuantizedArray`.
 
-    The numbers are the same. int4 values are packed, in the kernels' layout where 128 divides the
-    inputs.
+    The numbers are the same, in the layout that `jaxfused.quantize` chooses; those of 4 bits are packed.
 
     Args:
       tree: of parameters, with `qwix.QArray` in it, or what `qwix.quantize_params` wraps them in; or one

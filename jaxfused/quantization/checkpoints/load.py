@@ -123,7 +123,7 @@ def load(
 
     Example:
       >>> import jax.numpy as jnp, jaxfused, pathlib, tempfile
-      >>> w = jaxfused.quantize(jnp.eye(256), "int4", group_size=128, layout="columns")
+      >>> w = jaxfused.quantize(jnp.eye(256), "int4", group_size=128)
       >>> folder = pathlib.Path(tempfile.mkdtemp())
       >>> jaxfused.quantization.save(folder, {"up": jaxfused.quantization.QuantizedLayer(w)})
       >>> jaxfused.quantization.load(folder)["up"].array.shape

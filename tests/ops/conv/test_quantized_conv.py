@@ -108,7 +108,7 @@ def test_integers_are_summed_exactly():
 
 def test_gradients():
     x, bias, residual = normal(0, 2, 5, 5, 8), normal(1, 4), normal(2, 2, 5, 5, 4)
-    w = quantized_weights(normal(3, 3, 3, 8, 4))
+    w = quantized_weights(normal(3, 3, 3, 8, 4), layout="rows")
     kernel = w.dequantize().reshape(3, 3, 8, 4)
 
     def ours(x, bias, residual):

@@ -78,7 +78,7 @@ def test_blocks_of_a_matrix_share_a_scale(symmetric):
     for layer, i, j in np.ndindex(q.scale.shape):
         block = (layer, slice(6 * i, 6 * i + 6), slice(4 * j, 4 * j + 4))
         alone = jax.jit(lambda x: jaxfused.quantize(x, per_tensor=True, **options))(x[block])
-        np.testing.assert_array_equal(q.values[block], alone.values)
+        np.testing.assert_array_equal(q.unpacked()[block], alone.unpacked())
         np.testing.assert_array_equal(q.scale[layer, i, j], alone.scale[0, 0])
         np.testing.assert_array_equal(q.dequantize()[block], alone.dequantize())
     again = jaxfused.quantize(x, scale=q.scale, zero_point=q.zero_point)
@@ -262,7 +262,7 @@ COLUMNS = (
 @pytest.mark.parametrize(("shape", "dtype", "options"), COLUMNS, ids=str)
 def test_columns_stand_for_what_rows_do(shape, dtype, options):
     x = jax.random.normal(jax.random.key(0), shape)
-    rows = jaxfused.quantize(x, dtype, **options)
+    rows = jaxfused.quantize(x, dtype, layout="rows", **options)
     columns = jax.jit(lambda x: jaxfused.quantize(x, dtype, layout="columns", **options))(x)
     assert columns.dtype == dtype
     assert columns.shape == shape
@@ -272,6 +272,28 @@ def test_columns_stand_for_what_rows_do(shape, dtype, options):
     if len(shape) > 2:
         layer = jax.tree.map(lambda a: a[1], columns)
         np.testing.assert_array_equal(layer.dequantize(), rows.dequantize()[1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype", "layout"),
+    [
+        ((3, 128, 2), -2, "int4", "columns"),
+        ((64, 2), 0, "int4", "rows"),
+        ((64, 2), 0, "nf4", "columns"),
+        ((7, 2), 0, "int8", "columns"),
+        ((7, 2), 1, "int8", "rows"),
+        ((8,), 0, "int8", "rows"),
+        ((8, 128, 2), 0, "int4", "rows"),
+    ],
+)
+def test_layout_by_default(shape, axis, dtype, layout):
+    """Weights of a product are in columns; what cannot be, and what is none, in rows."""
+    x = jax.random.normal(jax.random.key(0), shape)
+    q = jaxfused.quantize(x, dtype, axis=axis)
+    assert (q.layout, q.shape) == (layout, shape)
+    said = jaxfused.quantize(x, dtype, axis=axis, layout="rows")
+    assert said.layout == "rows"
+    np.testing.assert_array_equal(q.dequantize(), said.dequantize())
 
 
 def test_checkpoint_of_columns(tmp_path):

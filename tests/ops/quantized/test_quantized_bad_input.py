@@ -18,17 +18,18 @@ from tests.support.arrays import put
 # The tests that need these arrays make them, because every pytest process imports this file.
 @functools.cache
 def int4():
-    return jaxfused.quantize(normal(0, 256, 8), "int4", group_size=64, symmetric=False)
+    options = dict(group_size=64, symmetric=False, layout="rows")
+    return jaxfused.quantize(normal(0, 256, 8), "int4", **options)
 
 
 @functools.cache
 def columns():
-    return jaxfused.quantize(normal(0, 256, 8), "int4", group_size=64, layout="columns")
+    return jaxfused.quantize(normal(0, 256, 8), "int4", group_size=64)
 
 
 @functools.cache
 def int8():
-    return jaxfused.quantize(normal(0, 256, 8))
+    return jaxfused.quantize(normal(0, 256, 8), layout="rows")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_the_largest_sums_do_not_wrap_around():
     y = jaxfused.quantized_matmul(x, w)
     np.testing.assert_array_equal(y, np.full((2, 3), np.float32(128.0 * 128.0 * features)))
     x = replace(x, values=jnp.tile(x.values, (1, 16)))
-    w = replace(w, values=jnp.tile(w.values, (16, 1)))
+    w = replace(w, values=jnp.tile(w.values, (1, 16)))
     with pytest.raises(ValueError, match="may not fit into int32"):
         jaxfused.quantized_matmul(x, w)
 

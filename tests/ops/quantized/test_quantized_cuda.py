@@ -291,7 +291,7 @@ def test_rows_lower_to_one_kernel(device, built):
 
 
 def test_weights_of_rows_are_refused():
-    q = jaxfused.quantize(jnp.ones((256, 64)))
+    q = jaxfused.quantize(jnp.ones((256, 64)), layout="rows")
     with pytest.raises(ValueError, match=r"quantize\(w, layout='columns'\)"):
         jaxfused.quantized_matmul(jnp.ones((2, 256), "bfloat16"), q, implementation="cuda")
 

@@ -15,6 +15,7 @@ import jaxfused
 import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import QuantizedArray, dispatch
+from jaxfused.ops.quantize.quantize_codes import CODE_FORMATS
 from jaxfused.runtime.packing import pack_words
 from jaxfused.runtime.quantized_array import FORMATS
 from jaxfused.runtime.scale_groups import of_each_column
@@ -633,10 +634,25 @@ def test_what_the_kernel_of_few_rows_leaves_to_xla(change, reason, hopper):
     assert chosen(loss, x, q, bias, residual) == {"quantized_matmul forward": "xla"}
 
 
-def test_weights_of_rows_are_left_to_xla(hopper):
-    q = jaxfused.quantize(jnp.ones((256, 64)))
-    with pytest.raises(ValueError, match=r"quantize\(w, layout='columns'\)"):
-        jaxfused.quantized_matmul(jnp.ones((2, 256), "bfloat16"), q, implementation="pallas")
+@pytest.mark.parametrize(
+    ("features", "dtype", "options", "reason"),
+    [
+        (256, "int8", {"layout": "rows"}, r"quantize\(w, layout='columns'\)\. "),
+        (144, "int4", {}, "w and x padded to a multiple of 128 inputs"),
+    ],
+)
+def test_weights_of_rows_are_left_to_xla(hopper, features, dtype, options, reason):
+    q = jaxfused.quantize(jnp.ones((features, 64)), dtype, **options)
+    assert q.layout == "rows"
+    with pytest.raises(ValueError, match=reason):
+        jaxfused.quantized_matmul(jnp.ones((2, features), "bfloat16"), q, implementation="pallas")
+
+
+@pytest.mark.parametrize("dtype", [*FORMATS, *CODE_FORMATS])
+def test_kernels_read_weights_as_quantize_makes_them(hopper, dtype):
+    w = jax.eval_shape(lambda: jaxfused.quantize(jnp.ones((256, 64)), dtype, axis=0))
+    x = jax.ShapeDtypeStruct((2, 256), jnp.bfloat16)
+    assert chosen(jaxfused.quantized_matmul, x, w) == {"quantized_matmul forward": "pallas"}
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -316,7 +316,10 @@ def test_derivatives_of_both_orders():
 def test_errors(change, message):
     # The test quantises the arrays, because every pytest process imports this file.
     change = change() if callable(change) else change
-    arguments = {"x": jnp.ones((2, 4)), "w": jaxfused.quantize(jnp.ones((4, 6)))} | change
+    arguments = {
+        "x": jnp.ones((2, 4)),
+        "w": jaxfused.quantize(jnp.ones((4, 6)), layout="rows"),
+    } | change
     with pytest.raises(ValueError, match=f"quantized_matmul: .*{message}"):
         jaxfused.quantized_matmul(**arguments)
 

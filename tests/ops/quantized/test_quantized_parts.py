@@ -151,7 +151,7 @@ def test_quantize_with_the_scales_of_partial_blocks():
     np.testing.assert_array_equal(fake, q.dequantize())
     # Quantising by groups of 96 records the group size, with which the parts build the same array.
     q = jaxfused.quantize(x, group_size=96)
-    again = QuantizedArray(q.values, q.scale, None, -2, group_size=q.group_size)
+    again = QuantizedArray(q.values, q.scale, None, -2, q.layout, group_size=q.group_size)
     np.testing.assert_array_equal(again.dequantize(), q.dequantize())
     assert jax.tree.structure(again) == jax.tree.structure(q)
 
@@ -356,7 +356,7 @@ def test_parts_are_checked_where_they_are_put_together(parts, words):
 
 
 def test_trees_of_other_things_are_no_arrays():
-    q = jaxfused.quantize(jnp.ones((4, 2)))
+    q = jaxfused.quantize(jnp.ones((4, 2)), layout="rows")
     names = jax.tree.map(lambda leaf: str(leaf.dtype), q)
     assert (names.values, names.scale) == ("int8", "float32")
     axes = QuantizedArray(0, None, None, -2)
