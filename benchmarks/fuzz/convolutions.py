@@ -212,7 +212,9 @@ def quantized_conv(options: Options) -> Problem:
     shape = (*o["window"], o["channels"] // o["groups"], o["out"])
     taps = math.prod(shape[:-1])
     w = jaxfused.quantize(
-        jnp.asarray(taps**-0.5 * rng.normal(size=(taps, o["out"])), jnp.float32), o["weights"]
+        jnp.asarray(taps**-0.5 * rng.normal(size=(taps, o["out"])), jnp.float32),
+        o["weights"],
+        layout="rows",
     )
     geometry = _geometry(o)
     x = Operand((o["batch"], *o["sides"], o["channels"]), o["dtype"])
