@@ -107,7 +107,8 @@ def magnitude_pruning(
         def of_leaf(u: Any, p: Any, kept: Any) -> tuple[Any, Any]:
             if u is None or kept is None:
                 return u, kept
-            new = p.astype(jnp.float32) + u.astype(jnp.float32)
+            accurate = jnp.promote_types(jnp.result_type(u, p), jnp.float32)
+            new = p.astype(accurate) + u.astype(accurate)
             kept = jax.lax.cond(
                 due,
                 lambda: _largest(_sizes(new, block_size), fraction),
@@ -145,7 +146,7 @@ def _sizes(p: jax.Array, block_size: int) -> jax.Array:
     if block_size == 1:
         return jnp.abs(p)
     *batch, down, across = _grid(p, block_size)
-    blocks = p.reshape(*batch, down, block_size, across, block_size)
+    blocks = jnp.abs(p).reshape(*batch, down, block_size, across, block_size)
     return jnp.sum(jnp.square(blocks), axis=(-3, -1))
 
 

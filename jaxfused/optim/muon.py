@@ -129,6 +129,12 @@ class _View(NamedTuple):
 
 def _axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     axes = (axes,) if isinstance(axes, int) else axes
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ValueError(
+                f"muon: muon_weight_dimension_numbers has axis {axis} for a leaf of {ndim} axes; pass"
+                f" axes below {ndim}."
+            )
     return tuple(axis % ndim for axis in axes)
 
 
@@ -221,7 +227,7 @@ def muon(
 
     Raises:
       ValueError: preconditioning or the name of the coefficients is unknown, they are no triples, there
-        are fewer triples than iterations, or the axes of a matrix overlap.
+        are fewer triples than iterations, or the axes of a matrix overlap or do not exist.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -547,6 +553,13 @@ def _is_known(steps: Any) -> bool:
 def _spread(numbers: Any, tree: Any, f: Callable[[Any], Any]) -> Any:
     """Returns `f` of each leaf's dimension numbers; `numbers` is a prefix or a function of the tree."""
     prefix = numbers(tree) if callable(numbers) else numbers
-    return jax.tree.map(
-        lambda n, part: jax.tree.map(lambda _: f(n), part), prefix, tree, is_leaf=_is_numbers
-    )
+
+    def of_part(n: Any, part: Any) -> Any:
+        if not _is_numbers(n):
+            raise ValueError(
+                f"muon: muon_weight_dimension_numbers has {n!r} for a leaf; pass Optax's"
+                " MuonDimensionNumbers, or None for AdamW."
+            )
+        return jax.tree.map(lambda _: f(n), part)
+
+    return jax.tree.map(of_part, prefix, tree, is_leaf=_is_numbers)

@@ -73,6 +73,14 @@ def test_pruned_parameters_are_zero_in_every_dtype(dtypes):
     assert int((optax.apply_updates(params, updates) == 0).sum()) == 16
 
 
+@pytest.mark.parametrize("dtype, numbers", [("complex64", [9j, 2]), ("float64", [1 + 1e-9, 1])])
+def test_magnitudes_have_the_digits_of_the_parameters(dtype, numbers):
+    with jax.enable_x64(dtype == "float64"):
+        params, opt = put(numbers, dtype), jaxfused.optim.magnitude_pruning(0.5, mask=True)
+        updates, _ = opt.update(jnp.zeros_like(params), opt.init(params), params)
+        np.testing.assert_array_equal(params + updates, put([numbers[0], 0], dtype))
+
+
 @pytest.mark.parametrize(
     "options, words",
     [

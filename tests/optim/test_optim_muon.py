@@ -366,10 +366,14 @@ def test_refusals():
         optim.muon(0.1, muon_weight_dimension_numbers="flat")
     with pytest.raises(ValueError, match="preconditioning is 'none'; pass one of frobenius"):
         optim.muon(0.1, preconditioning="none")
+    params = {"w": jnp.ones((2, 3))}
+    for numbers, words in ((1, "has 1 for a leaf; pass Optax's"), (NUMBERS(0, 2), "axis 2 for a")):
+        tx = optim.muon(0.1, muon_weight_dimension_numbers={"w": numbers})
+        with pytest.raises(ValueError, match=words):
+            tx.update(params, tx.init(params), params)
     tx = optim.muon(
         0.1, muon_weight_dimension_numbers=lambda t: jax.tree.map(lambda _: NUMBERS(0, 0), t)
     )
-    params = {"w": jnp.ones((2, 3))}
     with pytest.raises(
         ValueError, match=r"must differ, but .* has \(0,\) and \(0,\) of shape \(2, 3\)"
     ):
