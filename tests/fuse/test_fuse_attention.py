@@ -793,6 +793,20 @@ def test_biases_of_features_and_a_query_that_is_scaled_before_it_is_cut():
     assert_fuses(f, *args, into={"dot_product_attention": 1, "qkv_projection": 1})
 
 
+def test_what_keeps_three_products_apart_is_named():
+    def scaled_before_rotation(x, cos, sin):
+        return half_rotation(x * 0.5, cos, sin)
+
+    def one_for_keys_and_values(x, wq, wk, _):
+        q, k = (jnp.einsum("btd,dnh->btnh", x, w) for w in (wq, wk))
+        return jax.nn.dot_product_attention(q, k, k)
+
+    turned = partial(self_attention, rotation=scaled_before_rotation)
+    for f, why in ((turned, "mul at line"), (one_for_keys_and_values, "are one product")):
+        found = fusion(f, *projections("float32"))
+        assert found.counts() == {"dot_product_attention": 1} and why in str(found), str(found)
+
+
 def test_projections_of_two_arrays_stay_apart():
     def f(x, y, wq, wk, wv):
         q = jnp.einsum("btd,dnh->btnh", x, wq)

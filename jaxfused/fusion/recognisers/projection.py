@@ -20,6 +20,7 @@ from jaxfused.fusion.recognisers.product import Biased, Projection, biased, proj
 from jaxfused.fusion.recognisers.rotation import Rotation, differs_along, rotation, tables_of_rows
 from jaxfused.fusion.recognisers.stacked import Part, parts, whole_of
 from jaxfused.fusion.site import Book, Site
+from jaxfused.fusion.source import line_of
 from jaxfused.ops.linear.qkv_projection import qkv_projection
 from jaxfused.runtime.shapes import reshaped
 
@@ -42,10 +43,14 @@ class _Branch:
         return self.result.shape[-1]
 
 
+_Products = dict[Value, tuple[Projection, Biased]]
+"""For each result of a product with its bias, both of them."""
+
+
 def find(book: Book) -> None:
     """Finds the products that compute the operands of each attention, and records their replacements."""
     attentions = [s for s in book.sites if s.operator == "dot_product_attention"]
-    by_result: dict[Value, tuple[Projection, Biased]] = {}
+    by_result: _Products = {}
     if attentions:
         for p in projections(book):
             affine = biased(book, p)
@@ -56,19 +61,21 @@ def find(book: Book) -> None:
     by_output = {s.outputs[0]: s for s in book.sites if s.operator == "rms_norm"}
     for site in attentions:
         branches = [_branch(book, v, by_result, by_output, columns) for v in site.inputs[:3]]
-        if any(b is None for b in branches):
-            continue
-        _add(book, [b for b in branches if b is not None])
+        whole = [b for b in branches if isinstance(b, _Branch)]
+        if len(whole) == 3:
+            _add(book, whole)
+        else:
+            _miss(book, branches, by_result)
 
 
 def _branch(
     book: Book,
     operand: Value,
-    by_result: dict[Value, tuple[Projection, Biased]],
+    by_result: _Products,
     norms: dict[Value, Site],
     columns: Columns,
-) -> _Branch | None:
-    """Returns the operations from a product to an operand, or None if the call cannot include them."""
+) -> _Branch | Value:
+    """Returns the operations from a product to an operand, or a value that the call cannot include."""
     value = operand
     views: list[Node] = []
     turned: Rotation | None = None
@@ -78,16 +85,16 @@ def _branch(
         if value in by_result:
             p, affine = by_result[value]
             if not book.is_free(p.covered | affine.covered):
-                return None
+                return value
             end = value if result is None else result
             return _Branch(p, affine, end, views[::-1] if result is not None else [], norm, turned)
         if value in norms and norm is None:
             norm = norms[value]
             facts = norm.facts
             if not isinstance(facts, Norm) or facts.activation is not None:
-                return None
+                return value
             if len(norm.inputs) != 2 or len(norm.outputs) != 1:
-                return None
+                return value
             result = value if result is None else result
             value = norm.inputs[0]
             continue
@@ -99,24 +106,52 @@ def _branch(
             continue
         node = value.node
         if node is None or node in book.owner:
-            return None
+            return value
         if result is None and node.name in ("mul", "div") and scalar(node.ins[1]) is not None:
             # A scale after norm and rotation stays in the program, after the call of
             # qkv_projection.
             value = node.ins[0]
             continue
         if node.name != "transpose" and not (is_reshape(node) or is_transparent(node)):
-            return None
+            return value
         if result is not None:
             views.append(node)
         value = node.ins[0]
-    return None
+    return value
+
+
+def _miss(book: Book, ends: Sequence[_Branch | Value], products: _Products) -> None:
+    """Records the operation that keeps apart three products of one array, if there are three."""
+    inputs = [{e.product.x} if isinstance(e, _Branch) else _products_of(e, products) for e in ends]
+    first = next((e for e in ends if isinstance(e, Value) and e not in products), None)
+    if first is None or first.node is None or any(len(x) != 1 or x != inputs[0] for x in inputs):
+        return
+    name, line = first.node.name, line_of(first.node)
+    reason = f"{name} at line {line} comes between a product and its attention"
+    book.miss("qkv_projection", first.node, reason)
+
+
+def _products_of(value: Value, products: _Products) -> set[Value]:
+    """Returns the arrays whose products the nearest operations before a value read."""
+    found: set[Value] = set()
+    pending, seen = [value], {value}
+    while pending and len(seen) < 64:
+        value = pending.pop()
+        if value in products:
+            found.add(products[value][0].x)
+        elif value.node is not None and value.node.name != "dot_general":
+            pending += [v for v in value.node.ins if v not in seen]
+            seen |= {*value.node.ins}
+    return found
 
 
 def _add(book: Book, branches: Sequence[_Branch]) -> None:
     q, k, v = branches
     anchor = q.product.node
-    if len({b.product.x for b in branches}) != 1 or len({b.product for b in branches}) != 3:
+    if len({b.product.x for b in branches}) != 1:
+        return
+    if len({b.product for b in branches}) != 3:
+        book.miss("qkv_projection", anchor, "two of queries, keys and values are one product")
         return
     x = q.product.x
     if len(q.product.contracted) != 1 or x.ndim < 2:
