@@ -90,10 +90,11 @@ def seeds_of(
         return jnp.zeros((*rows, 2), jnp.uint32)
     words = _words_of(op, key)
     shared = words.shape[:-1]
-    if shared == (*rows, 2) and jnp.asarray(key).dtype == jnp.uint32:
+    # The two words of one key of `jax.random.PRNGKey` would be the seeds of two rows.
+    if shared and jnp.asarray(key).dtype == jnp.uint32:
         raise ValueError(
             f"{op}: key has shape {shared} and dtype uint32, as the data of keys; pass"
-            " jax.random.wrap_key_data(key)."
+            " jax.random.wrap_key_data(key), or seeds of int32."
         )
     if shared != rows[: len(shared)]:
         raise ValueError(

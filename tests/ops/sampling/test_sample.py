@@ -374,6 +374,7 @@ X = jnp.zeros((2, 5))
             dict(key=jax.random.PRNGKey(0)[None].repeat(2, 0)),
             r"key has shape \(2, 2\).*wrap_key_data",
         ),
+        (dict(key=jax.random.PRNGKey(0)), r"key has shape \(2,\).*wrap_key_data.*seeds of int32"),
         (dict(key=1, temperature=-1.0), "temperature is -1.0.*0 or more"),
         (dict(key=1, temperature=np.nan), "temperature is nan"),
         (dict(key=1, temperature=np.inf), "temperature is inf"),
