@@ -152,9 +152,7 @@ def _number(given: Mapping[str, Any], name: str) -> float:
     value = given[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
-        raise ExampleError(
-            f"{name} must be a number from {least} to {most}, but is {str(value)[:80]}."
-        )
+        raise ExampleError(f"{name} must be a number from {least} to {most}, but is {value!r:.80}.")
     return float(value)
 
 

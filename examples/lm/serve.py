@@ -121,6 +121,8 @@ class Server:
             return self._error(429, f"{error}; try again", headers={"retry-after": "1"})
         except FailedError as error:
             return self._failed(503, error)
+        except asyncio.CancelledError:
+            return self._stopping()
         if asked.stream:
             events = answer.events(first, pieces)
             response = self._responses.StreamingResponse(
@@ -135,6 +137,8 @@ class Server:
                     break
         except FailedError as error:
             return self._failed(500, error)
+        except asyncio.CancelledError:
+            return self._stopping()
         finally:
             await pieces.aclose()
         return self._responses.JSONResponse(answer.whole([part for part in parts if part]))
@@ -180,6 +184,10 @@ class Server:
 
     def _failed(self, status: int, error: Exception) -> Any:
         return self._error(status, f"the model failed ({error}); restart the server")
+
+    def _stopping(self) -> Any:
+        """Returns the answer to a request that uvicorn cancels when its grace is over."""
+        return self._error(503, "the server is stopping; ask again when it runs")
 
     async def _no_route(self, request: Any, error: Any) -> Any:
         return self._error(error.status_code, f"there is no {request.method} {request.url.path}")

@@ -445,6 +445,19 @@ def test_clients_that_leave_make_room(server, stream, leave_after, answer):
     assert ask(server, CHAT, chat())[1]["choices"] == answer["choices"]
 
 
+def test_a_request_that_is_cancelled_when_the_server_stops_is_told_so(server):
+    async def stop():
+        task = asyncio.create_task(call(server, CHAT, chat(max_tokens=20)))
+        while not server.worker.texts:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        return await task
+
+    status, _, parts = asyncio.run(stop())
+    assert status == 503 and b"the server is stopping" in b"".join(parts)
+    asyncio.run(settled(server))
+
+
 def test_a_client_that_does_not_read_is_cut_off(model):
     async def never_reads(server):
         with pytest.raises(TimeoutError):
