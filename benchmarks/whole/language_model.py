@@ -230,7 +230,7 @@ def _attention_error(
     heads = config.heads, config.key_heads, config.head_size
     (case,) = serving.cases(shapes=[(sizes.batch, sizes.length, *heads, 0)])
     inputs = case.make_inputs(jax.random.key(1))
-    outputs = jax.jit(lambda q, k, v, n: cache(k, v, n - 1).attend(q))(*inputs)
+    outputs = jax.jit(lambda q, k, v, _, held: cache(k, v, held).attend(q))(*inputs)
     with jax.enable_x64(True):
         truth = jax.jit(runner.in_float64(case.truth))(*inputs)
     return runner.distance(outputs, truth), case.error_limit
