@@ -119,7 +119,8 @@ def clusters(
     if device.compute_capability is None or device.compute_capability < (9, 0):
         return None
     batch, tokens, key_heads, group, _ = shape
-    rows, tiles = tokens * group, _most_tiles(tokens, places, window)
+    rows = tokens * group
+    tiles = -(-min(places, places if window is None else window + tokens) // _TILE_KEYS)
     units = batch * key_heads * -(-rows // ROWS_OF_A_READ)
     warps = _MOST_BLOCK_WARPS if rows <= ROWS_OF_A_READ // 2 else _MOST_BLOCK_WARPS_OF_16_ROWS
     blocks = 1
@@ -134,25 +135,20 @@ def clusters(
     return Clusters(blocks, warps) if tiles <= _MOST_WARP_TILES * blocks * warps else None
 
 
-def _most_tiles(tokens: int, places: int, window: int | None) -> int:
-    return -(-min(places, places if window is None else window + tokens) // _TILE_KEYS)
-
-
 def clusters_win(
     shape: tuple[int, ...], places: int, window: int | None, device: dispatch.Device
 ) -> bool:
     """Returns whether one kernel of `clusters` is faster than `split_keys` and the merge after it.
 
-    Measured on an H200, it is where its warps have two tiles or more of up to 8 rows, and each block an
-    SM of its own; elsewhere a merge takes less than the barriers of a cluster.
+    Measured on an H200, it is for up to 8 rows, where the clusters are on SMs of their own and on a
+    quarter of all SMs or more; elsewhere a merge takes less than the barriers of a cluster.
     """
     batch, tokens, key_heads, group, _ = shape
     shared = clusters(shape, places, window, device)
     if shared is None or tokens * group > ROWS_OF_A_READ // 2:
         return False
-    tiles = _most_tiles(tokens, places, window)
-    is_alone = batch * key_heads * shared.blocks <= device.multiprocessors
-    return is_alone and tiles >= 2 * shared.blocks * shared.warps
+    blocks = batch * key_heads * shared.blocks
+    return device.multiprocessors / 4 < blocks <= device.multiprocessors
 
 
 def forward(
