@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from examples import flags, processes, runs, training
-from examples.errors import run_command
+from examples.errors import ExampleError, run_command
 from examples.lm import sizes
 from examples.lm.data import START, TOKENS, Rows, Texts, packed, read_texts
 from examples.lm.engine import Engine, Text
@@ -75,6 +75,11 @@ def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:
         Rows(packed(part), args.length, args.batch_size, placement.rows(args.batch_size), args.seed)
         for part in (texts.train, texts.held_out)
     )
+    if learned.count < 1:
+        raise ExampleError(
+            f"the texts to learn must have at least {2 * args.length + 1} tokens, two rows of --length"
+            f" {args.length}, but have {len(learned.tokens)}; pass a shorter --length, or more texts."
+        )
     epoch_rows = min(args.epoch_rows or learned.count, learned.count)
     epoch_steps = training.steps_per_epoch(args, epoch_rows, unit="rows")
     graphdef, params = create(args, placement)

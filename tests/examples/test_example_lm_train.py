@@ -184,6 +184,12 @@ def a_run(folder, tmp_path_factory):
     return out
 
 
+def test_rows_that_the_texts_do_not_fill_are_refused(folder, tmp_path):
+    args = [*FLAGS, "--data", str(folder), "--out", str(tmp_path / "lm"), "--length", "1000000"]
+    with pytest.raises(ExampleError, match=r"at least 2000001 tokens.*shorter --length"):
+        train.main(args)
+
+
 def test_a_training_learns_and_says_how_much(a_run):
     losses = [record["loss"] for record in metrics(a_run) if "loss" in record]
     assert len(losses) == 4
