@@ -69,7 +69,10 @@ def gradients(make, values, implementation=None):
     def of_all(values):
         return after_two_steps(make(**values), implementation)
 
-    return jax.grad(of_all)(values), jax.grad(scheduled)(values["learning_rate"])
+    both = jax.jit(
+        lambda values: (jax.grad(of_all)(values), jax.grad(scheduled)(values["learning_rate"]))
+    )
+    return both(values)
 
 
 @parametrize(("name",), [(name,) for name in HYPERPARAMETERS], quick=(1, 3, 6))
