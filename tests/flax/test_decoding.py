@@ -99,7 +99,7 @@ def test_nnx_masks_tokens_of_the_cache():
     outputs = []
     for layer in (nnx_layer(package) for package in (jaxfused.nnx, flax.nnx)):
         for t in range(3):
-            output = layer(X[:, t : t + 1], mask=put(mask, jnp.bool_))
+            output = nnx_step(layer, X[:, t : t + 1], put(mask, jnp.bool_))
         outputs.append(output)
     np.testing.assert_allclose(*outputs, rtol=2e-5, atol=2e-6)
 
