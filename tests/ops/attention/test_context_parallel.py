@@ -14,7 +14,6 @@ import jaxfused
 from benchmarks.whole.parallel_hlo import received_bytes
 from jaxfused import dispatch
 from tests.support import eight_devices
-from tests.support.grids import parametrize
 from tests.support.lowering import kernels
 
 on_eight_devices = pytest.mark.skipif(
@@ -26,9 +25,9 @@ METHODS = ("all_gather", "ring", "all_to_all")
 
 @pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == eight_devices.DEVICES, reason="this is that process")
-@parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
-def test_on_eight_devices(selection):
-    eight_devices.assert_passes(__file__, selection)
+@pytest.mark.exhaustive
+def test_on_eight_devices():
+    eight_devices.assert_passes(__file__, "not gpu")
 
 
 def arrays(dtype="float32", tokens=T):
@@ -107,8 +106,8 @@ def compare(
 
 @on_eight_devices
 @pytest.mark.parametrize("method", METHODS)
-@parametrize("layout", ["contiguous", "zigzag"], quick=(1,))
-@parametrize("options", range(len(OPTIONS) + 1), quick=(1,))
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("options", range(len(OPTIONS) + 1))
 def test_numbers_are_those_of_one_device(options, method, layout):
     """Segment ids and sinks with some options; one case more has Explicit axes."""
     axis_type = AxisType.Explicit if options == len(OPTIONS) else AxisType.Auto
@@ -118,10 +117,10 @@ def test_numbers_are_those_of_one_device(options, method, layout):
 
 
 @on_eight_devices
-@parametrize("method", METHODS, quick=(1, 2))
-@parametrize("tokens", [20, 32], quick=(0,))
-@parametrize("layout", ["contiguous", "zigzag"], quick=(1,))
-@parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], quick=(0,))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tokens", [20, 32])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_dropout_drops_what_one_device_drops(axis_type, layout, tokens, method):
     """Parts of 5 tokens begin at odd keys; devices split batch and heads too."""
     names = ("data", "context", "heads")
@@ -141,7 +140,7 @@ def test_dropout_drops_what_one_device_drops(axis_type, layout, tokens, method):
 
 
 @on_eight_devices
-@parametrize(
+@pytest.mark.parametrize(
     ("method", "tokens", "has_kernels"),
     [
         ("all_to_all", 24, True),
@@ -149,7 +148,6 @@ def test_dropout_drops_what_one_device_drops(axis_type, layout, tokens, method):
         ("all_gather", 24, False),
         ("ring", 32, False),
     ],
-    quick=(3,),
 )
 def test_kernels_with_dropout(with_library, method, tokens, has_kernels):
     mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Explicit,))
@@ -182,7 +180,6 @@ def test_dropout_in_a_shard_map():
 
 
 @on_eight_devices
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("window", "hops"), [(0, 0), (4, 1), (5, 2), (30, 7), (None, 7)])
 def test_a_ring_ends_where_the_window_does(window, hops):
     options = dict(is_causal=True)
@@ -203,7 +200,6 @@ def test_a_ring_ends_where_the_window_does(window, hops):
 
 
 @on_eight_devices
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_batch_and_heads_may_be_split_too(method, axis_type):
@@ -212,7 +208,6 @@ def test_batch_and_heads_may_be_split_too(method, axis_type):
 
 
 @on_eight_devices
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_several_axes_count_as_one(method, axis_type):
@@ -229,7 +224,6 @@ def test_several_axes_count_as_one(method, axis_type):
 
 
 @on_eight_devices
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", [None, "ring"])
 def test_under_pmap_and_in_a_shard_map(method):
     q, k, v, *_ = arrays()
@@ -247,7 +241,6 @@ def test_under_pmap_and_in_a_shard_map(method):
 
 
 @on_eight_devices
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", METHODS)
 def test_devices_run_kernels_and_no_program_uses_multicast(with_library, method):
     """Each device's attention lowers to kernels, with XLA's collectives between them."""
@@ -320,7 +313,6 @@ def test_forward_mode_is_refused_with_the_remedy(method):
 
 
 @on_eight_devices
-@pytest.mark.exhaustive
 def test_explicit_operands_that_are_not_split_are_split():
     q, k, v, _, segments, _ = arrays()
     f = functools.partial(jaxfused.context_parallel_attention, axis_name="context", is_causal=True)
