@@ -24,6 +24,8 @@ def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | No
         )
     try:
         return jax.random.bits(key, (2,), jnp.uint32)
+    except jax.errors.KeyReuseError:  # A TypeError, by which jax.debug_key_reuse finds mistakes.
+        raise
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{op}: dropout_key is {said(key)}, but it is one key; pass jax.random.key(seed)."

@@ -198,6 +198,15 @@ def test_dropout_drops_its_share_and_no_two_rows_alike():
     np.testing.assert_array_equal(kept.reshape(200, 1001), keep_rows(words, (200, 1001), 0.25))
 
 
+def test_a_key_that_was_used_is_what_jax_says_of_it():
+    x, w = jnp.ones((4, 8)), jnp.eye(8)
+    with jax.debug_key_reuse(True):
+        key = jax.random.key(0)
+        jaxfused.mlp(x, w, None, w, dropout_rate=0.5, dropout_key=key)
+        with pytest.raises(jax.errors.KeyReuseError):
+            jaxfused.mlp(x, w, None, w, dropout_rate=0.5, dropout_key=key)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
