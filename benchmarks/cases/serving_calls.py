@@ -16,6 +16,7 @@ from benchmarks.run.case import (
     EVEN_LENGTHS,
     GIGABYTES,
     TWO_CALLS,
+    WHOLE_SEQUENCES,
     WITHOUT_OFFSET,
     Arrays,
     Bar,
@@ -43,6 +44,8 @@ class Sizes(NamedTuple):
     """Tokens of each sequence that decodes beside a chunk, and places of the cache appended to."""
     chunk: int = 2048
     """New tokens of a prompt, of which as many have been read."""
+    prefix: int = 8192
+    """Tokens that all sequences share, before `short` tokens of their own."""
 
 
 _DTYPES = {"bfloat16": jnp.bfloat16, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
@@ -57,6 +60,7 @@ def calls(sizes: Sizes | None = None) -> list[Case]:
         _ragged(sizes),
         _uneven_in_pages(sizes),
         _uneven(sizes),
+        _prefix(sizes),
         *(_append(sizes, kept) for kept in _DTYPES),
         *(_positions(sizes, with_gradients) for with_gradients in (False, True)),
     ]
@@ -203,6 +207,53 @@ def _uneven_case(
         skipped=_COPIES,
         **functions(
             attend, {EVEN_LENGTHS: evenly}, {}, differentiable=0, cotangents=0, truth=truth
+        ),
+    )
+
+
+def _prefix(s: Sizes) -> Case:
+    shared, own = s.prefix // s.page, s.short // s.page
+    tokens = s.prefix + s.many * s.short
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        """Returns query, pages of keys and of values, lengths, and the table."""
+        pages = shared + s.many * own
+        keys = jax.random.split(key, 4)
+        place = jax.random.permutation(keys[0], pages).astype(jnp.int32)
+        first = jnp.broadcast_to(place[:shared], (s.many, shared))
+        table = jnp.concatenate([first, place[shared:].reshape(s.many, own)], 1)
+        query = _normal(keys[1], s.many, s.heads, s.head_size)
+        pools = (_normal(k, s.key_heads, pages, s.page, s.head_size) for k in keys[2:])
+        return query, *pools, jnp.full(s.many, s.prefix + s.short, jnp.int32), table
+
+    def attend(*arrays, implementation, prefix_pages=shared):
+        return jaxfused.paged_attention(
+            *arrays,
+            scale=s.head_size**-0.5,
+            prefix_pages=prefix_pages,
+            implementation=implementation,
+        )
+
+    def truth(query, key, value, lengths, table):
+        def of(row):
+            query, *rest = (a[None] for a in row)
+            return attend(query, key, value, *rest, implementation="xla", prefix_pages=0)[0]
+
+        return jax.lax.map(of, (query, lengths, table))
+
+    return Case(
+        name="decode over pages, a shared prefix",
+        shape=(s.many, s.prefix, s.heads, s.key_heads, s.head_size, s.page),
+        make_inputs=make_inputs,
+        bytes=4 * (tokens * s.key_heads + s.many * s.heads) * s.head_size,
+        skipped=_COPIES,
+        **functions(
+            attend,
+            {WHOLE_SEQUENCES: partial(attend, implementation=None, prefix_pages=0)},
+            {},
+            differentiable=0,
+            cotangents=0,
+            truth=truth,
         ),
     )
 

@@ -31,6 +31,8 @@ FLOAT_CACHE = "float_cache"
 """Name of decode with our default implementation over a bfloat16 cache, beside one of 8 bits."""
 EVEN_LENGTHS = "even_lengths"
 """Name of decode with our default implementation where all sequences have the mean length."""
+WHOLE_SEQUENCES = "whole_sequences"
+"""Name of decode over pages whose shared ones are read for each sequence, by the default."""
 TWO_CALLS = "two_calls"
 """Name of decodes and a chunk of a prompt in a call each."""
 WITHOUT_OFFSET = "without_offset"
@@ -69,6 +71,7 @@ LABELS = {
     CONTIGUOUS: "contiguous cache",
     FLOAT_CACHE: "bfloat16 cache",
     EVEN_LENGTHS: "even lengths",
+    WHOLE_SEQUENCES: "whole sequences",
     TWO_CALLS: "two calls",
     WITHOUT_OFFSET: "without offset",
 }

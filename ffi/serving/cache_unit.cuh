@@ -31,6 +31,7 @@ struct CacheArgs {
   float* parts;  // partial outputs before division, [slots + batch, units, unit_rows, head size]
   float2* sums;  // [slots + batch, units, unit_rows]: maximum and sum of exponentials, base 2
   void* output;  // like the query
+  float* lse;  // log-sum-exp of each query's logits and its sink, [batch, tokens, key heads, group]
   Sequences sequences;
   Strides strides;
   Strides scale_strides;

@@ -101,7 +101,10 @@ struct Merged {
     if (!is_real) *this = {};
     // The sum is 0 for a row that attends to no key.
     const float inverse = sum != 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-    const int64_t place = args.place_of(sequence, head, row) * kHead + first;
+    const int64_t query = args.place_of(sequence, head, row), place = query * kHead + first;
+    if (first == 0) {
+      args.lse[query] = sum != 0.0f ? (maximum + __log2f(sum)) * (1.0f / kLog2e) : -INFINITY;
+    }
 #pragma unroll
     for (int i = 0; i < kColumns; i += 2) {
       const float low = out[i] * inverse, high = out[i + 1] * inverse;
@@ -328,10 +331,10 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
                             ffi::AnyBuffer value_scale, ffi::AnyBuffer table,
                             ffi::AnyBuffer lengths, ffi::AnyBuffer offsets, ffi::AnyBuffer counts,
                             ffi::AnyBuffer sinks, ffi::AnyBuffer layer,
-                            ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> parts,
-                            ffi::Result<ffi::AnyBuffer> sums, bool heads_first, int32_t kind,
-                            int32_t layer_pages, int32_t window, int32_t cluster,
-                            int32_t cluster_warps, float scale, float cap) {
+                            ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> lse,
+                            ffi::Result<ffi::AnyBuffer> parts, ffi::Result<ffi::AnyBuffer> sums,
+                            bool heads_first, int32_t kind, int32_t layer_pages, int32_t window,
+                            int32_t cluster, int32_t cluster_warps, float scale, float cap) {
   const auto shape = query.dimensions();
   if (shape.size() != 5 || key.dimensions().size() != 4 || is_absent(query) || is_absent(key)) {
     return ffi::Error::InvalidArgument("query must have 5 axes and key 4, and neither be empty");
@@ -343,6 +346,7 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   const int64_t batch = shape[0], tokens = shape[1], heads = shape[2], group = shape[3];
   const int64_t head_size = shape[4], rows = tokens * group;
   RETURN_IF_ERROR(check_like("output", *output, query));
+  RETURN_IF_ERROR(check_float32("lse", *lse, {batch, tokens, heads, group}));
   const bool combined = is_absent(value);
   const auto pool = key.dimensions();
   const int64_t pages = pool[heads_first ? 1 : 0], page_size = pool[heads_first ? 2 : 1];
@@ -418,6 +422,7 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   args.parts = static_cast<float*>(parts->untyped_data());
   args.sums = static_cast<float2*>(sums->untyped_data());
   args.output = output->untyped_data();
+  args.lse = static_cast<float*>(lse->untyped_data());
   args.sequences = {data_or_null<int>(lengths),
                     static_cast<const int*>(offsets.untyped_data()),
                     data_or_null<int>(counts),
@@ -481,6 +486,7 @@ DEFINE_HANDLER(jaxfused_cached_attention, cached_attention,
                    .Arg<ffi::AnyBuffer>()  // sinks
                    .Arg<ffi::AnyBuffer>()  // layer
                    .Ret<ffi::AnyBuffer>()  // output
+                   .Ret<ffi::AnyBuffer>()  // lse
                    .Ret<ffi::AnyBuffer>()  // parts
                    .Ret<ffi::AnyBuffer>()  // sums
                    .Attr<bool>("heads_first")

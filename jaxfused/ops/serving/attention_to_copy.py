@@ -10,8 +10,10 @@ from jaxfused.ops.serving import new_tokens
 
 def attend(
     arrays: Any, options: Any, key: jax.Array, value: jax.Array, implementation: Any
-) -> jax.Array:
-    """Returns the output [B, T, K, G, V] for keys [B, S, K, H] and values [B, S, K, V] in floats.
+) -> tuple[jax.Array, ...]:
+    """Returns (output [B, T, K, G, V],) for keys [B, S, K, H] and values [B, S, K, V] in floats.
+
+    If the options ask for it, the log-sum-exp [B, T, K, G] comes after the output.
 
     Args:
       arrays: `Arrays` of cache_stages or paged_stages, of which query, lengths, offset, counts and
@@ -31,7 +33,8 @@ def attend(
         mask = new_tokens.tree_options(tree, arrays.offset, key.shape[1], left)
     if slopes is not None:
         mask |= new_tokens.alibi_options(slopes.reshape(-1), tree, arrays.offset)
-    output = dot_product_attention(
+    returns_lse = getattr(options, "returns_lse", False)
+    results: Any = dot_product_attention(
         arrays.query.reshape(batch, tokens, key_heads * group, size),
         key,
         value,
@@ -42,7 +45,10 @@ def attend(
         key_value_seq_lengths=arrays.lengths,
         sinks=None if arrays.sinks is None else arrays.sinks.reshape(-1),
         implementation=implementation,
+        return_lse=returns_lse,
         **mask,
     )
-    assert isinstance(output, jax.Array)
-    return output.reshape(batch, tokens, key_heads, group, value.shape[-1])
+    return tuple(
+        array.reshape(batch, tokens, key_heads, group, *array.shape[3:])
+        for array in (results if returns_lse else (results,))
+    )

@@ -107,7 +107,8 @@ class Options:
         arrays = arrays.with_lengths()
         pairs = (arrays.key, arrays.key_scale), (arrays.value, arrays.value_scale)
         key, value = (self._read(*pair, arrays) for pair in pairs)
-        return attention_to_copy.attend(arrays, self, key, value, implementation)
+        (output,) = attention_to_copy.attend(arrays, self, key, value, implementation)
+        return output
 
     def _read(self, kept: jax.Array, scale: jax.Array | None, arrays: Arrays) -> jax.Array:
         def part(array: jax.Array) -> jax.Array:
@@ -192,7 +193,7 @@ class InCache:
         sequences = arrays.sequences
         if sequences is not None:
             sequences = jnp.where(sequences < 0, sequences + pages, sequences)[:, None]
-        output = cached_attention_cuda.forward(
+        output, _ = cached_attention_cuda.forward(
             arrays.query,
             cached_attention_cuda.Cache(
                 merged(arrays.key, 3),

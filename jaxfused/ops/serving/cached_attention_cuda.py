@@ -166,8 +166,8 @@ def forward(
     scale: float,
     soft_cap: float | None,
     device: dispatch.Device,
-) -> jax.Array:
-    """Returns the attention output, of the shape and dtype of the queries [B, T, K, G, H].
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the attention output, like the queries [B, T, K, G, H], and the log-sum-exp [B, T, K, G].
 
     `Arrays` of paged_stages describes the operands. `kept` is the dtype of the cached numbers, even if
     the cache holds their bits in another one. A layer has `layer_pages` pages; None for all.
@@ -183,6 +183,7 @@ def forward(
     slots = 1 if shared.blocks else max(1, device.multiprocessors * _WARPS // units)
     results = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32),
         jax.ShapeDtypeStruct((slots + batch, units, unit_rows, size), jnp.float32),
         jax.ShapeDtypeStruct((slots + batch, units, unit_rows, 2), jnp.float32),
     )
@@ -192,7 +193,7 @@ def forward(
         return jnp.zeros_like(query, shape=(0,), dtype=dtype) if array is None else array
 
     layer = None if cache.layer is None else cache.layer.reshape(1)
-    output, _, _ = jax.ffi.ffi_call("jaxfused_cached_attention", results)(
+    output, lse, _, _ = jax.ffi.ffi_call("jaxfused_cached_attention", results)(
         query,
         cache.key,
         operand(cache.value, cache.key.dtype),
@@ -213,4 +214,4 @@ def forward(
         scale=np.float32(scale),
         cap=np.float32(0.0 if soft_cap is None else soft_cap),
     )
-    return output
+    return output, lse

@@ -19,6 +19,7 @@ from jaxfused.ops.serving.pages import (
     with_whole_rows,
 )
 from jaxfused.ops.serving.ragged_stages import attend_ragged
+from jaxfused.ops.serving.shared_prefix import attend_in_parts, is_shared
 from jaxfused.runtime.checks import (
     check_count,
     check_finite,
@@ -44,6 +45,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    prefix_pages: int = 0,
     layout: Layout = "KPSH",
     batch_invariant: bool = False,
     implementation: dispatch.Implementation | None = None,
@@ -70,6 +72,11 @@ def paged_attention(
         where several continuations are tried at once; all see the tokens before them. Positions, for
         `sliding_window` and ALiBi, count the new tokens that a token sees.
       alibi_slopes: [N]: a key's logit is less by its head's slope times its distance.
+      prefix_pages: how many pages at the beginning of all sequences may be the same, such as those of a
+        system prompt. Where they are, which is tested on the device, their keys are read once for all
+        sequences together (a cascade); else as without. The output may differ by a rounding. It has no
+        effect beside `sliding_window`, `tree_mask`, `alibi_slopes` and `batch_invariant`, nor where
+        the types of arrays split them over devices.
       layout: the axes of the pages.
       batch_invariant: whether a sequence's output has the same bits whatever the lengths and tokens of
         the other sequences. "pallas" then has one CTA read all of a head's keys, which is slower for
@@ -104,6 +111,12 @@ def paged_attention(
     _check_queries(op, queries, lengths.shape[0], pools)
     check_finite(op, "scale", scale)
     check_soft_cap(op, attn_logits_soft_cap, "attn_logits_soft_cap")
+    most = page_indices.shape[1] - 1
+    if not 0 <= prefix_pages <= max(0, most):
+        raise ValueError(
+            f"{op}: prefix_pages is {prefix_pages}, but sequences have {most + 1} pages, the last of"
+            f" which are their own; pass an int from 0 to {max(0, most)}."
+        )
     options = _options(
         op,
         Options(layout, scale, attn_logits_soft_cap, sliding_window, batch_invariant),
@@ -114,8 +127,29 @@ def paged_attention(
     more = More(sinks, *new_tokens.check(op, queries, tree_mask, alibi_slopes))
     in_place = reads_in_place(queries, pools, page_indices, options, implementation, more)
     call = (options, more, implementation, in_place)
-    output = attend(queries, None, pools, lengths, page_indices, *call)
+
+    def whole() -> jax.Array:
+        (output,) = attend(queries, None, pools, lengths, page_indices, *call)
+        return output
+
+    def in_parts() -> jax.Array:
+        of_parts = (options, more, implementation, prefix_pages)
+        return attend_in_parts(queries, pools, lengths, page_indices, *of_parts)
+
+    if _may_share(prefix_pages, options, more, (queries, *pools[:2], lengths, page_indices)):
+        shared = is_shared(prefix_pages, queries.shape[1], pools, lengths, page_indices)
+        output = jax.lax.cond(shared, in_parts, whole)
+    else:
+        output = whole()
     return output if has_tokens else output[:, 0]
+
+
+def _may_share(pages: int, options: Options, more: More, arrays: Any) -> bool:
+    """Returns whether the first pages of all sequences can be attended to on their own."""
+    is_whole = options.window is not None or options.batch_invariant
+    if pages == 0 or is_whole or more.tree is not None or more.slopes is not None:
+        return False
+    return not any(any(jax.typeof(x).sharding.spec) for x in jax.tree.leaves(arrays))
 
 
 @python_numbers

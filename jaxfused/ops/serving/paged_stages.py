@@ -93,11 +93,13 @@ class Options:
     """Number of tokens that each query sees, itself included; None for all."""
     batch_invariant: bool = False
     """True if no sequence's result may depend on the other sequences."""
+    returns_lse: bool = False
+    """True if results have the log-sum-exp of the logits [B, T, K, G] after the output."""
 
     def gathered(
         self, arrays: Arrays, pools: Pools | None = None, implementation: Any = None
-    ) -> jax.Array:
-        """Returns the output [B, T, K, G, V] of attention to a copy of the pages of `pools`.
+    ) -> Results:
+        """Returns the results of InPages by attention to a copy of the pages of `pools`.
 
         Without `pools`, these are the pages of `arrays`.
         """
@@ -108,7 +110,10 @@ class Options:
 
 @dataclass(frozen=True)
 class InPages:
-    """Computes (output [B, T, K, G, V],) from the operands of Arrays, without a copy of the pages."""
+    """Computes (output [B, T, K, G, V],) from the operands of Arrays, without a copy of the pages.
+
+    If the options ask for it, the log-sum-exp [B, T, K, G] comes after the output.
+    """
 
     options: Options
 
@@ -125,7 +130,7 @@ class InPages:
             # not split it.
             pools, whole = ("psch", "pskv"), whole + "ck"
         operands = ("btkgh", *pools, "bn", "b", "b", "b", "kg", "kps", "kps", "btt", "kg")
-        return Axes(operands, ("btkgv",), whole)
+        return Axes(operands, ("btkgv", "btkg") if self.options.returns_lse else ("btkgv",), whole)
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
         arrays = Arrays(*operands)
@@ -152,6 +157,8 @@ class InPages:
             of_pallas = of_cuda = "no kernel over pages has a tree_mask or alibi_slopes"
         elif self.options.batch_invariant:
             of_cuda = "it divides the keys of all sequences together, and batch_invariant=True"
+        if self.options.returns_lse:
+            of_pallas = of_pallas or "the Pallas kernel over pages returns no log-sum-exp"
         return {"pallas": of_pallas, "cuda": of_cuda, "xla": None}
 
     def estimate(self, device, able, *operands) -> Estimate:
@@ -194,9 +201,9 @@ class InPages:
     def run(self, implementation, device, *operands, config=None) -> Results:
         arrays, options = Arrays(*operands), self.options
         if implementation == "xla":
-            return (options.gathered(arrays, implementation="xla"),)
+            return options.gathered(arrays, implementation="xla")
         if implementation == "cuda":
-            return (self._by_cuda(arrays, device),)
+            return self._by_cuda(arrays, device)[: 1 + options.returns_lse]
         batch, tokens, key_heads, group, size = arrays.query.shape
         pages = arrays.pages()
         sizes = pages.sizes(options.layout)
@@ -227,7 +234,7 @@ class InPages:
         )
         return (output.reshape(batch, tokens, key_heads, group, -1),)
 
-    def _by_cuda(self, arrays: Arrays, device: dispatch.Device) -> jax.Array:
+    def _by_cuda(self, arrays: Arrays, device: dispatch.Device) -> Results:
         options, heads_first = self.options, self.options.layout == "KPSH"
 
         def scales(array: Any) -> Any:
@@ -294,18 +301,21 @@ def attend(
     more: More,
     implementation: Any,
     in_place: bool,
-) -> jax.Array:
-    """Returns the output of queries [B, T, N, H], the last `counts` of a sequence's `lengths` tokens."""
+) -> tuple[jax.Array, ...]:
+    """Returns (output,) of queries [B, T, N, H], the last `counts` of a sequence's `lengths` tokens.
+
+    If the options ask for it, the log-sum-exp [B, T, N] comes after the output.
+    """
     arrays = _arrays(queries, pools, page_indices, lengths, counts, more)
     arrays = arrays._replace(lengths=pools.lengths(lengths, page_indices))
     stage = InPages(options)
     spelt = stage.axes(*arrays)
-    output: Any
+    results: Any
     by_batch = any(jax.typeof(x).sharding.spec[0] for x in (queries, lengths, page_indices))
     is_split = by_batch or not pools.are_split_by_heads()
     if not in_place and is_split and _in_arrays(pools):
         # Each device copies the pages of its own sequences.
-        (output,) = sharding.per_shard(
+        results = sharding.per_shard(
             _Gathered(options, implementation),
             arrays,
             operand_axes=spelt.operands,
@@ -313,12 +323,12 @@ def attend(
             whole=spelt.whole,
         )
     elif not in_place:
-        output = options.gathered(arrays, pools, implementation)
+        results = options.gathered(arrays, pools, implementation)
     else:
         aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
         run = Runner(implementation, dispatch.current_device(queries, arrays.key))
-        output = _in_place(run, options, Arrays(*aligned))
-    return output.reshape(*queries.shape[:3], pools.value_size)
+        results = _in_place(run, options, Arrays(*aligned))
+    return tuple(array.reshape(*queries.shape[:3], *array.shape[4:]) for array in results)
 
 
 @dataclass(frozen=True)
@@ -328,8 +338,8 @@ class _Gathered:
     options: Options
     implementation: Any
 
-    def __call__(self, *operands: Any) -> tuple[jax.Array]:
-        return (self.options.gathered(Arrays(*operands), implementation=self.implementation),)
+    def __call__(self, *operands: Any) -> Results:
+        return self.options.gathered(Arrays(*operands), implementation=self.implementation)
 
 
 def _arrays(
@@ -388,18 +398,17 @@ def _values_and_scale(pool: Any, layout: Layout) -> tuple[Any, Any]:
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="paged_attention")
-def _in_place(run: Runner, options: Options, arrays: Arrays) -> jax.Array:
-    (output,) = run(InPages(options), *arrays)
-    return output
+def _in_place(run: Runner, options: Options, arrays: Arrays) -> Results:
+    return run(InPages(options), *arrays)
 
 
-def _in_place_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[jax.Array, Arrays]:
+def _in_place_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[Results, Arrays]:
     return _in_place(run, options, arrays), arrays
 
 
-def _in_place_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Array) -> Any:
+def _in_place_bwd(run: Runner, options: Options, arrays: Arrays, cotangents: Results) -> Any:
     """Differentiates attention to a copy of the pages: serving needs no backward kernel."""
-    return gradients_in_xla(options.gathered, arrays, doutput)
+    return gradients_in_xla(options.gathered, arrays, cotangents)
 
 
 _in_place.defvjp(_in_place_fwd, _in_place_bwd)

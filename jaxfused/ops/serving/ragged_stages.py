@@ -97,7 +97,8 @@ def attend_in_tiles(
 
     def of(tokens: jax.Array, owner: jax.Array, count: jax.Array, length: jax.Array) -> Any:
         call = (options, More(sinks), implementation, in_place)
-        return attend(tokens, count, pools, length, page_indices[owner], *call)
+        (output,) = attend(tokens, count, pools, length, page_indices[owner], *call)
+        return output
 
     # The tiles are processed in groups, because a copy of the pages of all tiles takes too much memory.
     arrays = (tokens, tiles.owner, tiles.valid, tiles.length)
