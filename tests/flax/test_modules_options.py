@@ -351,6 +351,10 @@ def test_a_mask_of_batch_norm_counts_the_values_of_the_whole_batch(axis):
         (lambda **k: jaxfused.nnx.TransformerBlock(D, 3, **k), "8 features .* by 3 heads"),
         (lambda **k: jaxfused.nnx.ConvNormAct(D, D, 3, norm="layer_norm", **k), "norm='layer"),
         (lambda **k: jaxfused.nnx.MLP(D, 4, activation="eluu", **k)(jnp.ones(D)), "'eluu' is not"),
+        (
+            lambda **k: jaxfused.nnx.LinearGeneral(D, D, precision="fp8_delayed", **k)(jnp.ones(D)),
+            'only Linear .* remember scales; pass "fp8"',
+        ),
     ],
 )
 def test_refuses(make, message):

@@ -91,8 +91,8 @@ def is_fp8(precision: Any) -> bool:
     """Returns whether a caller's `precision` asks for products in float8."""
     if is_named(precision, DELAYED):
         raise ValueError(
-            f'precision is "{DELAYED}", which is for modules, as these remember scales; pass an operator'
-            " a jaxfused.Fp8State."
+            f'precision is "{DELAYED}", but only Linear (Dense), MLP, GatedMLP and TransformerBlock'
+            ' remember scales; pass "fp8", or an operator a jaxfused.Fp8State.'
         )
     return isinstance(precision, Fp8State) or is_named(precision, "fp8")
 
