@@ -450,7 +450,9 @@ def test_what_is_refused():
         jaxfused.Fp8State.zeros("conv")
     with pytest.raises(ValueError, match=r"calls is 0.*pass 1 or more"):
         jaxfused.Fp8State.zeros("linear", calls=0)
-    with pytest.raises(ValueError, match=r"is for modules.*pass an operator"):
+    with pytest.raises(
+        ValueError, match=r"only Linear .* remember.* an operator a jaxfused.Fp8State"
+    ):
         jaxfused.linear(x, w1, precision="fp8_delayed")
     with pytest.raises(ValueError, match="pallas"):
         jaxfused.linear(x, w1, precision="fp8", implementation="pallas")
