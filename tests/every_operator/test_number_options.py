@@ -76,6 +76,7 @@ CALLS = {
             attn_logits_soft_cap=2.0,
             pages_per_compute_block=4,
             scale=0.5,
+            prefix_pages=1,
             sliding_window=3,
             layout="PSKH",
         ),
