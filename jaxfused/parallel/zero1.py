@@ -222,18 +222,18 @@ class _Placed:
         structure = jax.tree.structure(trees)
         given = tuple((name, type(value), value) for name, value in options.items())
         key = (f, given, structure, shapes, explicit, donated, mesh, *placed.param_specs)
-        try:
-            known = self.compiled.get(key)
-        except TypeError:  # An option such as an array has no hash.
-            return make()(*trees)
-        if known is None:
-            known = make()
-            if len(self.compiled) >= _MOST_COMPILED:
-                self.compiled.pop(next(iter(self.compiled)))
-            self.compiled[key] = known
         # Arrays that lie on no mesh, and results that depend on no array, have this one's devices.
         alone = explicit and jax.sharding.get_abstract_mesh().empty
         with jax.set_mesh(mesh) if alone else contextlib.nullcontext():
+            try:
+                known = self.compiled.get(key)
+            except TypeError:  # An option such as an array has no hash.
+                return make()(*trees)
+            if known is None:
+                known = make()
+                if len(self.compiled) >= _MOST_COMPILED:
+                    self.compiled.pop(next(iter(self.compiled)))
+                self.compiled[key] = known
             return known(*trees)
 
     def _jitted(
