@@ -161,6 +161,12 @@ def test_what_a_differentiated_function_closes_over_is_kept():
     jax.grad(lambda scale: tx.step(scale * grads, state, params)[0].sum())(1.0)
     jax.grad(lambda lr: optim.sgd(lr, 0.9).step(grads, state, params)[0].sum())(1.0)
     jax.vmap(lambda scale: tx.step(scale * grads, state, params)[0])(jnp.ones(2))
+
+    def scheduled(value):
+        tx = optim.sgd(lambda count: value / (1 + count), 0.9)
+        return tx.step(grads, tx.init(params), params)[0].sum()
+
+    assert jax.grad(scheduled)(1.0) == -4
     assert not params.is_deleted() and not state[0].trace.is_deleted()
     tx.step(grads, state, params)
     assert params.is_deleted()
