@@ -120,7 +120,8 @@ def frozen_product(
     rows = linear_xla.letters_of_rows(x)
     axes = f"{rows}D,DF->{rows}F"
     if is_scaled_last(x, w):
-        sums = product(axes, x, w.unpacked().astype(x.dtype))
+        of_w, values = _as_stored(w)
+        sums = product(f"{rows}D,{of_w}->{rows}F", x, values.astype(x.dtype))
         y = (sums * _scale_of_columns(w, sums)).astype(out_dtype or sums.dtype)
     elif _is_by_groups(x, w):
         sums = _product_by_groups(rows, x, w)
@@ -312,7 +313,7 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
     a, b = x.unpacked(), w.unpacked()
     if not of_integers:
         return scaled(_float8_matmul(a, b), x, w)
-    total = _int8_matmul(a, b)
+    total = _int8_matmul(a, b, *_as_stored(w))
     # The sum of (a - zero point of x) (b - zero point of w) follows from the int8 product of a and b.
     if x.zero_point is not None:
         columns = jnp.sum(b, axis=0, dtype=jnp.int32)
@@ -351,8 +352,18 @@ _GRAIN = 16
 """Number that must divide D and F for cuBLAS to multiply int8."""
 
 
-def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+def _as_stored(w: QuantizedArray) -> tuple[str, jax.Array]:
+    """Returns the axes of the values in the order of memory, for `einsum`, and the values.
+
+    XLA for CPUs multiplies a transposed array five times more slowly.
+    """
+    return ("FD", w.unpacked().mT) if w.layout == "columns" else ("DF", w.unpacked())
+
+
+def _int8_matmul(a: jax.Array, b: jax.Array, of_b: str, stored: jax.Array) -> jax.Array:
     """Returns the int32 product of [..., D] and [D, F]; XLA gets int8 only if 16 divides D and F.
+
+    `stored` has the values of b with the axes `of_b`.
 
     Some of the int8 kernels that XLA tries on a GPU return twice the product (jax 0.11.2, an H200).
     XLA's autotuning rejects these kernels only if cuBLAS can compute the product as well, which it can
@@ -367,7 +378,7 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     if has_rows and (d % _GRAIN or n % _GRAIN):
         total = _ragged_int8_matmul(rows, b, b.size + (rows.size if d % _GRAIN else 0))
     else:
-        total = jnp.matmul(rows, b, preferred_element_type=jnp.int32)
+        total = jnp.einsum(f"MD,{of_b}->MF", rows, stored, preferred_element_type=jnp.int32)
     return total.reshape(*a.shape[:-1], b.shape[1])
 
 
