@@ -5,10 +5,9 @@ import pytest
 from jaxfused.fusion import algebra, moments
 from jaxfused.fusion.recognisers import attention_logits, attention_site
 from tests.program_fuzz import command, drawn, judge
-from tests.support.grids import parametrize
 
 
-@parametrize("first", range(0, 50, 5), quick=(0, 5))
+@pytest.mark.parametrize("first", range(0, 50, 5))
 def test_programs_are_what_they_are_without_fuse(first):
     for number in range(first, first + 5):
         verdict = command.judged(0, number)
