@@ -52,6 +52,7 @@ FOUND = {
 """By fault, the number of a program of seed 1 that shows it. If the fuzz changes, find new numbers."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FOUND)
 def test_a_fault_is_found(fault, monkeypatch, capsys):
     fault(monkeypatch)
@@ -59,6 +60,7 @@ def test_a_fault_is_found(fault, monkeypatch, capsys):
     assert "def program(" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FOUND)
 def test_what_shows_a_fault_is_right_without_it(fault):
     assert command.judged(1, FOUND[fault]).status in (judge.OK, judge.UNFUSED)
