@@ -26,14 +26,19 @@ MEGABYTE = 1e6
 """Bytes in a megabyte, the unit of thresholds of weights."""
 
 
-def kernels_first(why: str) -> Callable[..., Rule]:
-    """Returns an `estimate` that orders kernels before XLA at all sizes, for the reason `why`."""
+def always(first: Sequence[str], why: str) -> Callable[..., Rule]:
+    """Returns an `estimate` that puts implementations first at all sizes, for the reason `why`."""
 
     def estimate(stage: Any, device: Any, able: Collection[str], *operands: Any) -> Rule:
         del stage, device, able, operands
-        return Rule(KERNELS, why)
+        return Rule(first, why)
 
     return estimate
+
+
+def kernels_first(why: str) -> Callable[..., Rule]:
+    """Returns an `estimate` that orders kernels before XLA at all sizes, for the reason `why`."""
+    return always(KERNELS, why)
 
 
 def in_order(why_not: Mapping[str, str | None], estimate: Estimate) -> dict[str, str | None]:

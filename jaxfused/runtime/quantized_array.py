@@ -110,9 +110,9 @@ def layout_of(dtype: str, shape: Sequence[int], axis: int) -> Layout:
     Weights [..., D, F] of axis -2 lie as the kernels of products read them, if their int4 fill whole
     blocks; everything else lies as it came. `axis` counts from the last.
     """
-    is_weight = axis == -2 and len(shape) > 1
-    fits = dtype != "int4" or shape[-2] % WORD_BLOCK == 0
-    return "columns" if is_weight and fits else "rows"
+    if axis != -2 or len(shape) < 2:
+        return "rows"
+    return "columns" if dtype != "int4" or shape[-2] % WORD_BLOCK == 0 else "rows"
 
 
 @serializable_quantized

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.quantized import few_rows_cuda, quantized_matmul_cuda, quantized_matmul_xla
 from jaxfused.runtime import cuda_choice, product_regimes
-from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.estimate import Estimate, Rule, always
 from jaxfused.runtime.quantized_array import (
     Layout,
     QuantizedArray,
@@ -324,8 +324,9 @@ class InputGradient:
             k=self.features,
             w=Packed(values, scale, zero_point),
         )
-        # XLA comes first: it dequantises the weights, which takes more memory but less time.
         return {"xla": None, "pallas": reason}
+
+    estimate = always(("xla",), "it dequantises the weights, which takes more memory but less time")
 
     def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:
         del values, scale, zero_point
