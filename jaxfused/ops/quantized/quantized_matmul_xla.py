@@ -313,7 +313,7 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
     a, b = x.unpacked(), w.unpacked()
     if not of_integers:
         return scaled(_float8_matmul(a, b), x, w)
-    total = _int8_matmul(a, b, *_as_stored(w))
+    total = _int8_matmul(a, w)
     # The sum of (a - zero point of x) (b - zero point of w) follows from the int8 product of a and b.
     if x.zero_point is not None:
         columns = jnp.sum(b, axis=0, dtype=jnp.int32)
@@ -360,10 +360,10 @@ def _as_stored(w: QuantizedArray) -> tuple[str, jax.Array]:
     return ("FD", w.unpacked().mT) if w.layout == "columns" else ("DF", w.unpacked())
 
 
-def _int8_matmul(a: jax.Array, b: jax.Array, of_b: str, stored: jax.Array) -> jax.Array:
-    """Returns the int32 product of [..., D] and [D, F]; XLA gets int8 only if 16 divides D and F.
+def _int8_matmul(a: jax.Array, w: QuantizedArray) -> jax.Array:
+    """Returns the int32 product of [..., D] and the values [D, F] of w.
 
-    `stored` has the values of b with the axes `of_b`.
+    XLA gets int8 only if 16 divides D and F.
 
     Some of the int8 kernels that XLA tries on a GPU return twice the product (jax 0.11.2, an H200).
     XLA's autotuning rejects these kernels only if cuBLAS can compute the product as well, which it can
@@ -373,13 +373,15 @@ def _int8_matmul(a: jax.Array, b: jax.Array, of_b: str, stored: jax.Array) -> ja
 
     One row needs none of these kernels: XLA sums its products in a reduction.
     """
-    rows, (d, n) = a.reshape(-1, a.shape[-1]), b.shape
+    rows, (d, n) = a.reshape(-1, a.shape[-1]), w.shape
     has_rows = is_symbolic(rows) or rows.shape[0] > 1
     if has_rows and (d % _GRAIN or n % _GRAIN):
+        b = w.unpacked()
         total = _ragged_int8_matmul(rows, b, b.size + (rows.size if d % _GRAIN else 0))
     else:
-        total = jnp.einsum(f"MD,{of_b}->MF", rows, stored, preferred_element_type=jnp.int32)
-    return total.reshape(*a.shape[:-1], b.shape[1])
+        of_w, values = _as_stored(w)
+        total = jnp.einsum(f"MD,{of_w}->MF", rows, values, preferred_element_type=jnp.int32)
+    return total.reshape(*a.shape[:-1], n)
 
 
 _EXACT_PRODUCTS = 1024
