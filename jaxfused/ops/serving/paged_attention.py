@@ -19,7 +19,7 @@ from jaxfused.ops.serving.pages import (
     with_whole_rows,
 )
 from jaxfused.ops.serving.ragged_stages import attend_ragged
-from jaxfused.ops.serving.shared_prefix import attend_in_parts, is_shared
+from jaxfused.ops.serving.shared_prefix import attend_in_parts, first_pages, is_shared
 from jaxfused.runtime.checks import (
     check_count,
     check_finite,
@@ -133,11 +133,12 @@ def paged_attention(
         return output
 
     def in_parts() -> jax.Array:
-        of_parts = (options, more, implementation, prefix_pages)
+        of_parts = (options, more, implementation, prefix)
         return attend_in_parts(queries, pools, lengths, page_indices, *of_parts)
 
     if _may_share(prefix_pages, options, more, (queries, *pools[:2], lengths, page_indices)):
-        shared = is_shared(prefix_pages, queries.shape[1], pools, lengths, page_indices)
+        prefix = first_pages(prefix_pages, lengths, page_indices)
+        shared = is_shared(prefix, queries.shape[1], pools, lengths, page_indices)
         output = jax.lax.cond(shared, in_parts, whole)
     else:
         output = whole()

@@ -23,15 +23,20 @@ _PART_KEYS = 512
 _MOST_PARTS = 16
 
 
+def first_pages(pages: int, lengths: jax.Array, page_indices: jax.Array) -> jax.Array:
+    """Returns the first `pages` pages of the first sequence that has tokens."""
+    return page_indices[jnp.argmax(lengths > 0), :pages]
+
+
 def is_shared(
-    pages: int, tokens: int, pools: Pools, lengths: jax.Array, page_indices: jax.Array
+    prefix: jax.Array, tokens: int, pools: Pools, lengths: jax.Array, page_indices: jax.Array
 ) -> jax.Array:
-    """Returns whether all sequences begin with the same `pages` pages, before the last `tokens` tokens.
+    """Returns whether all sequences begin with the pages `prefix`, before the last `tokens` tokens.
 
     Sequences of length 0 do not count.
     """
-    row = page_indices[jnp.argmax(lengths > 0), :pages]
-    is_alike = (page_indices[:, :pages] == row) & is_in_pool(row, pools.pages)
+    pages = prefix.size
+    is_alike = (page_indices[:, :pages] == prefix) & is_in_pool(prefix, pools.pages)
     has_all = jnp.all(is_alike, 1) & (lengths >= pages * pools.page_size + tokens)
     return jnp.all(has_all | (lengths <= 0))
 
@@ -44,13 +49,13 @@ def attend_in_parts(
     options: Options,
     more: More,
     implementation: Any,
-    pages: int,
+    prefix: jax.Array,
 ) -> jax.Array:
     """Returns the output [B, T, N, V] where `is_shared`; it is 0 for sequences of length 0."""
     batch, tokens, heads, size = queries.shape
-    keys, is_active = pages * pools.page_size, lengths > 0
-    row = page_indices[jnp.argmax(is_active), :pages]
-    key, value = pools.read(row[None], jnp.full(1, keys, jnp.int32), queries.dtype)
+    pages = prefix.size
+    keys = pages * pools.page_size
+    key, value = pools.read(prefix[None], jnp.full(1, keys, jnp.int32), queries.dtype)
     parts = _parts_of(pages, pools.page_size)
     key, value = (a.reshape(parts, keys // parts, *a.shape[2:]) for a in (key, value))
     rows = queries.reshape(1, batch * tokens, heads, size)
@@ -73,7 +78,7 @@ def attend_in_parts(
     # The first parts have keys, so that the maximum is finite.
     weights = jnp.exp(lses - lses.max(0))
     output = (weights[..., None] * outputs).sum(0) / weights.sum(0)[..., None]
-    return jnp.where(is_active[:, None, None, None], output, 0).astype(own.dtype)
+    return jnp.where((lengths > 0)[:, None, None, None], output, 0).astype(own.dtype)
 
 
 def _parts_of(pages: int, page_size: int) -> int:
