@@ -2,7 +2,8 @@
 //
 // The warp loads tiles of 16 keys from global memory into the operand registers of the tensor
 // cores, the next tile while it multiplies the current one. It needs no shared memory for them, so
-// pages may have any size, and 8-bit values are widened in registers.
+// pages may have any size. int8 keys are multiplied as bytes; other 8-bit values are widened in
+// registers.
 #pragma once
 
 #include <cstdint>
